@@ -1,0 +1,1 @@
+"""Callbacks that go with the strategies."""

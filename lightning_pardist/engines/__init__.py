@@ -1,0 +1,1 @@
+"""Engines: plain torch, usable without Lightning. Nothing here imports lightning."""

@@ -1,0 +1,1 @@
+"""What Lightning sees: one strategy a file."""

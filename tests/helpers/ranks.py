@@ -1,0 +1,156 @@
+"""Run functions on N ranks that are started once per test session.
+
+Starting a rank costs seconds of imports; a function handed to a rank that is already up costs milliseconds. Ranks are
+started by ``spawn`` from a pool a world size, each worker keeps its gloo process group between calls, and a call that
+fails, hangs or leaves something behind throws the pool away, so that one test cannot spoil the next.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import queue
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+DEFAULT_TIMEOUT_S = 120.0
+
+_pools: dict[int, RankPool] = {}
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not answer in time; the message holds every rank's report."""
+
+
+class RankPool:
+    """``world_size`` processes joined in one gloo group, answering calls until closed."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        context = mp.get_context("spawn")
+        port = free_port()
+        self.inboxes = [context.Queue() for _ in range(world_size)]
+        self.outbox: Any = context.Queue()
+        self.processes = [
+            context.Process(target=_serve, args=(rank, world_size, port, self.inboxes[rank], self.outbox), daemon=False)
+            for rank in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        """Call ``function(*args)`` on every rank; the results by rank."""
+        # Pickled here, so that an argument that cannot travel fails in the test and not in a queue's thread.
+        payload = pickle.dumps((function, args))
+        for inbox in self.inboxes:
+            inbox.put(payload)
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(answers) < self.world_size:
+            try:
+                rank, good, result = self.outbox.get(timeout=0.2)
+                answers[rank] = (good, result)
+                if not good:
+                    # The others may wait for this rank in a collective: give them a moment to report, not more.
+                    deadline = min(deadline, time.monotonic() + 5.0)
+                continue
+            except queue.Empty:
+                pass
+            dead = [r for r, p in enumerate(self.processes) if p.exitcode is not None and r not in answers]
+            if dead or time.monotonic() > deadline:
+                break
+        if len(answers) == self.world_size and all(good for good, _ in answers.values()):
+            return [pickle.loads(answers[rank][1]) for rank in range(self.world_size)]
+        report = []
+        for rank, process in enumerate(self.processes):
+            if rank in answers:
+                good, result = answers[rank]
+                report.append(f"--- rank {rank}: {'finished' if good else result}")
+            elif process.exitcode is not None:
+                report.append(f"--- rank {rank}: died with exit code {process.exitcode}")
+            else:
+                report.append(f"--- rank {rank}: no answer within {timeout_s:.0f} s")
+        self.close(kill=True)
+        raise RankFailed(f"{getattr(function, '__name__', function)} on {self.world_size} ranks:\n" + "\n".join(report))
+
+    def close(self, kill: bool = False) -> None:
+        """End the processes, at once or after they have answered."""
+        _pools.pop(self.world_size, None)
+        for inbox, process in zip(self.inboxes, self.processes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                inbox.put(None)
+        for process in self.processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join(timeout=10)
+        for channel in (*self.inboxes, self.outbox):
+            channel.close()
+            channel.cancel_join_thread()
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[Any]:
+    """Call a module-level ``function(*args)`` on ``world_size`` gloo ranks; returns the results by rank.
+
+    The default process group exists when the function runs; the RNG is seeded with 0 on every rank.
+
+    Raises:
+        RankFailed: With the traceback of every rank that raised, and what became of the others.
+    """
+    pool = _pools.get(world_size)
+    if pool is None:
+        # Two cores: an idle pool of another size costs memory but no time; keep them all.
+        pool = _pools[world_size] = RankPool(world_size)
+    return pool.run(function, args, timeout_s)
+
+
+def close_pools() -> None:
+    """End every pool."""
+    for pool in list(_pools.values()):
+        pool.close()
+
+
+atexit.register(close_pools)
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    import lightning_pardist  # noqa: F401  (first, as users are told to)
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=DEFAULT_TIMEOUT_S))
+    while True:
+        payload = inbox.get()
+        if payload is None:
+            break
+        try:
+            function, args = pickle.loads(payload)
+            torch.manual_seed(0)
+            answer = (rank, True, pickle.dumps(function(*args)))
+        except BaseException:
+            answer = (rank, False, traceback.format_exc())
+        outbox.put(answer)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    torch.distributed.destroy_process_group()
