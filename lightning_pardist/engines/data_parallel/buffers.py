@@ -1,0 +1,110 @@
+"""Keep buffers (running statistics, code books) equal to the first rank's, sending them only when it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+_CHUNK_BYTES = 64 * 2**20
+
+
+class BufferSync:
+    """Broadcasts of the first rank's buffers.
+
+    torch DDP sends every buffer before every training forward. Two kinds need not travel that often. Running
+    statistics of normalisation layers are not read in training, so they are sent when somebody may look: before
+    evaluation and before a checkpoint. Constants (causal masks, position ids) are sent once, at the start. What is
+    left, buffers that a step changes and a later step reads, is sent before every training step. Which buffers change
+    is observed over a step and agreed on by all ranks, at the first step and again by :meth:`observe`.
+
+    Args:
+        module: Whose buffers are kept equal.
+        group: The data axis' process group.
+    """
+
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup) -> None:
+        self.group = group
+        statistics = {
+            id(buffer) for layer in module.modules() if isinstance(layer, _NormBase) for buffer in layer.buffers(False)
+        }
+        self.module = module
+        self._statistics = statistics
+        self._live: list[str] = []
+        self._versions: dict[str, tuple[int, int]] | None = None
+        if self.group.size() > 1:
+            self._versions = self._current_versions()
+
+    def observe(self) -> None:
+        """Watch the next step and agree anew on which buffers change. Call it on every rank at the same step."""
+        if self.group.size() > 1:
+            self._versions = self._current_versions()
+
+    def before_training_step(self) -> None:
+        """Send what the last step changed and this one may read. Collective over the group if there is any."""
+        if self._live:
+            named = dict(self.module.named_buffers())
+            broadcast_tensors([named[name] for name in self._live if name in named], group=self.group)
+
+    def after_training_step(self) -> None:
+        """Agree on the buffers that change, if the step was watched. Collective over the group then."""
+        if self._versions is None:
+            return
+        before, self._versions = self._versions, None
+        now = self._current_versions()
+        if not now:
+            return
+        names = list(now)
+        changed = torch.tensor([float(now[name] != before.get(name)) for name in names])
+        device = next(self.module.buffers()).device
+        changed = changed.to(device)
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.group)
+        self._live = [name for name, flag in zip(names, changed.tolist(), strict=True) if flag]
+
+    def synchronize(self) -> None:
+        """Send all buffers: before evaluation and before a checkpoint. Collective over the group."""
+        if self.group.size() > 1:
+            broadcast_tensors(list(self.module.buffers()), group=self.group)
+
+    def _current_versions(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: (id(buffer), buffer._version)
+            for name, buffer in self.module.named_buffers()
+            if id(buffer) not in self._statistics
+        }
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup, group_src: int = 0) -> None:
+    """Overwrite ``tensors`` with those of one rank, in large flat messages. Collective over ``group``.
+
+    Args:
+        tensors: Same number, shapes and dtypes on every rank.
+        group: Who takes part.
+        group_src: The rank in ``group`` whose values are taken.
+    """
+    chunk: list[Tensor] = []
+    size = 0
+    key: tuple[torch.dtype, torch.device] | None = None
+
+    def send() -> None:
+        if not chunk:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+        dist.broadcast(flat, group_src=group_src, group=group)
+        for tensor, piece in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+        chunk.clear()
+
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        if key != (tensor.dtype, tensor.device) or size > _CHUNK_BYTES:
+            send()
+            key, size = (tensor.dtype, tensor.device), 0
+        chunk.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    send()

@@ -1,0 +1,295 @@
+"""Average gradients over the data axis while backward runs, with no wrapper around the module.
+
+[Note: what may be launched during backward]
+Every rank must issue the same collectives in the same order, whatever its samples made of the autograd graph. So the
+buckets have one order, a bucket is launched only after its predecessor, and whatever backward has not completed by its
+end is completed then, with zeros. A parameter that took no part costs nothing but these zeros: no graph is walked, and
+a parameter used on one rank and not on another is right.
+
+A leaf's gradient is accumulated once in a backward, so its hook says that it is final, with two exceptions: reentrant
+activation checkpointing runs nested backwards that each add to it, and user code may call ``backward`` more often than
+the one call that the reducer was told of. Both run under another autograd graph task than the announced one. Their
+gradients are not counted as ready, and are reduced at the end, when nothing more can come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pardist.engines.data_parallel.bucket import Bucket, partition
+from lightning_pardist.engines.data_parallel.compression import CommunicationHook, HookBucket
+from lightning_pardist.engines.data_parallel.sparse import reduce_sparse, sparse_parameters
+
+
+class GradientReducer:
+    """Gradients averaged over the data axis, for parameters that are whole on every rank (data parallelism).
+
+    Life cycle: construct once the module is on its device; :meth:`backward` around every backward; gradients are the
+    average over the group when it ends, unless it ran under :meth:`no_sync`; :meth:`detach` at the end.
+
+    Sends ``2 Psi (N-1)/N`` per rank and step (Psi parameters, N ranks), the cost of a ring all-reduce.
+
+    Args:
+        module: Its parameters are reduced; their values must agree over the group.
+        group: The data axis' process group.
+        lanes: Lane of each parameter, for instance the index of its optimizer. Buckets do not mix lanes, so that a
+            lane whose parameters are all frozen (``toggle_optimizer``) sends nothing.
+        bucket_size_mb: Size of a bucket. Larger ones use the wire better, smaller ones overlap earlier.
+        first_bucket_size_mb: Size of the first bucket.
+        hook: Replaces the all-reduce, with the interface of torch's DDP communication hooks.
+        hook_state: First argument of ``hook``.
+        overlap: Whether buckets are sent while backward still runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup,
+        lanes: Mapping[nn.Parameter, int] | None = None,
+        bucket_size_mb: float = 25.0,
+        first_bucket_size_mb: float = 1.0,
+        hook: CommunicationHook | None = None,
+        hook_state: Any = None,
+        overlap: bool = True,
+    ) -> None:
+        if bucket_size_mb <= 0 or first_bucket_size_mb <= 0:
+            raise ValueError(f"bucket_size_mb={bucket_size_mb} must be positive; 25 is a good start.")
+        self.module = module
+        self.group = group
+        self.lanes = lanes or {}
+        self.bucket_size_mb = bucket_size_mb
+        self.first_bucket_size_mb = first_bucket_size_mb
+        self.hook = hook
+        self.hook_state = hook_state
+        self.overlap = overlap
+        self.buckets: list[Bucket] = []
+        #: Whether gradients were averaged since :meth:`step_done` was called last.
+        self.is_reduced = False
+        self._scale = 1.0 / group.size()
+        self._sync = True
+        self._handles: list[RemovableHandle] = []
+        self._sparse = sparse_parameters(module)
+        self._known: set[nn.Parameter] = set()
+        self._root_task: int | None = None
+        self._callback_queued = False
+        self._active: list[Bucket] = []
+        self._works: list[Any] = []
+        self._order: list[nn.Parameter] | None = []
+        if self.enabled:
+            self._add_new_parameters()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anybody to average with."""
+        return self.group.size() > 1
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate locally and nothing is sent; the next :meth:`backward` outside sends the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @contextmanager
+    def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
+        """Around the call that runs backward from ``loss``. Collective over the group, unless under :meth:`no_sync`.
+
+        Args:
+            loss: The tensor that backward starts from.
+            overlap: False where user code decides what backward does, so that nothing may be sent before its end.
+        """
+        if not self.enabled:
+            yield
+            return
+        self._add_new_parameters()
+        if not self._sync:
+            yield
+            return
+        self._start()
+        handle = None
+        if self.overlap and overlap and loss.requires_grad:
+            handle = loss.register_hook(self._note_root_task)
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._root_task = None
+            if handle is not None:
+                handle.remove()
+        self.reduce()
+
+    def reduce(self) -> None:
+        """Average what is not averaged yet and hand it to the parameters. Collective over the group.
+
+        Called at the end of :meth:`backward`. Call it by hand on a rank whose step had no backward, so that the other
+        ranks' gradients reach it and they need not wait.
+        """
+        if not self.enabled:
+            return
+        if not self._active:
+            self._start()
+        while len(self._works) < len(self._active):
+            self._launch(self._active[len(self._works)])
+        for bucket, work in zip(self._active, self._works, strict=True):
+            self._finish(bucket, work)
+        if self.hook is not None:
+            self._reduce_flags()
+        for bucket in self._active:
+            bucket.release()
+        reduce_sparse(self._sparse, group=self.group)
+        self.is_reduced = True
+        self._abandon()
+        if self._order is not None:
+            self._rebuild(self._order)
+
+    def step_done(self) -> None:
+        """Tell that the optimizer has stepped: the next step's gradients are not averaged yet."""
+        self.is_reduced = False
+
+    def detach(self) -> None:
+        """Remove every hook and let the gradients go. Not collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.buckets.clear()
+        self._known.clear()
+        self._abandon()
+
+    def held_bytes(self) -> int:
+        """Bytes of gradient buffers on this rank."""
+        return sum(bucket.buffer.numel() * bucket.buffer.element_size() for bucket in self.buckets)
+
+    # --- one backward -------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._active = [bucket for bucket in self.buckets if bucket.requires_grad]
+        self._works = []
+
+    def _abandon(self) -> None:
+        for bucket in self._active:
+            bucket.reset()
+        self._active, self._works, self._root_task = [], [], None
+
+    def _note_root_task(self, grad: Tensor) -> None:
+        self._root_task = torch._C._current_graph_task_id()
+
+    def _on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
+        if not self._sync:
+            # At home in the bucket at once: accumulating needs no second copy of the gradients.
+            bucket.adopt(index, 1.0)
+            return
+        if self._root_task is None:
+            if not self._active and not self._callback_queued:
+                # loss.backward() that nobody announced (manual optimization without manual_backward).
+                self._callback_queued = True
+                Variable._execution_engine.queue_callback(self._reduce_unannounced)
+            return
+        if torch._C._current_graph_task_id() != self._root_task:
+            return
+        bucket.adopt(index, self._bucket_scale)
+        bucket.mark_ready(index)
+        if self._order is not None:
+            self._order.append(param)
+        if bucket.pending == 0:
+            while len(self._works) < len(self._active) and self._active[len(self._works)].pending == 0:
+                self._launch(self._active[len(self._works)])
+
+    def _reduce_unannounced(self) -> None:
+        self._callback_queued = False
+        if self._sync:
+            self._add_new_parameters()
+            self.reduce()
+
+    @property
+    def _bucket_scale(self) -> float:
+        # A hook divides by itself, and wants the gradients as they are.
+        return self._scale if self.hook is None else 1.0
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.fill(self._bucket_scale)
+        if self.hook is None:
+            self._works.append(dist.all_reduce(bucket.buffer, group=self.group, async_op=True))
+            return
+        position = len(self._works)
+        handle = HookBucket(bucket, index=position, is_last=position == len(self._active) - 1)
+        self._works.append(self.hook(self.hook_state, handle))
+
+    def _finish(self, bucket: Bucket, work: Any) -> None:
+        result = work.wait()
+        if self.hook is not None and result.data_ptr() != bucket.gradients.data_ptr():
+            bucket.gradients.copy_(result)
+
+    def _reduce_flags(self) -> None:
+        """One small reduction for all flags: a hook may only be given the gradients."""
+        if not self._active:
+            return
+        flags = torch.cat([bucket.flags.float() for bucket in self._active])
+        dist.all_reduce(flags, group=self.group)
+        for bucket, reduced in zip(
+            self._active, flags.split([len(bucket.params) for bucket in self._active]), strict=True
+        ):
+            bucket.flags.copy_(reduced)
+
+    # --- buckets ------------------------------------------------------------------------------------------------
+
+    def _add_new_parameters(self) -> None:
+        """Put parameters that have come to require a gradient (unfrozen layers) into buckets of their own."""
+        fresh = [
+            param
+            for param in self.module.parameters()
+            if param.requires_grad and param not in self._known and param not in self._sparse
+        ]
+        if fresh:
+            # Backward runs in about the reverse order of registration.
+            self._build(list(reversed(fresh)))
+
+    def _build(self, params: Sequence[nn.Parameter]) -> None:
+        lanes: dict[int, list[nn.Parameter]] = {}
+        for param in params:
+            lanes.setdefault(self.lanes.get(param, -1), []).append(param)
+        for lane in lanes.values():
+            for run in partition(
+                lane, bucket_size_mb=self.bucket_size_mb, first_bucket_size_mb=self.first_bucket_size_mb
+            ):
+                bucket = Bucket(run)
+                self.buckets.append(bucket)
+                for index, param in enumerate(run):
+                    hook: Callable[[Tensor], None] = partial(self._on_grad, bucket, index)
+                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        self._known.update(params)
+
+    def _rebuild(self, reached: Sequence[nn.Parameter]) -> None:
+        """Order the buckets as rank 0's first backward reached the parameters. Collective over the group."""
+        self._order = None
+        current = [param for bucket in self.buckets for param in bucket.params]
+        if not current:
+            return
+        position = {param: index for index, param in enumerate(current)}
+        first = list(dict.fromkeys(reached))
+        seen = set(first)
+        wanted = first + [param for param in current if param not in seen]
+        message = torch.tensor([position[param] for param in wanted], device=self.buckets[0].buffer.device)
+        dist.broadcast(message, group_src=0, group=self.group)
+        order = message.tolist()
+        if order == list(range(len(current))):
+            return
+        self.detach()
+        self._build([current[index] for index in order])
+        for bucket in self.buckets:
+            for index, param in enumerate(bucket.params):
+                if param.grad is not None:
+                    bucket.adopt(index, 1.0)
