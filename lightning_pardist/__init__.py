@@ -1,9 +1,21 @@
-"""PyTorch Lightning strategies for an unmodified LightningModule: data, ZeRO, tensor and pipeline parallelism."""
+"""PyTorch Lightning strategies for an unmodified LightningModule: data, ZeRO, tensor and pipeline parallelism.
+
+``import lightning_pardist`` registers every strategy, so that ``Trainer(strategy="pardist_ddp")`` finds it.
+"""
 
 from lightning_pardist import _torchvision
 
+# Before lightning, which imports torchmetrics, which imports torchvision.
 _torchvision.mend()
 
+from lightning_pardist import registry  # noqa: E402
 from lightning_pardist._version import __version__  # noqa: E402
+from lightning_pardist.engines.data_parallel import PowerSGD  # noqa: E402
+from lightning_pardist.engines.watchdog import PeerFailedError  # noqa: E402
+from lightning_pardist.mesh import ParallelDims  # noqa: E402
+from lightning_pardist.strategies.base import PardistStrategy  # noqa: E402
+from lightning_pardist.strategies.ddp import DDPStrategy  # noqa: E402
 
-__all__ = ["__version__"]
+registry.register()
+
+__all__ = ["DDPStrategy", "ParallelDims", "PardistStrategy", "PeerFailedError", "PowerSGD", "__version__"]

@@ -108,18 +108,20 @@ class ParallelDims:
         found[DATA_AXIS] = found["data_replicate"] * self.data_shard + found["data_shard"]
         return found
 
-    def build(self, device_type: str) -> DeviceMesh:
-        """Make the device mesh with all four axes and the flattened data axis. Collective over the world.
+    def build(self, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
+        """Make the device mesh with all four axes, and the flattened data axis. Collective over the world.
 
         Args:
             device_type: ``"cpu"`` or ``"cuda"``.
+
+        Returns:
+            The mesh, and its one-dimensional data axis, which the mesh knows by the name ``"data_parallel"``.
 
         Raises:
             RuntimeError: From torch, if no default process group exists.
         """
         mesh = init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
-        mesh["data_replicate", "data_shard"]._flatten(DATA_AXIS)
-        return mesh
+        return mesh, mesh["data_replicate", "data_shard"]._flatten(DATA_AXIS)
 
     def describe(self) -> str:
         """The degrees that differ from 1, as ``2 data_replicate x 4 tensor_parallel``."""

@@ -1,1 +1,1 @@
-"""Who am I and where is rank 0: launchers and schedulers."""
+"""Who am I and where is rank 0. The only place that reads environment variables."""

@@ -6,7 +6,8 @@ from tests.helpers.ranks import run_ranks
 
 def _groups():
     dims = ParallelDims(data_replicate=2, tensor_parallel=2)
-    mesh = dims.build("cpu")
+    mesh, data_mesh = dims.build("cpu")
+    assert data_mesh.size() == 2
     coordinates = dims.coordinates(dist.get_rank())
     return {
         axis: (

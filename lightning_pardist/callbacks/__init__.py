@@ -1,1 +1,0 @@
-"""Callbacks that go with the strategies."""

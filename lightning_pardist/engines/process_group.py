@@ -1,0 +1,121 @@
+"""The default process group and the store that it is made from."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+_store: Store | None = None
+_RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+_generation = itertools.count()
+
+
+def job_store() -> Store:
+    """The key-value store that all ranks of the job share.
+
+    Raises:
+        RuntimeError: Before :func:`init_process_group`.
+    """
+    if _store is None:
+        raise RuntimeError("The job's store exists once the process group does; call init_process_group first.")
+    return _store
+
+
+def init_process_group(
+    backend: str | None,
+    *,
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    device: torch.device,
+    timeout: timedelta,
+) -> None:
+    """Make the default process group, unless there is one. Collective over the world.
+
+    The store outlives the group: a group that is made anew, after a failure that all ranks survived, needs no new port
+    and cannot meet the remains of the last one.
+
+    Args:
+        backend: As torch takes it; None chooses by ``device``.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        address: Host of the first rank.
+        port: Port of the first rank.
+        device: Where this rank's tensors live.
+        timeout: Bound on every wait in a collective.
+
+    Raises:
+        RuntimeError: If a group exists that does not have ``world_size`` ranks.
+    """
+    global _store
+    if dist.is_initialized():
+        if dist.get_world_size() != world_size or dist.get_rank() != rank:
+            raise RuntimeError(
+                f"A process group with rank {dist.get_rank()} of {dist.get_world_size()} exists already, but the"
+                f" Trainer needs rank {rank} of {world_size}. Destroy it first, or set devices and num_nodes to match."
+            )
+        if _store is None:
+            _store = dist.distributed_c10d._get_default_store()
+        return
+    os.environ["MASTER_ADDR"] = address
+    os.environ["MASTER_PORT"] = str(port)
+    if _store is None:
+        # Ranks may start minutes apart (a cold file system, a queue), however soon collectives are to time out.
+        handler = rendezvous("env://", rank, world_size, timeout=max(timeout, _RENDEZVOUS_TIMEOUT))
+        _store = next(iter(handler))[0]
+        atexit.register(_destroy)
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"pardist/group/{next(_generation)}", _store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def verify_same_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:
+    """Refuse a module that is not built alike on all ranks. Collective over ``group``.
+
+    Raises:
+        RuntimeError: On every rank, naming the first parameter that differs from the first rank's.
+    """
+    if group.size() == 1:
+        return
+    lines = [
+        f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
+        for name, param in module.named_parameters()
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digests: list[str] = [""] * group.size()
+    dist.all_gather_object(digests, digest, group=group)
+    if len(set(digests)) == 1:
+        return
+    # Only now, since large models have long lists.
+    everything: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everything, lines, group=group)
+    other = next(rank for rank, found in enumerate(digests) if found != digests[0])
+    here, there = everything[0], everything[other]
+    index = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
+    first, second = (lines[index] if index < len(lines) else "no parameter" for lines in (here, there))
+    raise RuntimeError(
+        f"The module differs between ranks: at parameter {index} rank 0 has {first!r}, rank {other} has {second!r}."
+        " Build it alike on every rank (same arguments, no choice that depends on the rank)."
+    )
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

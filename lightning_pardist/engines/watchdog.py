@@ -1,0 +1,297 @@
+"""End a job on every rank soon after one rank fails, and show the first failure rather than its echoes.
+
+[Note: causes and echoes]
+When a rank fails, its peers fail too: their collectives report closed connections or time out. Such an error is an
+*echo*. A rank that meets one waits a moment for the *cause* to show up in the job's store: the rank that raised wrote
+its traceback there before it let go of its connections, a launcher wrote that its child was killed, a watchdog thread
+wrote that a peer's heartbeat stopped. If no cause appears, the echo itself becomes the report, completed by what every
+rank's watchdog thread says its main thread is doing: the rank that does not wait in a collective is the one that hangs.
+
+Nothing here is a collective: the store answers to each rank alone, over a connection of the watchdog's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import FrameType
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+_POLL_S = 0.5
+_STORE_TIMEOUT_S = 5.0
+#: How long an echo waits for its cause.
+_CAUSE_WAIT_S = 4.0
+#: How long a rank may take to end by itself once it can know that the job has failed ...
+GRACE_S = 8.0
+#: ... and how long if it waits in a collective, which nothing but the end of a process can interrupt.
+_BLOCKED_GRACE_S = 2.0
+_ECHO = re.compile(
+    r"gloo|NCCL|Connection (closed|reset)|Socket Timeout|Broken pipe|recvValue failed|sendBytes failed|wait timeout"
+    r"|timed out|Timed out|connection to .* lost",
+)
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank failed first; the message ends with that rank's report."""
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """The first failure of a job.
+
+    Attributes:
+        rank: Global rank that failed, or -1 if that cannot be told.
+        where: Host and process id.
+        text: What happened, for a person: a traceback, or a sentence.
+    """
+
+    rank: int
+    where: str
+    text: str
+
+    def message(self) -> str:
+        """The report as it is shown on every rank, the failure itself last."""
+        who = f"rank {self.rank} ({self.where})" if self.rank >= 0 else "a rank"
+        return f"The job ended because {who} failed:\n\n{self.text.rstrip()}"
+
+
+class Watchdog:
+    """One thread a rank that notices the failure of any other, and ends this process if its main thread cannot.
+
+    Life cycle: :meth:`start` once the default process group exists; :meth:`failed` from the handler of an exception;
+    :meth:`stop` when the work is done on this rank. Start and stop as often as there are runs; the number of runs must
+    agree on all ranks.
+
+    Args:
+        store: The job's store; the watchdog talks to it over a connection of its own.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        run: Number of this run in the job, equal on all ranks: keeps the keys of runs apart.
+        heartbeat_timeout_s: A rank whose watchdog has been silent for this many seconds is given up.
+        on_exit: Called before this process is ended from outside its main thread, to end child processes.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        run: int,
+        heartbeat_timeout_s: float = 60.0,
+        on_exit: Callable[[], None] | None = None,
+    ) -> None:
+        if heartbeat_timeout_s < 5:
+            raise ValueError(f"heartbeat_timeout_s={heartbeat_timeout_s} is too short. Use 5 seconds or more.")
+        self.rank = rank
+        self.world_size = world_size
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self._store = PrefixStore(f"pardist/watchdog/{run}", store.clone())  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        self._on_exit = on_exit
+        self._main_thread = threading.main_thread().ident
+        self._stop = threading.Event()
+        self._failing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="pardist-watchdog", daemon=True)
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._started: set[int] = set()
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._store.add(f"beat/{self.rank}", 1)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; this rank's silence means success from now on."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        try:
+            self._store.set(f"done/{self.rank}", "1")
+        except Exception:
+            # The rank that holds the store may have ended already.
+            return
+        finally:
+            if self._thread is not threading.current_thread():
+                self._thread.join(timeout=2 * _STORE_TIMEOUT_S)
+
+    def failed(self, exception: BaseException) -> FailureReport:
+        """Report this rank's failure and learn the first one of the job.
+
+        Args:
+            exception: What this rank's main thread raised.
+
+        Returns:
+            The first failure: this rank's own, or that of the rank that caused it.
+        """
+        self._failing.set()
+        text = "".join(traceback.format_exception(exception))
+        own = FailureReport(self.rank, _where(), text)
+        try:
+            if not is_echo(exception):
+                return self._publish(own)
+            self._store.compare_set("echo", "", str(self.rank))
+            before = self._read_beats()
+            deadline = time.monotonic() + _CAUSE_WAIT_S
+            while time.monotonic() < deadline:
+                cause = self._cause()
+                if cause is not None:
+                    return cause
+                time.sleep(_POLL_S / 2)
+            return self._publish(self._diagnose(own, before))
+        except Exception:
+            # Without a store nobody can be asked; this rank's own error is all there is.
+            return own
+
+    def blame(self, rank: int, text: str) -> None:
+        """Report the failure of a rank that cannot speak for itself.
+
+        Args:
+            rank: The rank that was seen to fail.
+            text: What was seen.
+        """
+        try:
+            self._publish(FailureReport(rank, _where(), text))
+        except Exception:
+            print(f"[rank {self.rank}] {text}", file=sys.stderr, flush=True)
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        noticed: float | None = None
+        silent_since: float | None = None
+        last_stack = False
+        while not self._stop.wait(_POLL_S):
+            now = time.monotonic()
+            try:
+                self._store.add(f"beat/{self.rank}", 1)
+                cause = self._cause()
+                if not last_stack and (cause is not None or self._store.check(["echo"])):
+                    last_stack = True
+                    self._store.set(f"stack/{self.rank}", self._main_stack())
+                self._check_peers(now)
+                silent_since = None
+            except Exception as error:
+                silent_since = silent_since or now
+                cause = None
+                if now - silent_since > _CAUSE_WAIT_S:
+                    cause = FailureReport(0, "?", f"Lost the job's store, which lives on the first rank: {error}")
+            if cause is None:
+                continue
+            noticed = noticed or now
+            if now - noticed > self._patience_s():
+                self._end(cause)
+
+    def _patience_s(self) -> float:
+        if self._failing.is_set():
+            return 4 * GRACE_S
+        return _BLOCKED_GRACE_S if _waits_in_collective(self._main_stack()) else GRACE_S
+
+    def _end(self, cause: FailureReport) -> None:
+        """End this process: its main thread is stuck where no exception reaches it."""
+        if self._stop.is_set():
+            return
+        if self._on_exit is not None:
+            self._on_exit()
+        stack = self._main_stack()
+        if not _waits_in_collective(stack):
+            print(f"[rank {self.rank}] did not stop by itself; it was at:\n{stack}", file=sys.stderr)
+        # The first rank speaks for all, unless the failure is its own, which the rank that noticed has shown.
+        message = cause.message() if self.rank == 0 else f"The job ended because rank {cause.rank} failed."
+        print(f"[rank {self.rank}] {message}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _check_peers(self, now: float) -> None:
+        # The first rank watches all, the others the first: 2N reads for N ranks, whatever their number.
+        watched = range(1, self.world_size) if self.rank == 0 else (0,)
+        for rank, beat in self._read_beats(watched).items():
+            last, since = self._beats.get(rank, (-1, now))
+            if beat != last:
+                self._beats[rank] = (beat, now)
+            elif now - since > self.heartbeat_timeout_s:
+                if self._store.check([f"done/{rank}"]):
+                    self._beats[rank] = (beat, float("inf"))
+                    continue
+                self._publish(
+                    FailureReport(
+                        rank,
+                        "?",
+                        f"Nothing was heard of rank {rank} for {now - since:.0f} s (heartbeat_timeout_s="
+                        f"{self.heartbeat_timeout_s:g}): its process or host is gone, stopped or cut off.",
+                    )
+                )
+
+    # --- the store ----------------------------------------------------------------------------------------------
+
+    def _publish(self, report: FailureReport) -> FailureReport:
+        """Write the report unless another one stands already; returns the one that stands."""
+        stands = self._store.compare_set("cause", "", json.dumps(asdict(report)))
+        return FailureReport(**json.loads(stands))
+
+    def _cause(self) -> FailureReport | None:
+        if not self._store.check(["cause"]):
+            return None
+        return FailureReport(**json.loads(self._store.get("cause")))
+
+    def _read_beats(self, ranks: range | tuple[int, ...] | None = None) -> dict[int, int]:
+        chosen = list(range(self.world_size) if ranks is None else ranks)
+        # Reading a key that is not there yet would block.
+        self._started.update(r for r in chosen if r not in self._started and self._store.check([f"beat/{r}"]))
+        started = [rank for rank in chosen if rank in self._started]
+        if not started:
+            return {}
+        values = self._store.multi_get([f"beat/{rank}" for rank in started])
+        return {rank: int(value) for rank, value in zip(started, values, strict=True)}
+
+    def _diagnose(self, own: FailureReport, before: dict[int, int]) -> FailureReport:
+        """No cause was written: find the rank that is silent, or that is not where the others wait."""
+        after = self._read_beats()
+        silent = [rank for rank in after if after[rank] == before.get(rank) and rank != self.rank]
+        silent = [rank for rank in silent if not self._store.check([f"done/{rank}"])]
+        seen = f"(Rank {own.rank} saw: {own.text.strip().splitlines()[-1]})"
+        if silent:
+            names = ", ".join(map(str, silent))
+            return FailureReport(silent[0], "?", f"Rank {names} stopped answering: killed, or cut off.\n{seen}")
+        stacks = {
+            rank: self._store.get(f"stack/{rank}").decode()
+            for rank in after
+            if rank != self.rank and self._store.check([f"stack/{rank}"])
+        }
+        stuck = {rank: stack for rank, stack in stacks.items() if not _waits_in_collective(stack)}
+        for rank, stack in stuck.items():
+            text = f"Rank {rank} did not join a collective that the others wait in.\n{seen}\nIt was at:\n{stack}"
+            return FailureReport(rank, "hanging", text)
+        return own
+
+    def _main_stack(self) -> str:
+        frames: dict[int, FrameType] = sys._current_frames()
+        frame = frames.get(self._main_thread or -1)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)"
+
+
+def is_echo(exception: BaseException) -> bool:
+    """Whether an exception looks like the consequence of another rank's failure."""
+    if isinstance(exception, PeerFailedError | dist.DistError):
+        return True
+    return isinstance(exception, RuntimeError) and bool(_ECHO.search(str(exception)))
+
+
+def _waits_in_collective(stack: str) -> bool:
+    last = stack.rstrip().rsplit("  File ", 1)[-1]
+    return "torch/distributed" in last or "lightning_pardist/engines" in last or ".wait()" in last
+
+
+def _where() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"

@@ -1,0 +1,57 @@
+"""Every strategy's name, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_pardist.strategies.base import PardistStrategy
+from lightning_pardist.strategies.ddp import DDPStrategy
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered name.
+
+    Attributes:
+        name: What ``Trainer(strategy=...)`` takes.
+        strategy: The class behind it.
+        shards: What is split, in a few words.
+        when: When to choose it, in one line.
+        preset: Arguments of the class that the name stands for.
+    """
+
+    name: str
+    strategy: Callable[..., PardistStrategy]
+    shards: str
+    when: str
+    preset: dict[str, Any] = field(default_factory=dict)
+
+
+TABLE: tuple[Entry, ...] = (
+    Entry("pardist_ddp", DDPStrategy, "samples", "the model and its optimizer fit one device"),
+    Entry("pardist_ddp_bf16", DDPStrategy, "samples", "the network is the limit: gradients travel as bf16",
+          {"gradient_compression": "bf16"}),
+    Entry("pardist_ddp_fp16", DDPStrategy, "samples", "the network is the limit: gradients travel as fp16",
+          {"gradient_compression": "fp16"}),
+    Entry("pardist_ddp_powersgd", DDPStrategy, "samples", "the network is slow: gradients travel as low-rank factors",
+          {"gradient_compression": "powersgd"}),
+    Entry("pardist_ddp_spawn", DDPStrategy, "samples", "ranks are to be started by spawn", {"start_method": "spawn"}),
+    Entry("pardist_ddp_fork", DDPStrategy, "samples", "ranks are to be started by fork", {"start_method": "fork"}),
+    Entry("pardist_ddp_notebook", DDPStrategy, "samples", "in a notebook (ranks by fork)", {"start_method": "fork"}),
+)  # fmt: skip
+
+
+def register() -> None:
+    """Put every name of the table into Lightning's registry. Harmless when called again."""
+    for entry in TABLE:
+        StrategyRegistry.register(
+            entry.name,
+            entry.strategy,
+            description=f"splits {entry.shards}; for when {entry.when}",
+            override=True,
+            **entry.preset,
+        )

@@ -1,0 +1,524 @@
+"""What every strategy of this package answers to Lightning, whatever it shards."""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pardist.collectives import all_gather, reduce
+from lightning_pardist.engines import sync_batchnorm
+from lightning_pardist.engines.api import DataEngine
+from lightning_pardist.engines.data_parallel import BufferSync
+from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
+from lightning_pardist.engines.memory import HeldBytes, held_bytes
+from lightning_pardist.engines.process_group import init_process_group, job_store, verify_same_module
+from lightning_pardist.engines.watchdog import Watchdog
+from lightning_pardist.mesh import DATA_AXIS, ParallelDims
+from lightning_pardist.strategies.evaluation import ExactEvaluation
+from lightning_pardist.strategies.launchers import (
+    MultiProcessLauncher,
+    ScriptLauncher,
+    StartMethod,
+    available_start_methods,
+    children,
+)
+from lightning_pardist.strategies.results import EpochResults
+
+T = TypeVar("T")
+
+#: Runs of a Trainer in this process: equal on all ranks, because they run the same program.
+_runs = itertools.count()
+
+
+class PardistStrategy(ParallelStrategy):
+    """Base of all strategies: ranks, groups, samplers, metrics, gradients at the right time, an end for every run.
+
+    A run goes ``Trainer(...)`` -> :meth:`_configure_launcher` (settings are checked, nothing has started) -> the
+    launcher starts ranks -> :meth:`setup_environment` (process group, mesh, watchdog) -> :meth:`setup` (the module is
+    transformed, then optimizers, then the data axis' engine) -> the Trainer's loops -> :meth:`teardown`.
+
+    A subclass says how many ways each axis splits (:meth:`resolve_dims`) and makes the engine of the data axis
+    (:meth:`make_data_engine`).
+
+    Args:
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer: the devices of this node.
+        cluster_environment: Who started the ranks. Found by the Trainer if None.
+        checkpoint_io: How checkpoint files are written. Lightning's default if None.
+        precision_plugin: Set by the Trainer from ``precision=``.
+        process_group_backend: ``"gloo"``, ``"nccl"`` or a per-device string as torch takes it. By default gloo on CPU,
+            and on CUDA NCCL for tensors there with gloo for those in host memory.
+        timeout_s: Seconds after which a collective that a rank does not join ends the job.
+        heartbeat_timeout_s: Seconds of silence after which a rank is given up as dead or cut off.
+        start_method: How ranks are started where nobody else does: ``"popen"`` runs the script once per rank,
+            ``"spawn"`` and ``"fork"`` start workers from this process. By default fork in an interactive session,
+            popen elsewhere.
+        sync_metrics: Whether values logged for an epoch are combined over the ranks that saw different samples, also
+            without ``sync_dist=True``.
+        broadcast_buffers: Whether buffers follow the first rank's.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 60.0,
+        start_method: StartMethod | None = None,
+        sync_metrics: bool = True,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s} is not positive. Use the seconds that a collective may take.")
+        if heartbeat_timeout_s < 5:
+            raise ValueError(f"heartbeat_timeout_s={heartbeat_timeout_s} is too short. Use 5 seconds or more.")
+        if start_method is None:
+            start_method = "fork" if _IS_INTERACTIVE else "popen"
+        if start_method not in available_start_methods():
+            raise ValueError(
+                f"start_method={start_method!r} is not available here."
+                f" Use one of {', '.join(available_start_methods())}."
+            )
+        self.process_group_backend = process_group_backend
+        self.timeout_s = timeout_s
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.start_method: StartMethod = start_method
+        self.sync_metrics = sync_metrics
+        self.broadcast_buffers = broadcast_buffers
+        self.dims = ParallelDims()
+        self.watchdog: Watchdog | None = None
+        self._num_nodes = 1
+        self._device_mesh: DeviceMesh | None = None
+        self._data_group: dist.ProcessGroup | None = None
+        self._engine: DataEngine | None = None
+        self._buffer_sync: BufferSync | None = None
+        self._evaluation: ExactEvaluation | None = None
+        self._epoch_results: EpochResults | None = None
+
+    # --- for subclasses -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def resolve_dims(self, world_size: int) -> ParallelDims:
+        """The degrees of parallelism for this many ranks.
+
+        Raises:
+            ValueError: If they do not fit, with the values and the fix.
+        """
+
+    @abstractmethod
+    def make_data_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
+        """The engine that keeps gradients right over the data axis. Collective over the data axis."""
+
+    # --- ranks --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks third-party strategies by this name whether samplers and metrics are to be distributed."""
+        return True
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts; the Trainer sets it."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or []
+        if self.local_rank >= len(devices):
+            raise ValueError(
+                f"This process is local rank {self.local_rank}, but the Trainer has {len(devices)} device(s) a node."
+                f" Set Trainer(devices={self.local_rank + 1}) or more, or start fewer processes a node."
+            )
+        return devices[self.local_rank]
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's loggers this process' rank. The Trainer calls it."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def _configure_launcher(self) -> None:
+        self.dims = self.resolve_dims(self.world_size)
+        if self.start_method == "popen" or (
+            self.cluster_environment is not None and self.cluster_environment.creates_processes_externally
+        ):
+            self._launcher = ScriptLauncher(self)
+        else:
+            self._launcher = MultiProcessLauncher(self, start_method=self.start_method)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Replicas and rank along the data axes only: ranks of one tensor or pipeline group see the same samples."""
+        rank = self.dims.coordinates(self.global_rank)[DATA_AXIS]
+        return {"num_replicas": self.dims.data_parallel, "rank": rank}
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self.cluster_environment is None:
+            raise RuntimeError("The strategy has no cluster environment; construct a Trainer with it first.")
+        init_process_group(
+            self.process_group_backend,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            address=self.cluster_environment.main_address,
+            port=self.cluster_environment.main_port,
+            device=self.root_device,
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+        run = next(_runs)
+        if self.world_size > 1:
+            self.watchdog = Watchdog(
+                job_store(),
+                rank=self.global_rank,
+                world_size=self.world_size,
+                run=run,
+                heartbeat_timeout_s=self.heartbeat_timeout_s,
+                on_exit=partial(children.end, 0.0),
+            )
+            self.watchdog.start()
+            children.report_to(self.watchdog.blame)
+        self._device_mesh, data_mesh = self.dims.build(self.root_device.type)
+        self._data_group = data_mesh.get_group()
+        if self.lightning_module is not None:
+            # What `self.device_mesh` in a module's configure_model refers to.
+            self.lightning_module._device_mesh = self._device_mesh
+
+    def stop_watchdog(self) -> None:
+        """This rank's work is done; its silence means nothing from now on. Not collective."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            self.watchdog = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The job's mesh, with the axes of :data:`lightning_pardist.mesh.AXES` and ``"data_parallel"``.
+
+        Raises:
+            RuntimeError: Before the process group exists, that is before ``configure_model``.
+        """
+        if self._device_mesh is None:
+            raise RuntimeError("The device mesh exists once ranks are connected: use it in configure_model or later.")
+        return self._device_mesh
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same parameters and see different samples, this one among them."""
+        if self._data_group is None:
+            raise RuntimeError("Process groups exist once ranks are connected: use them in configure_model or later.")
+        return self._data_group
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.accelerator is None or self.lightning_module is None or self.model is None:
+            raise RuntimeError("The strategy is set up by a Trainer's fit, validate, test or predict.")
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        verify_same_module(self.lightning_module, group=_world())
+        if fitting and self._layer_sync is not None:
+            self._apply_layer_sync()
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.transform_module()
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self._engine = self.make_data_engine(self.lightning_module, self.optimizers)
+        self._attach_to(trainer)
+
+    def transform_module(self) -> None:
+        """Make the module what this strategy runs. Collective over the world.
+
+        Here every rank receives the first rank's parameters and buffers.
+        """
+        if self.dims.data_parallel > 1 and self.lightning_module is not None:
+            tensors = itertools.chain(self.lightning_module.parameters(), self.lightning_module.buffers())
+            broadcast_tensors((tensor.detach() for tensor in tensors), group=self.data_group)
+
+    def _apply_layer_sync(self) -> None:
+        if self.model is None or self._layer_sync is None:
+            return
+        if isinstance(self._layer_sync, TorchSyncBatchNorm):
+            # torch's own layer refuses CPU tensors and knows only the whole world.
+            sync_batchnorm.convert(self.model, group=self.data_group)
+        else:
+            self.model = self._layer_sync.apply(self.model)
+
+    def _revert_layer_sync(self) -> None:
+        if self.model is None or self._layer_sync is None:
+            return
+        if isinstance(self._layer_sync, TorchSyncBatchNorm):
+            sync_batchnorm.revert(self.model)
+        elif self._engine is not None:
+            self.model = self._layer_sync.revert(self.model)
+
+    @override
+    def model_to_device(self) -> None:
+        if self.model is not None:
+            self.model.to(self.root_device)
+
+    def _attach_to(self, trainer: pl.Trainer) -> None:
+        if self.dims.data_parallel == 1 or self.lightning_module is None:
+            return
+        if self.broadcast_buffers:
+            self._buffer_sync = BufferSync(self.lightning_module, group=self.data_group)
+        self._evaluation = ExactEvaluation(
+            trainer,
+            num_replicas=self.distributed_sampler_kwargs["num_replicas"],
+            rank=self.distributed_sampler_kwargs["rank"],
+        )
+        self._evaluation.attach()
+        if self.sync_metrics:
+            self._epoch_results = EpochResults(trainer, group=self.data_group)
+            self._epoch_results.attach()
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._buffer_sync is None:
+            return super().training_step(*args, **kwargs)
+        self._buffer_sync.before_training_step()
+        output = super().training_step(*args, **kwargs)
+        self._buffer_sync.after_training_step()
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        if module is None or self._engine is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        # Gradients are complete before post_backward, whose hooks show them to the user.
+        with self._engine.backward(closure_loss, overlap=not is_overridden("backward", module)):
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Backward inside sends nothing; gradients accumulate until the next one outside."""
+        if self._engine is None:
+            yield
+            return
+        with self._engine.no_sync():
+            yield
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer | LightningOptimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, partial(self._completed, closure), model, **kwargs)  # type: ignore[arg-type]
+        if self._engine is not None:
+            self._engine.step_done()
+        return output
+
+    def _completed(self, closure: Callable[[], Any]) -> Any:
+        """Run a step's closure; where its ``training_step`` returned None on this rank, join the others' reduction."""
+        result = closure()
+        module = self.lightning_module
+        if (
+            self._engine is not None
+            and module is not None
+            and module.automatic_optimization
+            and not self._engine.is_reduced
+        ):
+            self._engine.reduce()
+        return result
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._evaluation is not None and self._evaluation.next_is_filler():
+            return None
+        return step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    def _start_evaluation(self) -> None:
+        if self._buffer_sync is not None:
+            self._buffer_sync.synchronize()
+        if self._evaluation is not None:
+            self._evaluation.start()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._start_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._start_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._start_evaluation()
+
+    @override
+    def on_train_start(self) -> None:
+        rank_zero_info(self.describe())
+
+    # --- collectives --------------------------------------------------------------------------------------------
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Combine a tensor over ``group``, by default the data axis. Collective over it; anything else comes back."""
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        return reduce(tensor, group=self.data_group if group is None else group, op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack a tensor over ``group``, by default the data axis: shape ``[group size, ...]``. Collective over it."""
+        if not dist.is_initialized():
+            return tensor
+        return all_gather(tensor, group=self.data_group if group is None else group, sync_grads=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (or any rank) of the world decide so. Collective over the world."""
+        flag = torch.tensor(int(decision), device=self.root_device)
+        return bool(reduce(flag, group=_world(), op="min" if all else "max"))
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank of the world."""
+        if not dist.is_initialized():
+            return
+        if "nccl" in dist.get_backend():
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of global rank ``src``, on every rank of the world. Collective."""
+        if not dist.is_initialized():
+            return obj
+        objects: list[T] = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    # --- for people ---------------------------------------------------------------------------------------------
+
+    def held(self) -> HeldBytes:
+        """Bytes that this rank holds at this moment, by kind. Not collective."""
+        module = self.lightning_module
+        extra = self._engine.held_bytes() if self._engine is not None else 0
+        return held_bytes([] if module is None else [module], self.optimizers, buckets=extra)
+
+    def describe(self) -> str:
+        """What is split over what, for the log."""
+        held = self.held()
+        return (
+            f"{type(self).__name__}: {self.dims.describe()}, {held.num_parameters:,} parameters"
+            f" ({held.parameters / 1e6:.1f} MB on this rank)"
+        )
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        for part in (self._evaluation, self._epoch_results):
+            if part is not None:
+                part.detach()
+        self._evaluation = self._epoch_results = self._buffer_sync = None
+        self._revert_layer_sync()
+        if self._engine is not None:
+            self._engine.detach()
+            self._engine = None
+        super().teardown()
+        self.stop_watchdog()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Names are registered from the table in :mod:`lightning_pardist.registry`, not class by class."""
+
+
+def _world() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def lanes_of(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, int]:
+    """The index of the optimizer that each parameter belongs to."""
+    return {
+        param: index
+        for index, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+
+
+# Lightning asks `isinstance(strategy, DDPStrategy)` where it means "runs a plain module on several ranks": to allow a
+# compiled LightningModule, and to count the strategy as distributed. We answer yes without inheriting its code.
+LightningDDPStrategy.register(PardistStrategy)  # type: ignore[type-abstract]

@@ -1,0 +1,268 @@
+"""Starting a rank per device, and ending all of them when one fails.
+
+[Note: who sees what] With ``start_method="popen"`` the script that the user started is the first rank and starts the
+others as its children. A thread of it watches them, and a thread of each child watches it. A
+failure inside ``fit`` is handled by every rank's watchdog (engines/watchdog.py); this module covers what happens
+before, after and beside it: a child that dies while the first rank waits for it to connect, one that fails after
+``fit``, and the order in which reports are printed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.multiprocessing as mp
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _HYDRA_AVAILABLE,
+    _basic_subprocess_cmd,
+    _hydra_subprocess_cmd,
+)
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+from typing_extensions import override
+
+from lightning_pardist.engines.watchdog import GRACE_S, PeerFailedError
+from lightning_pardist.environments.launched import child_environment, launcher_pid
+
+if TYPE_CHECKING:
+    from lightning_pardist.strategies.base import PardistStrategy
+
+StartMethod = Literal["popen", "spawn", "fork"]
+
+_POLL_S = 0.2
+#: How long the first rank waits for the others at the end of the script before it ends them.
+_EXIT_WAIT_S = 600.0
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs the user's script once more for each further device of this node, unless somebody else started the ranks.
+
+    Args:
+        strategy: Whose ranks are started.
+    """
+
+    def __init__(self, strategy: PardistStrategy) -> None:
+        environment = strategy.cluster_environment
+        if environment is None:
+            raise RuntimeError("A launcher needs the strategy's cluster environment; construct the Trainer first.")
+        super().__init__(environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other ranks of this node, if that is ours to do, and call ``function`` on this one."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            children.adopt(self.procs)
+        elif (parent := launcher_pid()) is not None:
+            watch_parent(parent)
+        show_failures_last(is_first=self._strategy.global_rank == 0)
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return guarded(self._strategy, function, *args, **kwargs)
+
+    @override
+    def _call_children_scripts(self) -> None:
+        self._check_can_spawn_children()
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        os.environ["NODE_RANK"] = str(self.cluster_environment.node_rank())
+        os.environ["LOCAL_RANK"] = str(self.cluster_environment.local_rank())
+        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        for local_rank in range(1, self.num_processes):
+            command, cwd = _command(local_rank)
+            self.procs.append(subprocess.Popen(command, env=child_environment(local_rank), cwd=cwd))
+
+
+class MultiProcessLauncher(_MultiProcessingLauncher):
+    """Runs every rank in a new process by ``spawn`` or ``fork``; the calling process only waits."""
+
+    @override
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: Any,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        return_queue: Any,
+        global_states: Any = None,
+    ) -> None:
+        def call(*call_args: Any, **call_kwargs: Any) -> Any:
+            return guarded(self._strategy, function, *call_args, **call_kwargs)  # type: ignore[arg-type]
+
+        watch_parent(os.getppid())
+        super()._wrapping_function(process_idx, trainer, call, args, kwargs, return_queue, global_states)
+
+
+def guarded(strategy: PardistStrategy, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` and let a failure on any rank end all of them.
+
+    Raises:
+        PeerFailedError: In place of this rank's own exception where that is only the echo of another rank's failure.
+    """
+    try:
+        result = function(*args, **kwargs)
+    except (KeyboardInterrupt, SystemExit, SIGTERMException, _TunerExitException):
+        strategy.stop_watchdog()
+        raise
+    except BaseException as exception:
+        watchdog = strategy.watchdog
+        if watchdog is None:
+            raise
+        first = watchdog.failed(exception)
+        if first.rank in (strategy.global_rank, -1):
+            raise
+        raise PeerFailedError(first.message()) from None
+    strategy.stop_watchdog()
+    return result
+
+
+class Children:
+    """The ranks that this process started, over all Trainers of the script."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._blame: Callable[[int, str], None] | None = None
+        self._busy: Callable[[], bool] = lambda: False
+        self._failed: str | None = None
+        #: Whether this process is ending because of an exception that has been shown.
+        self.failure_shown = False
+
+    def adopt(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        """Watch these processes until the script ends."""
+        if not processes:
+            return
+        first = not self._processes
+        self._processes.extend(processes)
+        if first:
+            atexit.register(self._at_exit)
+            threading.Thread(target=self._watch, name="pardist-children", daemon=True).start()
+
+    def report_to(self, blame: Callable[[int, str], None]) -> None:
+        """From now on tell ``blame`` (a watchdog's) which local rank died and how."""
+        self._blame = blame
+
+    def end(self, patience_s: float) -> None:
+        """Wait for the children, and kill those that are still there after ``patience_s`` seconds."""
+        deadline = time.monotonic() + patience_s
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _watch(self) -> None:
+        known: set[int] = set()
+        while len(known) < len(self._processes):
+            time.sleep(_POLL_S)
+            for index, process in enumerate(self._processes):
+                if index in known or process.poll() is None:
+                    continue
+                known.add(index)
+                if process.returncode:
+                    self._died(index + 1, process)
+
+    def _died(self, local_rank: int, process: subprocess.Popen[bytes]) -> None:
+        text = f"Rank {local_rank} (pid {process.pid}) {_cause(process.returncode)}"
+        self._failed = self._failed or text
+        if self._blame is not None:
+            # If the rank could report by itself, its report stands already and this one is not taken.
+            self._blame(local_rank, text)
+            return
+        # No watchdog yet: the main thread waits for a rank that will never connect.
+        time.sleep(1.0)
+        print(f"{text} before training began. Its own output is above.", file=sys.stderr, flush=True)
+        self.end(GRACE_S)
+        os._exit(1)
+
+    def _at_exit(self) -> None:
+        self.end(GRACE_S if self.failure_shown else _EXIT_WAIT_S)
+        codes = [process.returncode for process in self._processes]
+        if any(codes) and not self.failure_shown:
+            print(self._failed or f"Exit codes of the other ranks: {codes}.", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)
+
+
+children = Children()
+
+
+_hook_installed = False
+
+
+def show_failures_last(*, is_first: bool) -> None:
+    """Print an uncaught exception after the other ranks' output, and another rank's failure without our own traceback.
+
+    Args:
+        is_first: Whether this is the first rank, which shows the whole report; the others point to it in a line.
+    """
+    global _hook_installed
+    if _hook_installed:
+        return
+    _hook_installed = True
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
+        children.end(2 * GRACE_S)
+        children.failure_shown = True
+        if issubclass(kind, PeerFailedError):
+            text = str(exception) if is_first else str(exception).splitlines()[0]
+            # Not sys.stderr: torch's own hook has put a collector there, that prefixes lines with this rank.
+            print(text, file=sys.__stderr__, flush=True)
+        else:
+            show(kind, exception, trace)
+
+    sys.excepthook = hook
+
+
+_parent_watched = False
+
+
+def watch_parent(pid: int) -> None:
+    """End this process when the one that started it is gone, so that no rank is left behind."""
+    global _parent_watched
+    if _parent_watched:
+        return
+    _parent_watched = True
+
+    def watch() -> None:
+        while os.getppid() == pid:
+            time.sleep(1.0)
+        print(f"Process {os.getpid()} ends because process {pid}, which started it, is gone.", file=sys.__stderr__)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="pardist-parent", daemon=True).start()
+
+
+def _command(local_rank: int) -> tuple[Any, str | None]:
+    if _HYDRA_AVAILABLE:
+        from hydra.core.hydra_config import HydraConfig
+
+        if HydraConfig.initialized():
+            return _hydra_subprocess_cmd(local_rank)
+    return _basic_subprocess_cmd(), None
+
+
+def _cause(returncode: int) -> str:
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        hint = " (the kernel does that when memory runs out)" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}."
+    return f"ended with exit code {returncode}."
+
+
+def available_start_methods() -> list[str]:
+    """Start methods that this platform offers, ``popen`` first."""
+    return ["popen", *(method for method in mp.get_all_start_methods() if method != "forkserver")]
