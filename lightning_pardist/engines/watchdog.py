@@ -42,10 +42,6 @@ _ECHO = re.compile(
 )
 
 
-class PeerFailedError(RuntimeError):
-    """Another rank failed first; the message ends with that rank's report."""
-
-
 @dataclass(frozen=True)
 class FailureReport:
     """The first failure of a job.
@@ -64,6 +60,21 @@ class FailureReport:
         """The report as it is shown on every rank, the failure itself last."""
         who = f"rank {self.rank} ({self.where})" if self.rank >= 0 else "a rank"
         return f"The job ended because {who} failed:\n\n{self.text.rstrip()}"
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank failed first; the message ends with that rank's report.
+
+    Attributes:
+        report: The first failure of the job.
+    """
+
+    def __init__(self, report: FailureReport) -> None:
+        super().__init__(report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return self.report.message()
 
 
 class Watchdog:
@@ -151,8 +162,10 @@ class Watchdog:
                 time.sleep(_POLL_S / 2)
             return self._publish(self._diagnose(own, before))
         except Exception:
-            # Without a store nobody can be asked; this rank's own error is all there is.
-            return own
+            # Without its store the job is over, and the first rank holds it (or started together with who does).
+            if self.rank == 0 or not is_echo(exception):
+                return own
+            return FailureReport(0, "?", f"Rank 0 is gone, and the job's store with it.\n{_seen(own)}")
 
     def blame(self, rank: int, text: str) -> None:
         """Report the failure of a rank that cannot speak for itself.
@@ -260,10 +273,9 @@ class Watchdog:
         after = self._read_beats()
         silent = [rank for rank in after if after[rank] == before.get(rank) and rank != self.rank]
         silent = [rank for rank in silent if not self._store.check([f"done/{rank}"])]
-        seen = f"(Rank {own.rank} saw: {own.text.strip().splitlines()[-1]})"
         if silent:
             names = ", ".join(map(str, silent))
-            return FailureReport(silent[0], "?", f"Rank {names} stopped answering: killed, or cut off.\n{seen}")
+            return FailureReport(silent[0], "?", f"Rank {names} stopped answering: killed, or cut off.\n{_seen(own)}")
         stacks = {
             rank: self._store.get(f"stack/{rank}").decode()
             for rank in after
@@ -271,7 +283,7 @@ class Watchdog:
         }
         stuck = {rank: stack for rank, stack in stacks.items() if not _waits_in_collective(stack)}
         for rank, stack in stuck.items():
-            text = f"Rank {rank} did not join a collective that the others wait in.\n{seen}\nIt was at:\n{stack}"
+            text = f"Rank {rank} did not join a collective that the others wait in.\n{_seen(own)}\nIt was at:\n{stack}"
             return FailureReport(rank, "hanging", text)
         return own
 
@@ -291,6 +303,10 @@ def is_echo(exception: BaseException) -> bool:
 def _waits_in_collective(stack: str) -> bool:
     last = stack.rstrip().rsplit("  File ", 1)[-1]
     return "torch/distributed" in last or "lightning_pardist/engines" in last or ".wait()" in last
+
+
+def _seen(echo: FailureReport) -> str:
+    return f"(Rank {echo.rank} saw: {echo.text.strip().splitlines()[-1]})"
 
 
 def _where() -> str:

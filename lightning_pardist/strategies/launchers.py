@@ -123,7 +123,7 @@ def guarded(strategy: PardistStrategy, function: Callable[..., Any], *args: Any,
         first = watchdog.failed(exception)
         if first.rank in (strategy.global_rank, -1):
             raise
-        raise PeerFailedError(first.message()) from None
+        raise PeerFailedError(first) from None
     strategy.stop_watchdog()
     return result
 
@@ -206,7 +206,7 @@ def show_failures_last(*, is_first: bool) -> None:
     """Print an uncaught exception after the other ranks' output, and another rank's failure without our own traceback.
 
     Args:
-        is_first: Whether this is the first rank, which shows the whole report; the others point to it in a line.
+        is_first: Whether this is the first rank.
     """
     global _hook_installed
     if _hook_installed:
@@ -217,8 +217,9 @@ def show_failures_last(*, is_first: bool) -> None:
     def hook(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
         children.end(2 * GRACE_S)
         children.failure_shown = True
-        if issubclass(kind, PeerFailedError):
-            text = str(exception) if is_first else str(exception).splitlines()[0]
+        if isinstance(exception, PeerFailedError):
+            # The first rank shows the report, the others point to it, unless it is the first that cannot.
+            text = str(exception) if is_first or exception.report.rank == 0 else str(exception).splitlines()[0]
             # Not sys.stderr: torch's own hook has put a collector there, that prefixes lines with this rank.
             print(text, file=sys.__stderr__, flush=True)
         else:

@@ -14,9 +14,8 @@ gradients are not counted as ready, and are reduced at the end, when nothing mor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,12 +78,12 @@ class GradientReducer:
         self._sync = True
         self._handles: list[RemovableHandle] = []
         self._sparse = sparse_parameters(module)
-        self._known: set[nn.Parameter] = set()
+        self._slots: dict[Tensor, tuple[Bucket, int]] = {}
         self._root_task: int | None = None
         self._callback_queued = False
         self._active: list[Bucket] = []
         self._works: list[Any] = []
-        self._order: list[nn.Parameter] | None = []
+        self._order: list[Tensor] | None = []
         if self.enabled:
             self._add_new_parameters()
 
@@ -166,7 +165,7 @@ class GradientReducer:
             handle.remove()
         self._handles.clear()
         self.buckets.clear()
-        self._known.clear()
+        self._slots.clear()
         self._abandon()
 
     def held_bytes(self) -> int:
@@ -187,7 +186,8 @@ class GradientReducer:
     def _note_root_task(self, grad: Tensor) -> None:
         self._root_task = torch._C._current_graph_task_id()
 
-    def _on_grad(self, bucket: Bucket, index: int, param: nn.Parameter) -> None:
+    def _on_grad(self, param: Tensor) -> None:
+        bucket, index = self._slots[param]
         if not self._sync:
             # At home in the bucket at once: accumulating needs no second copy of the gradients.
             bucket.adopt(index, 1.0)
@@ -251,11 +251,12 @@ class GradientReducer:
         fresh = [
             param
             for param in self.module.parameters()
-            if param.requires_grad and param not in self._known and param not in self._sparse
+            if param.requires_grad and param not in self._slots and param not in self._sparse
         ]
         if fresh:
             # Backward runs in about the reverse order of registration.
             self._build(list(reversed(fresh)))
+            self._handles.extend(param.register_post_accumulate_grad_hook(self._on_grad) for param in fresh)
 
     def _build(self, params: Sequence[nn.Parameter]) -> None:
         lanes: dict[int, list[nn.Parameter]] = {}
@@ -267,18 +268,15 @@ class GradientReducer:
             ):
                 bucket = Bucket(run)
                 self.buckets.append(bucket)
-                for index, param in enumerate(run):
-                    hook: Callable[[Tensor], None] = partial(self._on_grad, bucket, index)
-                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
-        self._known.update(params)
+                self._slots.update({param: (bucket, index) for index, param in enumerate(run)})
 
-    def _rebuild(self, reached: Sequence[nn.Parameter]) -> None:
+    def _rebuild(self, reached: Sequence[Tensor]) -> None:
         """Order the buckets as rank 0's first backward reached the parameters. Collective over the group."""
         self._order = None
         current = [param for bucket in self.buckets for param in bucket.params]
         if not current:
             return
-        position = {param: index for index, param in enumerate(current)}
+        position: dict[Tensor, int] = {param: index for index, param in enumerate(current)}
         first = list(dict.fromkeys(reached))
         seen = set(first)
         wanted = first + [param for param in current if param not in seen]
@@ -287,7 +285,7 @@ class GradientReducer:
         order = message.tolist()
         if order == list(range(len(current))):
             return
-        self.detach()
+        self.buckets.clear()
         self._build([current[index] for index in order])
         for bucket in self.buckets:
             for index, param in enumerate(bucket.params):

@@ -1,0 +1,49 @@
+"""What a test leaves behind fails it: process groups, threads, children, environment variables."""
+
+import os
+import threading
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+import lightning_pardist  # noqa: F401  (before anything that imports torchvision)
+from tests.helpers import ranks
+
+_KNOWN_THREADS = ("pytest", "QueueFeederThread", "Dummy-", "MainThread", "ThreadPoolExecutor", "timeout")
+_KNOWN_VARIABLES = ("PYTEST_CURRENT_TEST", "OMP_NUM_THREADS", "PL_GLOBAL_SEED", "KMP_", "TF_", "LC_CTYPE", "COLUMNS")
+
+
+def pytest_sessionfinish(session):
+    ranks.close_pools()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    variables = dict(os.environ)
+    threads = {thread.ident for thread in threading.enumerate()}
+    children = {child.pid for child in psutil.Process().children()}
+    yield
+    problems = []
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        problems.append("a process group")
+    pool = {process.pid for one in ranks._pools.values() for process in one.processes}
+    left = {child.pid for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())}
+    if left - children - pool:
+        problems.append(f"processes {sorted(left - children - pool)}")
+    problems += [
+        f"thread {thread.name}"
+        for thread in threading.enumerate()
+        if thread.ident not in threads and not thread.name.startswith(_KNOWN_THREADS) and "pardist" in thread.name
+    ]
+    changed = {name for name in {*variables, *os.environ} if variables.get(name) != os.environ.get(name)}
+    changed = {name for name in changed if not name.startswith(_KNOWN_VARIABLES)}
+    for name in changed:
+        if name in variables:
+            os.environ[name] = variables[name]
+        else:
+            del os.environ[name]
+    if changed:
+        problems.append(f"environment variables {sorted(changed)}")
+    assert not problems, f"left behind: {', '.join(problems)}"

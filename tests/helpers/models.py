@@ -1,0 +1,235 @@
+"""Modules as users write them, for the matrix; none of them knows anything of parallelism."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+
+class Base(pl.LightningModule):
+    """Records the loss of every step."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.optimizer_name = optimizer
+        self.losses: list[Tensor] = []
+
+    def note(self, loss: Tensor) -> Tensor:
+        self.losses.append(loss.detach().clone())
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def make_optimizer(self, params, lr: float = 0.1):
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(params, lr=lr, momentum=0.9)
+        # A large eps: a tiny one turns rounding noise of near-zero gradients into full steps.
+        return torch.optim.AdamW(params, lr=lr / 10, eps=1e-3)
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+
+
+class Classifier(Base):
+    """A small convolutional net (MNIST-like)."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 16), nn.ReLU()
+        )
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.head(self.net(x))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.note(F.cross_entropy(self(x), y))
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y))
+
+    @staticmethod
+    def dataset(length: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(7)
+        return TensorDataset(
+            torch.randn(length, 1, 8, 8, generator=generator), torch.randint(0, 10, (length,), generator=generator)
+        )
+
+
+class ParamGroups(Classifier):
+    """Two parameter groups and a scheduler."""
+
+    def configure_optimizers(self):
+        decay = [p for p in self.parameters() if p.dim() > 1]
+        rest = [p for p in self.parameters() if p.dim() <= 1]
+        optimizer = torch.optim.AdamW(
+            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}],
+            lr=0.01,
+            eps=1e-3,
+        )
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class BatchNormNet(Classifier):
+    """Batch normalisation (CIFAR-like), equal to one process with ``sync_batchnorm``.
+
+    No biases before the norms: their gradients are zero but for rounding, and noise has no relative error.
+    """
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(144, 16, bias=False),
+            nn.BatchNorm1d(16),
+        )
+
+
+class Language(Base):
+    """A tiny GPT with fused qkv and a tied head."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.embed = nn.Embedding(17, 16)
+        self.position = nn.Embedding(8, 16)
+        self.blocks = nn.ModuleList(Block(16, 2) for _ in range(2))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 17, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def training_step(self, batch, batch_idx):
+        (tokens,) = batch
+        return self.note(F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
+
+    @staticmethod
+    def dataset(length: int) -> TensorDataset:
+        return TensorDataset(torch.randint(0, 17, (length, 8), generator=torch.Generator().manual_seed(7)))
+
+
+class Block(nn.Module):
+    """Attention and MLP with residuals."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (
+            piece.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+            for piece in self.qkv(self.norm1(x)).split(c, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
+        x = x + self.out(y)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Gan(Base):
+    """Manual optimization, two optimizers, one of them toggled."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        noise, real = batch
+        opt_g, opt_d = self.optimizers()
+        self.toggle_optimizer(opt_g)
+        loss_g = F.softplus(-self.discriminator(self.generator(noise))).mean()
+        self.manual_backward(loss_g)
+        self.clip_gradients(opt_g, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        opt_g.step()
+        opt_g.zero_grad()
+        self.untoggle_optimizer(opt_g)
+        fake = self.generator(noise).detach()
+        loss_d = F.softplus(self.discriminator(fake)).mean() + F.softplus(-self.discriminator(real)).mean()
+        opt_d.zero_grad()
+        self.manual_backward(loss_d)
+        opt_d.step()
+        self.note(loss_g + loss_d)
+
+    def configure_optimizers(self):
+        return [self.make_optimizer(self.generator.parameters()), self.make_optimizer(self.discriminator.parameters())]
+
+    @staticmethod
+    def dataset(length: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(7)
+        return TensorDataset(
+            torch.randn(length, 4, generator=generator), torch.randn(length, 6, generator=generator) + 1
+        )
+
+
+class Awkward(Base):
+    """Unused, step-dependent, shared, frozen, scalar and zero-sized parameters, a buffer that training reads."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.embed = nn.Embedding(5, 6)
+        self.left, self.right, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.head = nn.Linear(6, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def training_step(self, batch, batch_idx):
+        (tokens,) = batch
+        x = self.frozen(self.embed(tokens)) * self.scale + self.empty.sum()
+        way = self.left if batch_idx % 2 else self.right
+        return self.note(F.cross_entropy(self.head(way(way(x)).tanh()), (tokens + 1) % 5))
+
+    @staticmethod
+    def dataset(length: int) -> TensorDataset:
+        return TensorDataset(torch.randint(0, 5, (length,), generator=torch.Generator().manual_seed(7)))
+
+
+class LargeEmbedding(Base):
+    """Nearly all parameters in one embedding, with an odd number of rows."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.embed = nn.Embedding(1001, 12)
+        self.head = nn.Linear(12, 3)
+
+    def training_step(self, batch, batch_idx):
+        tokens, target = batch
+        return self.note(F.cross_entropy(self.head(self.embed(tokens).mean(1)), target))
+
+    @staticmethod
+    def dataset(length: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(7)
+        return TensorDataset(
+            torch.randint(0, 1001, (length, 5), generator=generator),
+            torch.randint(0, 3, (length,), generator=generator),
+        )
+
+
+MODULES: dict[str, type[Base]] = {
+    "classifier": Classifier,
+    "param_groups": ParamGroups,
+    "batch_norm": BatchNormNet,
+    "language": Language,
+    "gan": Gan,
+    "awkward": Awkward,
+    "large_embedding": LargeEmbedding,
+}

@@ -1,0 +1,76 @@
+"""Run the same training under a strategy on several ranks, and on one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from tests.helpers.models import MODULES
+from tests.helpers.parity import snapshot
+
+STEPS = 4
+BATCH = 12  # global: divides by 1, 2, 3 and 4 ranks
+
+
+def quiet_trainer(**kwargs: Any) -> pl.Trainer:
+    """A CPU Trainer without files, bars and tables."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+    }
+    warnings.filterwarnings("ignore")
+    return pl.Trainer(**(defaults | kwargs))
+
+
+class Data(pl.LightningDataModule):
+    """Sequential global batches; ranks take their share by the strategy's own sampler arguments."""
+
+    def __init__(self, dataset: Dataset, global_batch: int = BATCH) -> None:
+        super().__init__()
+        self.dataset = dataset
+        self.global_batch = global_batch
+
+    def train_dataloader(self) -> DataLoader:
+        kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        sampler = DistributedSampler(self.dataset, shuffle=False, **kwargs)
+        return DataLoader(self.dataset, batch_size=self.global_batch // kwargs["num_replicas"], sampler=sampler)
+
+
+def train(strategy: Any, devices: int, module_name: str, module_kwargs: dict, trainer_kwargs: dict) -> dict[str, Any]:
+    """Train and return what can be compared: global losses, weights, optimizer state, logged metrics."""
+    torch.manual_seed(11)
+    module = MODULES[module_name](**module_kwargs)
+    steps = STEPS * trainer_kwargs.get("accumulate_grad_batches", 1)
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **trainer_kwargs)
+    trainer.fit(module, datamodule=Data(module.dataset(BATCH * steps)))
+    losses = torch.stack(module.losses)
+    if devices > 1:
+        # Every rank saw its own samples; the mean over ranks is the loss of the global batch.
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
+    return {
+        "losses": {"loss": losses},
+        "weights": snapshot(module),
+        "metrics": {k: v.clone() for k, v in trainer.callback_metrics.items() if k.endswith("_epoch")},
+        "optimizer": _flat_state(trainer.optimizers),
+    }
+
+
+def _flat_state(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    return {
+        f"{index}.{number}.{key}": value.detach().float().clone()
+        for index, optimizer in enumerate(optimizers)
+        for number, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
