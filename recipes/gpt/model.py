@@ -131,6 +131,7 @@ class GPT(LightningModule):
         if self.hparams.sample_tokens:
             self.eval()
             text = self.write("\n", self.hparams.sample_tokens)
+            self.train()
             rank_zero_only(print)(f"\n--- a sample ---{text}\n---")
 
     @torch.no_grad()
