@@ -48,7 +48,9 @@ def load(module: LightningDataModule, source: str, readers: Mapping[str, Callabl
     if module.trainer is not None:
         first = module.trainer.strategy.broadcast(chosen)
         if first != chosen:
-            raise RuntimeError(f"{name} found {chosen!r} here, but {first!r} on rank zero: set source, or copy the files.")
+            raise RuntimeError(
+                f"{name} found {chosen!r} here, but {first!r} on rank zero: set source, or copy the files."
+            )
     rank_zero_info(f"{name}: reading {chosen!r}" + (f" ({'; '.join(missing)})" if missing else ""))
     return splits
 
@@ -79,8 +81,8 @@ def fetch(download: Callable[[], object], url: str, timeout_s: float = 5.0) -> s
     thread = threading.Thread(target=knock, daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if failure[0]:
-        return failure[0]
+    if reason := failure[0]:
+        return reason
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(timeout_s)
     try:

@@ -72,7 +72,9 @@ class PhotoData(LightningDataModule):
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.val_set, self.hparams.batch_size, num_workers=self.hparams.num_workers)
 
-    def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
+    def on_after_batch_transfer(
+        self, batch: tuple[Tensor, Tensor, Tensor], dataloader_idx: int
+    ) -> tuple[Tensor, Tensor]:
         """On the device: bytes to standardized floats, and in training a shift and a mirroring for each image."""
         images, labels, index = batch
         mean = images.new_tensor([125.3, 123.0, 113.9], dtype=torch.float32).view(3, 1, 1)
@@ -94,7 +96,7 @@ def draws(samples: int, epoch: int) -> Tensor:
 
 
 def shift_and_mirror(images: Tensor, choices: Tensor) -> Tensor:
-    """Cut each image out of itself padded by 4 pixels, at its own place, some mirrored. ``[batch, 3, height, width]``."""
+    """Cut each image ``[3, height, width]`` out of itself padded by 4 pixels, at its own place, some mirrored."""
     batch, _, height, width = images.shape
     down, right, mirror = choices.to(images.device).unsqueeze(-1).unbind(dim=1)
     rows = down + torch.arange(height, device=images.device)
@@ -144,7 +146,7 @@ def cut_photographs(size: int = 32, per_photo: int = 120) -> Splits:
         data.hubble_deep_field(),
         data.immunohistochemistry(),
         data.stereo_motorcycle()[0],
-        data.retina(),
+        data.retina()[256:1152, 256:1152],  # around it the picture is black
         data.rocket(),
     ]
     pieces = np.concatenate([cut(photo, size, per_photo) for photo in photographs])

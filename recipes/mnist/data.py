@@ -39,10 +39,12 @@ class DigitData(LightningDataModule):
         super().__init__()
         self.save_hyperparameters()
         self.folder = Path(data_dir)
+        self.downloaded = self.folder / "MNIST" / "raw"  # where torchvision puts its files
         self.no_download = ""
 
     def prepare_data(self) -> None:
-        if self.hparams.source in ("auto", "torchvision") and not find_idx(self.folder, "t10k"):
+        there = find_idx(self.downloaded, "t10k") or (self.hparams.source == "auto" and find_idx(self.folder, "t10k"))
+        if self.hparams.source in ("auto", "torchvision") and not there:
             from torchvision.datasets import MNIST
 
             self.no_download = fetch(lambda: MNIST(self.folder, download=True), MNIST.mirrors[0])
@@ -51,7 +53,7 @@ class DigitData(LightningDataModule):
         if not hasattr(self, "train_set"):
             readers = {
                 "folder": lambda: read_folder(self.folder),
-                "torchvision": lambda: read_folder(self.folder, self.no_download),
+                "torchvision": lambda: read_folder(self.downloaded, self.no_download),
                 "offline": read_sklearn_digits,
             }
             self.train_set, self.val_set = load(self, self.hparams.source, readers)
@@ -70,7 +72,9 @@ def read_folder(folder: Path, why_not: str = "") -> Splits:
     """MNIST's own split; 9,000 and 1,000 of the test digits where the training files are missing."""
     test = find_idx(folder, "t10k")
     if not test:
-        raise FileNotFoundError(why_not or f"no t10k-images-idx3-ubyte[.gz] and t10k-labels-idx1-ubyte[.gz] in {folder}")
+        raise FileNotFoundError(
+            why_not or f"no t10k-images-idx3-ubyte[.gz] and t10k-labels-idx1-ubyte[.gz] in {folder}"
+        )
     images, labels = map(read_idx, test)
     train = find_idx(folder, "train")
     if train:
@@ -92,12 +96,11 @@ def read_sklearn_digits() -> Splits:
 
 
 def find_idx(folder: Path, split: str) -> list[Path]:
-    """Images and labels of a split (``train`` or ``t10k``), in ``folder`` or where torchvision puts them below it."""
-    for place in (folder, folder / "MNIST" / "raw"):
-        for end in ("", ".gz"):
-            pair = [place / f"{split}-{kind}-ubyte{end}" for kind in ("images-idx3", "labels-idx1")]
-            if all(path.is_file() for path in pair):
-                return pair
+    """The files of a split (``train`` or ``t10k``), images and labels, or an empty list."""
+    for end in ("", ".gz"):
+        pair = [folder / f"{split}-{kind}-ubyte{end}" for kind in ("images-idx3", "labels-idx1")]
+        if all(path.is_file() for path in pair):
+            return pair
     return []
 
 
