@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import Sampler
+from torch.utils.data import RandomSampler
 
 Splits = TypeVar("Splits")
 
@@ -94,28 +94,30 @@ def fetch(download: Callable[[], object], url: str, timeout_s: float = 5.0) -> s
     return ""
 
 
-class EpochShuffle(Sampler[int]):
+class EpochShuffle(RandomSampler):
     """A new order each epoch, from the run's seed and the epoch alone.
 
-    It is the order of Lightning's ``DistributedSampler``, which replaces it where several processes share the data. So
-    one process with batches of 64 and four with batches of 16 train on the same 64 samples at every step.
+    Where several processes share the data, Lightning replaces a ``RandomSampler`` by a ``DistributedSampler``, and this
+    is the order of that one. So one process with batches of 64 and four with batches of 16 train on the same 64 samples
+    at every step.
 
     Args:
         data: What to index, anything with a length.
     """
 
     def __init__(self, data: Sized) -> None:
-        self.data = data
+        super().__init__(data)
         self.epoch = 0
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))  # set by seed_everything
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer before each epoch."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return iter(torch.randperm(len(self.data), generator=generator).tolist())
+        generator = torch.Generator().manual_seed(run_seed() + self.epoch)
+        return iter(torch.randperm(len(self.data_source), generator=generator).tolist())
 
-    def __len__(self) -> int:
-        return len(self.data)
+
+def run_seed() -> int:
+    """The seed given to ``seed_everything``, 0 if it was not called."""
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +12,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from recipes.common import EpochShuffle, fetch, load
+from recipes.common import EpochShuffle, fetch, load, run_seed
 
 Splits = tuple[TensorDataset, TensorDataset]
 LAYOUT = "cifar-10-batches-py"
@@ -90,7 +89,7 @@ def draws(samples: int, epoch: int) -> Tensor:
 
     Drawn for the whole data set, so that a sample's depend on the run's seed and the epoch and on nothing else.
     """
-    generator = torch.Generator().manual_seed(int(os.environ.get("PL_GLOBAL_SEED", 0)) + epoch)
+    generator = torch.Generator().manual_seed(run_seed() + epoch)
     shifts = torch.randint(9, (samples, 2), generator=generator)
     return torch.cat([shifts, torch.randint(2, (samples, 1), generator=generator)], dim=1)
 

@@ -223,10 +223,14 @@ def test_failed_download_is_the_reason_given(tmp_path, monkeypatch):
     assert len(data.train_set) > 1000
 
 
-def test_order_is_the_one_of_the_distributed_sampler(monkeypatch):
+def test_order_is_the_one_lightning_deals_to_several_processes(monkeypatch):
+    from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler, _is_dataloader_shuffled
+
     monkeypatch.setenv("PL_GLOBAL_SEED", "5")
     one = EpochShuffle(range(12))
-    ranks = [torch.utils.data.DistributedSampler(range(12), 3, rank, seed=5) for rank in range(3)]
+    loader = torch.utils.data.DataLoader(range(12), sampler=one)
+    shuffled = _is_dataloader_shuffled(loader)
+    ranks = [_get_distributed_sampler(loader, shuffled, 0, num_replicas=3, rank=rank) for rank in range(3)]
     for sampler in (one, *ranks):
         sampler.set_epoch(2)
     dealt = [index for step in zip(*ranks, strict=True) for index in step]
