@@ -62,6 +62,7 @@ class GPT(LightningModule):
         lr: Highest learning rate, reached after the warmup.
         warmup_steps: Steps from a learning rate of nearly 0 to ``lr``; a cosine then leads to a tenth of it.
         weight_decay: Decay of matrices; biases and norms are not decayed.
+        eps: AdamW's epsilon.
         sample_tokens: Tokens written when training ends; 0 for none.
     """
 
@@ -76,6 +77,7 @@ class GPT(LightningModule):
         lr: float = 3e-3,
         warmup_steps: int = 100,
         weight_decay: float = 0.1,
+        eps: float = 1e-8,
         sample_tokens: int = 300,
     ) -> None:
         super().__init__()
@@ -121,7 +123,7 @@ class GPT(LightningModule):
             {"params": matrices, "weight_decay": self.hparams.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        optimizer = optim.AdamW(groups, lr=self.hparams.lr, betas=(0.9, 0.99))
+        optimizer = optim.AdamW(groups, lr=self.hparams.lr, betas=(0.9, 0.99), eps=self.hparams.eps)
         steps, warmup = self.trainer.estimated_stepping_batches, self.hparams.warmup_steps
         schedule = optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, warmup, steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
