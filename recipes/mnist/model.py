@@ -16,7 +16,7 @@ class DigitClassifier(LightningModule):
         dropout: Share of units dropped before each linear layer; 0 makes runs on any number of devices comparable.
     """
 
-    def __init__(self, lr: float = 2e-3, dropout: float = 0.25) -> None:
+    def __init__(self, lr: float = 1e-3, dropout: float = 0.25) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(
