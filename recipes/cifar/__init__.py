@@ -1,0 +1,1 @@
+"""ResNet-18 on small photographs."""

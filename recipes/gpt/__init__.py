@@ -1,0 +1,1 @@
+"""A decoder-only transformer on text, a byte at a time."""
