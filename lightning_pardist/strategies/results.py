@@ -27,9 +27,9 @@ _Share = tuple[_Metadata, float, float]
 class EpochResults:
     """Combines the Trainer's logged values over a group whenever an epoch of training or evaluation ends.
 
-    One collective an epoch end, whatever the number of values. Ranks need not have logged the same keys: a rank that
+    One collective an epoch end for all plain values. Ranks need not have logged the same keys: a rank that
     lacks one takes no part in its value, and receives it. Values logged with ``rank_zero_only`` or with a
-    ``sync_dist_group`` of their own are left alone, and so are torchmetrics objects, which combine themselves.
+    ``sync_dist_group`` of their own are left alone; torchmetrics objects combine themselves.
 
     Args:
         trainer: Whose results are combined.
@@ -58,6 +58,11 @@ class EpochResults:
         results = self._trainer._results
         if results is None:
             return
+        for _, item in results.valid_items():
+            # torchmetrics objects combine themselves when they are computed, and keep the result. Done here, on all
+            # ranks, because later the first rank alone may ask (a progress bar), and would wait for the others.
+            if not item.is_tensor and item.meta.on_epoch:
+                item.compute()
         shares = {key: _share(item) for key, item in results.valid_items() if _wants_combining(item)}
         gathered: list[dict[str, _Share]] = [{} for _ in range(self.group.size())]
         dist.all_gather_object(gathered, shares, group=self.group)

@@ -1,0 +1,58 @@
+"""Run a script as a user would, in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What became of a script."""
+
+    code: int
+    output: str
+    seconds: float
+    left: list[str]
+
+
+def run_script(*arguments: str, timeout_s: float = 120.0, **variables: str) -> Finished:
+    """Run ``python ARGUMENTS`` and report its exit code, output and the processes that it left behind."""
+    mark = f"pardist-test-{os.getpid()}-{time.monotonic_ns()}"
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PARDIST_TEST_MARK": mark} | variables
+    started = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    seconds = time.monotonic() - started
+    # A process may need a moment to be gone once the first one has ended.
+    deadline = time.monotonic() + 10
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return Finished(process.returncode, process.stdout, seconds, left)
+
+
+def _marked(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("PARDIST_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found

@@ -1,0 +1,94 @@
+"""Scripts that start their own ranks: every way to start them, and every way for one to fail."""
+
+import re
+
+import pytest
+
+from tests.helpers.scripts import ROOT, run_script
+
+TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
+
+
+def test_popen_trains_and_every_rank_ends_with_the_same_weights():
+    finished = run_script(TRAIN, "pardist_ddp", "2")
+    assert finished.code == 0, finished.output
+    sums = dict(re.findall(r"done (\d) (\S+)", finished.output))
+    assert set(sums) == {"0", "1"}
+    assert len(set(sums.values())) == 1
+    assert not finished.left
+
+
+@pytest.mark.parametrize("name", ["pardist_ddp_spawn", "pardist_ddp_notebook"])
+def test_worker_processes(name):
+    finished = run_script(TRAIN, name, "2")
+    assert finished.code == 0, finished.output
+    assert "done 0" in finished.output
+    assert not finished.left
+
+
+def test_exception_on_a_started_rank_is_what_the_job_shows_last():
+    finished = run_script(TRAIN, "pardist_ddp", "2", "raise", "1")
+    assert finished.code == 1
+    last = finished.output.strip().splitlines()
+    assert last[-1].endswith("ValueError: the user's own mistake"), finished.output
+    assert any(line.startswith("The job ended because rank 1") for line in last), finished.output
+    assert not finished.left
+
+
+def test_exception_on_the_first_rank():
+    finished = run_script(TRAIN, "pardist_ddp", "2", "raise", "0")
+    assert finished.code == 1
+    assert finished.output.strip().splitlines()[-1].endswith("ValueError: the user's own mistake"), finished.output
+    assert not finished.left
+
+
+def test_killed_rank_is_named():
+    finished = run_script(TRAIN, "pardist_ddp", "2", "kill", "1")
+    assert finished.code == 1
+    assert "was killed by SIGKILL" in finished.output.strip().splitlines()[-1], finished.output
+    assert not finished.left
+
+
+def test_killed_first_rank_leaves_nobody_behind():
+    finished = run_script(TRAIN, "pardist_ddp", "2", "kill", "0")
+    assert finished.code == -9
+    assert not finished.left
+    assert "rank 0" in finished.output or "is gone" in finished.output, finished.output
+
+
+def test_hanging_rank_is_found_and_its_place_shown():
+    finished = run_script(TRAIN, "pardist_ddp", "2", "hang", "1")
+    assert finished.code == 1
+    report = finished.output[finished.output.rindex("The job ended because rank 1") :]
+    assert "time.sleep(600)" in report, finished.output
+    assert not finished.left
+
+
+def test_rank_that_dies_before_training():
+    finished = run_script(TRAIN, "pardist_ddp", "2", "import", "1")
+    assert finished.code == 1
+    assert "no such module on this rank" in finished.output
+    assert "exit code 1 before training began" in finished.output.strip().splitlines()[-1], finished.output
+    assert not finished.left
+
+
+def test_rank_that_fails_after_training_fails_the_job():
+    finished = run_script(TRAIN, "pardist_ddp", "2", "late", "1")
+    assert finished.code == 1
+    assert "exit code 3" in finished.output, finished.output
+
+
+def test_exception_in_a_spawned_rank():
+    finished = run_script(TRAIN, "pardist_ddp_spawn", "2", "raise", "1")
+    assert finished.code == 1
+    assert "ValueError: the user's own mistake" in finished.output.strip().splitlines()[-1], finished.output
+    assert not finished.left
+
+
+def test_torchrun():
+    finished = run_script(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN, "pardist_ddp", "2"
+    )
+    assert finished.code == 0, finished.output
+    assert len(set(re.findall(r"done \d (\S+)", finished.output))) == 1
+    assert not finished.left

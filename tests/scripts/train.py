@@ -1,0 +1,63 @@
+"""A user's training script, with a fault on one rank if asked: ``python train.py STRATEGY DEVICES [FAULT RANK]``."""
+
+import os
+import signal
+import sys
+import time
+
+import lightning_pardist  # isort: skip
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Module(pl.LightningModule):
+    def __init__(self, fault: str, fault_rank: int) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+        self.fault, self.fault_rank = fault, fault_rank
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == self.fault_rank:
+            if self.fault == "raise":
+                raise ValueError("the user's own mistake")
+            if self.fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "hang":
+                time.sleep(600)
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def main() -> None:
+    strategy, devices, fault, fault_rank = (*sys.argv[1:], "none", "0")[:4]
+    if fault == "import" and os.environ.get("LOCAL_RANK") == fault_rank:
+        raise ImportError("no such module on this rank")
+    timeout_s = 8.0 if fault == "hang" else 60.0
+    if strategy == "pardist_ddp":
+        strategy = lightning_pardist.DDPStrategy(timeout_s=timeout_s)
+    pl.seed_everything(0)
+    data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=int(devices),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module(fault, int(fault_rank))
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    if fault == "late" and trainer.global_rank == int(fault_rank):
+        sys.exit(3)
+    print(f"done {trainer.global_rank} {module.net.weight.sum().item():.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
