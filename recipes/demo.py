@@ -13,6 +13,7 @@ from pathlib import Path
 import lightning_pardist  # isort: skip  (first: it registers the strategies)
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch.optim import Optimizer
 
 from lightning_pardist.engines.memory import held_bytes
 from recipes.mnist.data import DigitData
@@ -22,22 +23,25 @@ GLOBAL_BATCH = 64
 
 
 class Holdings(Callback):
-    """Notes what every rank holds when training ends."""
+    """Notes what every rank holds at the end, at the moment when it is most: before the last step of the optimizer."""
 
     def __init__(self) -> None:
+        self.here: dict[str, float] = {}
         self.by_rank: list[dict[str, float]] = []
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, lightning_pardist.PardistStrategy):
             held = strategy.held()
         else:
             held = held_bytes([pl_module], trainer.optimizers)
-        here = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
-        self.by_rank = [here]
+        self.here = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.by_rank = [self.here]
         if trainer.world_size > 1:
             self.by_rank = [{} for _ in range(trainer.world_size)]
-            dist.all_gather_object(self.by_rank, here)
+            dist.all_gather_object(self.by_rank, self.here)
 
 
 def run(strategy: str, devices: int, epochs: int, result: Path, data_dir: str) -> None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 _store: Store | None = None
@@ -58,14 +58,21 @@ def init_process_group(
         RuntimeError: If a group exists that does not have ``world_size`` ranks.
     """
     global _store
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
     if dist.is_initialized():
         if dist.get_world_size() != world_size or dist.get_rank() != rank:
             raise RuntimeError(
                 f"A process group with rank {dist.get_rank()} of {dist.get_world_size()} exists already, but the"
                 f" Trainer needs rank {rank} of {world_size}. Destroy it first, or set devices and num_nodes to match."
             )
-        if _store is None:
+        if _store is None and world_size > 1:
             _store = dist.distributed_c10d._get_default_store()
+        return
+    if world_size == 1:
+        # Nobody to meet: no port, no environment variable, and destroy_alone() leaves no trace.
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device_id)
         return
     os.environ["MASTER_ADDR"] = address
     os.environ["MASTER_PORT"] = str(port)
@@ -74,16 +81,22 @@ def init_process_group(
         handler = rendezvous("env://", rank, world_size, timeout=max(timeout, _RENDEZVOUS_TIMEOUT))
         _store = next(iter(handler))[0]
         atexit.register(_destroy)
-    if backend is None:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         store=PrefixStore(f"pardist/group/{next(_generation)}", _store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device_id,
     )
+
+
+def destroy_alone() -> None:
+    """Destroy the default group if it has one rank. A larger one lives as long as the process: scripts use it after
+    training, and the next run needs it again.
+    """
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()
 
 
 def verify_same_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:

@@ -37,7 +37,7 @@ from lightning_pardist.engines.api import DataEngine
 from lightning_pardist.engines.data_parallel import BufferSync
 from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
 from lightning_pardist.engines.memory import HeldBytes, held_bytes
-from lightning_pardist.engines.process_group import init_process_group, job_store, verify_same_module
+from lightning_pardist.engines.process_group import destroy_alone, init_process_group, job_store, verify_same_module
 from lightning_pardist.engines.watchdog import Watchdog
 from lightning_pardist.mesh import DATA_AXIS, ParallelDims
 from lightning_pardist.strategies.evaluation import ExactEvaluation
@@ -126,6 +126,7 @@ class PardistStrategy(ParallelStrategy):
         self.dims = ParallelDims()
         self.watchdog: Watchdog | None = None
         self._num_nodes = 1
+        self._owns_group = False
         self._device_mesh: DeviceMesh | None = None
         self._data_group: dist.ProcessGroup | None = None
         self._engine: DataEngine | None = None
@@ -210,6 +211,7 @@ class PardistStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment; construct a Trainer with it first.")
+        self._owns_group = not dist.is_initialized()
         init_process_group(
             self.process_group_backend,
             rank=self.global_rank,
@@ -498,6 +500,8 @@ class PardistStrategy(ParallelStrategy):
             self._engine = None
         super().teardown()
         self.stop_watchdog()
+        if self._owns_group:
+            destroy_alone()
 
     @classmethod
     @override
