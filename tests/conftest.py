@@ -11,7 +11,16 @@ import lightning_pardist  # noqa: F401  (before anything that imports torchvisio
 from tests.helpers import ranks
 
 _KNOWN_THREADS = ("pytest", "QueueFeederThread", "Dummy-", "MainThread", "ThreadPoolExecutor", "timeout")
-_KNOWN_VARIABLES = ("PYTEST_CURRENT_TEST", "OMP_NUM_THREADS", "PL_GLOBAL_SEED", "KMP_", "TF_", "LC_CTYPE", "COLUMNS")
+_KNOWN_VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    "OMP_NUM_THREADS",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    "KMP_",
+    "TF_",
+    "LC_CTYPE",
+    "COLUMNS",
+)
 
 
 def pytest_sessionfinish(session):

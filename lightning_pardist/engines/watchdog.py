@@ -147,8 +147,7 @@ class Watchdog:
             The first failure: this rank's own, or that of the rank that caused it.
         """
         self._failing.set()
-        text = "".join(traceback.format_exception(exception))
-        own = FailureReport(self.rank, _where(), text)
+        own = FailureReport(self.rank, _where(), format_failure(exception))
         try:
             if not is_echo(exception):
                 return self._publish(own)
@@ -291,6 +290,11 @@ class Watchdog:
         frames: dict[int, FrameType] = sys._current_frames()
         frame = frames.get(self._main_thread or -1)
         return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)"
+
+
+def format_failure(exception: BaseException) -> str:
+    """The traceback of an exception, as Python shows it."""
+    return "".join(traceback.format_exception(exception))
 
 
 def is_echo(exception: BaseException) -> bool:

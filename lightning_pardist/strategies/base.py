@@ -424,6 +424,11 @@ class PardistStrategy(ParallelStrategy):
         self._start_evaluation()
 
     @override
+    def on_train_end(self) -> None:
+        if self._buffer_sync is not None:
+            self._buffer_sync.synchronize()
+
+    @override
     def on_train_start(self) -> None:
         rank_zero_info(self.describe())
 

@@ -29,9 +29,10 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
+from torch.multiprocessing.spawn import ProcessException
 from typing_extensions import override
 
-from lightning_pardist.engines.watchdog import GRACE_S, PeerFailedError
+from lightning_pardist.engines.watchdog import GRACE_S, FailureReport, PeerFailedError, format_failure
 from lightning_pardist.environments.launched import child_environment, launcher_pid
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks of this node, if that is ours to do, and call ``function`` on this one."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
+        alone = self.num_processes * self.num_nodes == 1
+        if not alone and not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             children.adopt(self.procs)
         elif (parent := launcher_pid()) is not None:
@@ -88,6 +90,22 @@ class MultiProcessLauncher(_MultiProcessingLauncher):
     """Runs every rank in a new process by ``spawn`` or ``fork``; the calling process only waits."""
 
     @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the ranks, call ``function`` on each, and return the first rank's result.
+
+        Raises:
+            PeerFailedError: With the report of the rank that failed first.
+        """
+        self._failures = mp.get_context(self._start_method).SimpleQueue()
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except ProcessException:
+            # It tells of the process that ended first, which need not be the one that failed first.
+            if self._failures.empty():
+                raise
+            raise PeerFailedError(self._failures.get()) from None
+
+    @override
     def _wrapping_function(
         self,
         process_idx: int,
@@ -99,7 +117,14 @@ class MultiProcessLauncher(_MultiProcessingLauncher):
         global_states: Any = None,
     ) -> None:
         def call(*call_args: Any, **call_kwargs: Any) -> Any:
-            return guarded(self._strategy, function, *call_args, **call_kwargs)  # type: ignore[arg-type]
+            try:
+                return guarded(self._strategy, function, *call_args, **call_kwargs)  # type: ignore[arg-type]
+            except PeerFailedError:
+                raise
+            except BaseException as exception:
+                rank = self._strategy.global_rank
+                self._failures.put(FailureReport(rank, f"pid {os.getpid()}", format_failure(exception)))
+                raise
 
         watch_parent(os.getppid())
         super()._wrapping_function(process_idx, trainer, call, args, kwargs, return_queue, global_states)
@@ -183,7 +208,7 @@ class Children:
             return
         # No watchdog yet: the main thread waits for a rank that will never connect.
         time.sleep(1.0)
-        print(f"{text} before training began. Its own output is above.", file=sys.stderr, flush=True)
+        print(f"{text} Training had not begun. Its own output is above.", file=sys.stderr, flush=True)
         self.end(GRACE_S)
         os._exit(1)
 

@@ -8,17 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from recipes.cifar.model import PhotoClassifier
+from recipes.gpt.model import GPT
+from recipes.mnist.model import DigitClassifier
+
 
 class Base(pl.LightningModule):
-    """Records the loss of every step."""
+    """An optimizer by name, and the loss of every step logged."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__()
         self.optimizer_name = optimizer
-        self.losses: list[Tensor] = []
 
     def note(self, loss: Tensor) -> Tensor:
-        self.losses.append(loss.detach().clone())
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -55,10 +57,7 @@ class Classifier(Base):
 
     @staticmethod
     def dataset(length: int) -> TensorDataset:
-        generator = torch.Generator().manual_seed(7)
-        return TensorDataset(
-            torch.randn(length, 1, 8, 8, generator=generator), torch.randint(0, 10, (length,), generator=generator)
-        )
+        return _images(length, 1, 8)
 
 
 class ParamGroups(Classifier):
@@ -94,54 +93,6 @@ class BatchNormNet(Classifier):
         )
 
 
-class Language(Base):
-    """A tiny GPT with fused qkv and a tied head."""
-
-    def __init__(self, **kwargs) -> None:
-        super().__init__(**kwargs)
-        self.embed = nn.Embedding(17, 16)
-        self.position = nn.Embedding(8, 16)
-        self.blocks = nn.ModuleList(Block(16, 2) for _ in range(2))
-        self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 17, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-    def training_step(self, batch, batch_idx):
-        (tokens,) = batch
-        return self.note(F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
-
-    @staticmethod
-    def dataset(length: int) -> TensorDataset:
-        return TensorDataset(torch.randint(0, 17, (length, 8), generator=torch.Generator().manual_seed(7)))
-
-
-class Block(nn.Module):
-    """Attention and MLP with residuals."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x):
-        b, t, c = x.shape
-        q, k, v = (
-            piece.view(b, t, self.heads, c // self.heads).transpose(1, 2)
-            for piece in self.qkv(self.norm1(x)).split(c, dim=2)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class Gan(Base):
     """Manual optimization, two optimizers, one of them toggled."""
 
@@ -166,7 +117,7 @@ class Gan(Base):
         opt_d.zero_grad()
         self.manual_backward(loss_d)
         opt_d.step()
-        self.note(loss_g + loss_d)
+        return self.note((loss_g + loss_d).detach())
 
     def configure_optimizers(self):
         return [self.make_optimizer(self.generator.parameters()), self.make_optimizer(self.discriminator.parameters())]
@@ -224,11 +175,61 @@ class LargeEmbedding(Base):
         )
 
 
-MODULES: dict[str, type[Base]] = {
+class Digits(DigitClassifier):
+    """The MNIST recipe."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(dropout=0.0)
+        self.optimizer_name = optimizer
+
+    configure_optimizers = Base.configure_optimizers
+    make_optimizer = Base.make_optimizer
+
+    @staticmethod
+    def dataset(length: int) -> TensorDataset:
+        return _images(length, 1, 28)
+
+
+class Text(GPT):
+    """The GPT recipe: tied head, weight-decay groups, warmup and cosine."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(
+            dim=16, layers=2, heads=2, context=8, vocab_size=17, dropout=0.0, eps=1e-3, warmup_steps=2, sample_tokens=0
+        )
+
+    @staticmethod
+    def dataset(length: int) -> TensorDataset:
+        tokens = torch.randint(0, 17, (length, 9), generator=torch.Generator().manual_seed(7))
+        return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+class Photos(PhotoClassifier):
+    """The CIFAR recipe: torchvision's ResNet-18."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(lr=0.01)
+
+    @staticmethod
+    def dataset(length: int) -> TensorDataset:
+        return _images(length, 3, 16)
+
+
+def _images(length: int, channels: int, size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(
+        torch.randn(length, channels, size, size, generator=generator),
+        torch.randint(0, 10, (length,), generator=generator),
+    )
+
+
+MODULES: dict[str, type[pl.LightningModule]] = {
+    "mnist": Digits,
+    "gpt": Text,
+    "cifar": Photos,
     "classifier": Classifier,
     "param_groups": ParamGroups,
     "batch_norm": BatchNormNet,
-    "language": Language,
     "gan": Gan,
     "awkward": Awkward,
     "large_embedding": LargeEmbedding,

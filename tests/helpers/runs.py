@@ -32,6 +32,17 @@ def quiet_trainer(**kwargs: Any) -> pl.Trainer:
     return pl.Trainer(**(defaults | kwargs))
 
 
+class Losses(pl.Callback):
+    """Records the loss of every batch on this rank."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self.losses.append(loss.detach().clone())
+
+
 class Data(pl.LightningDataModule):
     """Sequential global batches; ranks take their share by the strategy's own sampler arguments."""
 
@@ -51,9 +62,12 @@ def train(strategy: Any, devices: int, module_name: str, module_kwargs: dict, tr
     torch.manual_seed(11)
     module = MODULES[module_name](**module_kwargs)
     steps = STEPS * trainer_kwargs.get("accumulate_grad_batches", 1)
-    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **trainer_kwargs)
+    losses_of = Losses()
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, use_distributed_sampler=False, callbacks=[losses_of], **trainer_kwargs
+    )
     trainer.fit(module, datamodule=Data(module.dataset(BATCH * steps)))
-    losses = torch.stack(module.losses)
+    losses = torch.stack(losses_of.losses)
     if devices > 1:
         # Every rank saw its own samples; the mean over ranks is the loss of the global batch.
         dist.all_reduce(losses)

@@ -68,7 +68,7 @@ def test_rank_that_dies_before_training():
     finished = run_script(TRAIN, "pardist_ddp", "2", "import", "1")
     assert finished.code == 1
     assert "no such module on this rank" in finished.output
-    assert "exit code 1 before training began" in finished.output.strip().splitlines()[-1], finished.output
+    assert "exit code 1. Training had not begun." in finished.output.strip().splitlines()[-1], finished.output
     assert not finished.left
 
 

@@ -56,7 +56,8 @@ def main() -> None:
     trainer.fit(module, DataLoader(data, batch_size=4))
     if fault == "late" and trainer.global_rank == int(fault_rank):
         sys.exit(3)
-    print(f"done {trainer.global_rank} {module.net.weight.sum().item():.6f}", flush=True)
+    # One write, so that ranks do not print into each other's lines.
+    sys.stdout.write(f"done {trainer.global_rank} {module.net.weight.sum().item():.6f}\n")
 
 
 if __name__ == "__main__":
