@@ -9,8 +9,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.engines.api import DataEngine
-from lightning_pardist.engines.data_parallel import GradientReducer, PowerSGD, compression_hook
+from lightning_pardist.engines.data_parallel import (
+    AllReduce,
+    GradientReducer,
+    HookedAllReduce,
+    PowerSGD,
+    compression_hook,
+)
 from lightning_pardist.engines.data_parallel.compression import Compression
+from lightning_pardist.engines.data_parallel.transport import Transport
 from lightning_pardist.mesh import ParallelDims
 from lightning_pardist.strategies.base import PardistStrategy, lanes_of
 
@@ -66,16 +73,14 @@ class DDPStrategy(PardistStrategy):
     @override
     def make_data_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
         group = self.data_group
-        hook, state = None, None
+        transport: Transport = AllReduce(group)
         if self.gradient_compression is not None:
-            hook, state = compression_hook(self.gradient_compression, group=group)
+            transport = HookedAllReduce(group, *compression_hook(self.gradient_compression, group=group))
         return GradientReducer(
             module,
-            group=group,
+            transport=transport,
             lanes=lanes_of(optimizers),
             bucket_size_mb=self.bucket_size_mb,
             first_bucket_size_mb=min(1.0, self.bucket_size_mb),
-            hook=hook,
-            hook_state=state,
             overlap=self.overlap,
         )

@@ -6,7 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pardist.engines.data_parallel import BufferSync, GradientReducer, PowerSGD, compression_hook
+from lightning_pardist.engines.data_parallel import (
+    AllReduce,
+    BufferSync,
+    GradientReducer,
+    HookedAllReduce,
+    PowerSGD,
+    compression_hook,
+)
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 
@@ -38,6 +45,10 @@ class Awkward(nn.Module):
         return F.cross_entropy(self.head(x), (tokens + 1) % 11)
 
 
+def _reducer(module, **kwargs):
+    return GradientReducer(module, transport=AllReduce(dist.group.WORLD), **kwargs)
+
+
 def _batch(step, rank):
     return torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(100 * step + rank))
 
@@ -54,7 +65,10 @@ def _train_ranks(optimizer_name, accumulate, bucket_size_mb):
     torch.manual_seed(3)
     module = Awkward()
     reducer = GradientReducer(
-        module, group=dist.group.WORLD, bucket_size_mb=bucket_size_mb, first_bucket_size_mb=bucket_size_mb
+        module,
+        transport=AllReduce(dist.group.WORLD),
+        bucket_size_mb=bucket_size_mb,
+        first_bucket_size_mb=bucket_size_mb,
     )
     optimizer = _optimizer(module, optimizer_name)
     losses = []
@@ -114,7 +128,7 @@ def _reentrant(world_size, use_backward_twice):
     torch.manual_seed(0)
     layer, shared = nn.Linear(4, 4), nn.Linear(4, 4)
     module = nn.ModuleList([layer, shared])
-    reducer = GradientReducer(module, group=dist.group.WORLD, first_bucket_size_mb=0.00001, bucket_size_mb=0.00001)
+    reducer = _reducer(module, first_bucket_size_mb=0.00001, bucket_size_mb=0.00001)
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
     hidden = checkpoint(shared, layer(x), use_reentrant=True)
     loss = checkpoint(shared, hidden, use_reentrant=True).pow(2).mean()
@@ -140,7 +154,7 @@ def _unannounced_and_missing():
     """backward() outside the context is reduced all the same; a rank without a backward receives the others' mean."""
     torch.manual_seed(0)
     module = nn.Linear(3, 1)
-    reducer = GradientReducer(module, group=dist.group.WORLD)
+    reducer = _reducer(module)
     rank = dist.get_rank()
     module(torch.full((1, 3), float(rank + 1))).sum().backward()
     announced = module.weight.grad.clone()
@@ -167,7 +181,7 @@ def _unfreeze_and_lanes():
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     module[0].requires_grad_(False)
     lanes = dict.fromkeys(module[0].parameters(), 0) | dict.fromkeys(module[1].parameters(), 1)
-    reducer = GradientReducer(module, group=dist.group.WORLD, lanes=lanes)
+    reducer = _reducer(module, lanes=lanes)
     first = len(reducer.buckets)
     module[0].requires_grad_(True)
     loss = module(torch.full((1, 3), float(dist.get_rank() + 1))).sum()
@@ -189,8 +203,8 @@ def _compressed(compression):
     rank = dist.get_rank()
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    hook, state = compression_hook(compression, group=dist.group.WORLD)
-    reducer = GradientReducer(module, group=dist.group.WORLD, hook=hook, hook_state=state)
+    hooked = HookedAllReduce(dist.group.WORLD, *compression_hook(compression, group=dist.group.WORLD))
+    reducer = GradientReducer(module, transport=hooked)
     plain = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     plain.load_state_dict(module.state_dict())
     errors = []
@@ -252,7 +266,7 @@ def test_buffers_only_what_changes_and_is_read_travels_each_step():
 def _sparse():
     module = nn.Embedding(10, 3, sparse=True)
     nn.init.ones_(module.weight)
-    reducer = GradientReducer(module, group=dist.group.WORLD)
+    reducer = _reducer(module)
     rows = [1, 2] if dist.get_rank() == 0 else [2, 5, 5]
     loss = module(torch.tensor(rows)).sum()
     with reducer.backward(loss):

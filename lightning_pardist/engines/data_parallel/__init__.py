@@ -3,5 +3,6 @@
 from lightning_pardist.engines.data_parallel.buffers import BufferSync
 from lightning_pardist.engines.data_parallel.compression import PowerSGD, compression_hook
 from lightning_pardist.engines.data_parallel.reducer import GradientReducer
+from lightning_pardist.engines.data_parallel.transport import AllReduce, HookedAllReduce
 
-__all__ = ["BufferSync", "GradientReducer", "PowerSGD", "compression_hook"]
+__all__ = ["AllReduce", "BufferSync", "GradientReducer", "HookedAllReduce", "PowerSGD", "compression_hook"]

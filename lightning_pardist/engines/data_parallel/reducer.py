@@ -25,27 +25,26 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.data_parallel.bucket import Bucket, partition
-from lightning_pardist.engines.data_parallel.compression import CommunicationHook, HookBucket
 from lightning_pardist.engines.data_parallel.sparse import reduce_sparse, sparse_parameters
+from lightning_pardist.engines.data_parallel.transport import Transport
 
 
 class GradientReducer:
-    """Gradients averaged over the data axis, for parameters that are whole on every rank (data parallelism).
+    """Gradients synchronised over the data axis while backward runs, for parameters that are whole on every rank.
 
     Life cycle: construct once the module is on its device; :meth:`backward` around every backward; gradients are the
     average over the group when it ends, unless it ran under :meth:`no_sync`; :meth:`detach` at the end.
 
-    Sends ``2 Psi (N-1)/N`` per rank and step (Psi parameters, N ranks), the cost of a ring all-reduce.
+    With :class:`~lightning_pardist.engines.data_parallel.transport.AllReduce` it sends ``2 Psi (N-1)/N`` per rank and
+    step (Psi parameters, N ranks), the cost of a ring all-reduce.
 
     Args:
         module: Its parameters are reduced; their values must agree over the group.
-        group: The data axis' process group.
+        transport: How buckets are synchronised, and over which group.
         lanes: Lane of each parameter, for instance the index of its optimizer. Buckets do not mix lanes, so that a
             lane whose parameters are all frozen (``toggle_optimizer``) sends nothing.
         bucket_size_mb: Size of a bucket. Larger ones use the wire better, smaller ones overlap earlier.
         first_bucket_size_mb: Size of the first bucket.
-        hook: Replaces the all-reduce, with the interface of torch's DDP communication hooks.
-        hook_state: First argument of ``hook``.
         overlap: Whether buckets are sent while backward still runs.
     """
 
@@ -53,28 +52,24 @@ class GradientReducer:
         self,
         module: nn.Module,
         *,
-        group: dist.ProcessGroup,
+        transport: Transport,
         lanes: Mapping[nn.Parameter, int] | None = None,
         bucket_size_mb: float = 25.0,
         first_bucket_size_mb: float = 1.0,
-        hook: CommunicationHook | None = None,
-        hook_state: Any = None,
         overlap: bool = True,
     ) -> None:
         if bucket_size_mb <= 0 or first_bucket_size_mb <= 0:
             raise ValueError(f"bucket_size_mb={bucket_size_mb} must be positive; 25 is a good start.")
         self.module = module
-        self.group = group
+        self.group = transport.group
         self.lanes = lanes or {}
         self.bucket_size_mb = bucket_size_mb
         self.first_bucket_size_mb = first_bucket_size_mb
-        self.hook = hook
-        self.hook_state = hook_state
+        self.transport = transport
         self.overlap = overlap
         self.buckets: list[Bucket] = []
         #: Whether gradients were averaged since :meth:`step_done` was called last.
         self.is_reduced = False
-        self._scale = 1.0 / group.size()
         self._sync = True
         self._handles: list[RemovableHandle] = []
         self._sparse = sparse_parameters(module)
@@ -144,9 +139,8 @@ class GradientReducer:
         while len(self._works) < len(self._active):
             self._launch(self._active[len(self._works)])
         for bucket, work in zip(self._active, self._works, strict=True):
-            self._finish(bucket, work)
-        if self.hook is not None:
-            self._reduce_flags()
+            self.transport.finish(bucket, work)
+        self.transport.finish_all(self._active)
         for bucket in self._active:
             bucket.release()
         reduce_sparse(self._sparse, group=self.group)
@@ -200,7 +194,7 @@ class GradientReducer:
             return
         if torch._C._current_graph_task_id() != self._root_task:
             return
-        bucket.adopt(index, self._bucket_scale)
+        bucket.adopt(index, self.transport.scale)
         bucket.mark_ready(index)
         if self._order is not None:
             self._order.append(param)
@@ -214,44 +208,20 @@ class GradientReducer:
             self._add_new_parameters()
             self.reduce()
 
-    @property
-    def _bucket_scale(self) -> float:
-        # A hook divides by itself, and wants the gradients as they are.
-        return self._scale if self.hook is None else 1.0
-
     def _launch(self, bucket: Bucket) -> None:
-        bucket.fill(self._bucket_scale)
-        if self.hook is None:
-            self._works.append(dist.all_reduce(bucket.buffer, group=self.group, async_op=True))
-            return
-        position = len(self._works)
-        handle = HookBucket(bucket, index=position, is_last=position == len(self._active) - 1)
-        self._works.append(self.hook(self.hook_state, handle))
-
-    def _finish(self, bucket: Bucket, work: Any) -> None:
-        result = work.wait()
-        if self.hook is not None and result.data_ptr() != bucket.gradients.data_ptr():
-            bucket.gradients.copy_(result)
-
-    def _reduce_flags(self) -> None:
-        """One small reduction for all flags: a hook may only be given the gradients."""
-        if not self._active:
-            return
-        flags = torch.cat([bucket.flags.float() for bucket in self._active])
-        dist.all_reduce(flags, group=self.group)
-        for bucket, reduced in zip(
-            self._active, flags.split([len(bucket.params) for bucket in self._active]), strict=True
-        ):
-            bucket.flags.copy_(reduced)
+        bucket.fill(self.transport.scale)
+        index = len(self._works)
+        self._works.append(self.transport.launch(bucket, index=index, is_last=index == len(self._active) - 1))
 
     # --- buckets ------------------------------------------------------------------------------------------------
 
     def _add_new_parameters(self) -> None:
         """Put parameters that have come to require a gradient (unfrozen layers) into buckets of their own."""
+        sparse = {id(param) for param in self._sparse}
         fresh = [
             param
             for param in self.module.parameters()
-            if param.requires_grad and param not in self._slots and param not in self._sparse
+            if param.requires_grad and param not in self._slots and id(param) not in sparse
         ]
         if fresh:
             # Backward runs in about the reverse order of registration.
@@ -266,7 +236,7 @@ class GradientReducer:
             for run in partition(
                 lane, bucket_size_mb=self.bucket_size_mb, first_bucket_size_mb=self.first_bucket_size_mb
             ):
-                bucket = Bucket(run)
+                bucket = self.transport.make_bucket(run)
                 self.buckets.append(bucket)
                 self._slots.update({param: (bucket, index) for index, param in enumerate(run)})
 
