@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
 from lightning_pardist.engines.pipeline.intercept import undisturbed
+from lightning_pardist.engines.pipeline.microbatch import fresh_copy
 from lightning_pardist.engines.pipeline.plan import PipelinePlan
 from lightning_pardist.engines.pipeline.records import Output, Value
 from lightning_pardist.engines.pipeline.replay import StageReplay, contains_stub
@@ -49,7 +50,7 @@ def dry_run(
     # Where random numbers are drawn, the two runs differ rightly: compare only what the seed does not move.
     for stage_index in range(plan.num_stages):
         with undisturbed(module), torch.set_grad_enabled(plan.trace.grad_enabled):
-            run = replay.run(stage_index, step, batch, values, outputs, seed=0)
+            run = replay.run(stage_index, step, fresh_copy(batch), values, outputs, seed=0)
         outputs = run.outputs
         made = {value: tensor.detach().requires_grad_(tensor.requires_grad) for value, tensor in run.values.items()}
         have = {**values, **made}
@@ -69,7 +70,7 @@ def _whole_run(module: nn.Module, step: Callable[[Any], Any], batch: Any, plan: 
     """The step as one stage, with the stages' random numbers."""
     bounds = (0, len(plan.trace.calls))
     one = PipelinePlan(plan.trace, bounds, plan.unit_stages, plan.parameter_stages, plan.reads)
-    return StageReplay(module, one).run(0, step, batch, {}, [], seed=0).result
+    return StageReplay(module, one).run(0, step, fresh_copy(batch), {}, [], seed=0).result
 
 
 def _compare(replayed: float, whole: float) -> None:

@@ -2,8 +2,8 @@
 
 A stub returns what the unit returned when it ran: outputs that this stage needs are the received tensors, all others
 are ``FakeTensor`` instances of the same shape, dtype and device. Free code may compute with those (masks, residual sums
-that nobody reads), at no cost in memory; it cannot look at their values, and what is computed from them cannot leave the
-stage unnoticed.
+that nobody reads), at no cost in memory; it cannot look at their values, and what is computed from them cannot leave
+the stage unnoticed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
@@ -28,6 +27,7 @@ from lightning_pardist.engines.pipeline.intercept import intercepted
 from lightning_pardist.engines.pipeline.plan import PipelinePlan
 from lightning_pardist.engines.pipeline.records import AliasLeaf, ConstLeaf, Leaf, Output, TensorLeaf, Value
 from lightning_pardist.engines.pipeline.structure import flatten, rebuild
+from lightning_pardist.engines.pipeline.stubs import StubMode
 from lightning_pardist.engines.pipeline.trace import argument_versions, describe_output
 
 
@@ -65,7 +65,7 @@ class StageReplay:
         self.plan = plan
         self.units = {name: root.get_submodule(name) for name in plan.trace.unit_names}
         self.device = device
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.stubs = StubMode()
         self.needed = {value for sent in plan.sent for value in sent}
 
     def run(
@@ -105,7 +105,7 @@ class StageReplay:
                 if parameter is not None and parameter.is_meta:
                     if id(parameter) not in made:
                         made[id(parameter)] = nn.Parameter(
-                            self._fake(tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, "cpu"),
+                            self._stub(tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, "cpu"),
                             parameter.requires_grad,
                         )
                     swapped.append((module, name, parameter))
@@ -117,17 +117,24 @@ class StageReplay:
             for module, name, parameter in swapped:
                 module._parameters[name] = parameter
 
-    def stub_of(self, leaf: TensorLeaf) -> torch.Tensor:
-        """A tensor with a leaf's shape and dtype and no values."""
-        stub = self._fake(leaf.shape, leaf.stride, leaf.dtype, leaf.device_type)
-        return stub.requires_grad_(leaf.requires_grad and torch.is_grad_enabled())
+    def stub_of(self, leaf: TensorLeaf, *, overwritten: bool = False) -> torch.Tensor:
+        """A tensor with a leaf's shape and dtype and no values.
 
-    def _fake(
+        Args:
+            leaf: The recorded tensor.
+            overwritten: Whether free code writes to it in place, which autograd forbids on its leaves.
+        """
+        stub = self._stub(leaf.shape, leaf.stride, leaf.dtype, leaf.device_type)
+        if not (leaf.requires_grad and torch.is_grad_enabled()):
+            return stub
+        return stub.requires_grad_().clone() if overwritten else stub.requires_grad_()
+
+    def _stub(
         self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device_type: str
     ) -> torch.Tensor:
-        device = self.device if self.device is not None and device_type in (self.device.type, "cpu") else None
-        with self.fake_mode:
-            return torch.empty_strided(shape, stride, dtype=dtype, device=device or torch.device(device_type))
+        same = self.device is not None and device_type in (self.device.type, "cpu")
+        device = self.device if same and self.device is not None else torch.device(device_type)
+        return self.stubs.stub(shape, stride, dtype, device)
 
 
 class _Run:
@@ -251,7 +258,8 @@ class _Run:
             return leaf.value
         tensor = self.received.get(value)
         if tensor is None:
-            return self.replay.stub_of(leaf) if isinstance(leaf, TensorLeaf) else None
+            overwritten = value in self.plan.trace.mutated
+            return self.replay.stub_of(leaf, overwritten=overwritten) if isinstance(leaf, TensorLeaf) else None
         # In-place operators are not allowed on a leaf that requires grad.
         return tensor.clone() if value in self.plan.trace.mutated else tensor
 

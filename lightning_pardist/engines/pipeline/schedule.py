@@ -1,7 +1,7 @@
 """Schedules as data: torch's own order of forwards and backwards, lowered to sends and receives, and checked.
 
-The orders come from the schedule classes of ``torch.distributed.pipelining``, which compute them for all ranks; nothing of
-theirs is run. See :mod:`~lightning_pardist.engines.pipeline.runtime` for why.
+The orders come from the schedule classes of ``torch.distributed.pipelining``, which compute them for all ranks; nothing
+of theirs is run. See :mod:`~lightning_pardist.engines.pipeline.runtime` for why.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int, *, chunks_p
 
     Args:
         name: ``"mp"`` (one micro-batch, every rank waits for the one before it), ``"gpipe"``, ``"1f1b"``,
-            ``"interleaved"`` (1F1B over several chunks a rank), ``"interleaved_zb"`` (ZB1P of arXiv 2401.10241, which is
-            ZB-H1 for one chunk a rank) or ``"zbv"``.
+            ``"interleaved"`` (1F1B over several chunks a rank), ``"interleaved_zb"`` (ZB1P of arXiv 2401.10241, which
+            is ZB-H1 for one chunk a rank) or ``"zbv"``.
         num_ranks: Ranks in the pipeline.
         num_microbatches: Micro-batches a step; must be 1 for ``"mp"``.
         chunks_per_rank: Stages a rank.

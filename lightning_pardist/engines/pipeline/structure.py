@@ -1,8 +1,8 @@
 """Take nested values apart into leaves and put them together again.
 
 Modules return tuples, dicts, named tuples, dataclasses, distributions and classes of the user's own. A stage has to
-find the tensors in them, and a stub has to return the same structure around other tensors. ``torch.utils._pytree`` knows
-only registered types; here any object that holds tensors in its attributes is a container.
+find the tensors in them, and a stub has to return the same structure around other tensors. ``torch.utils._pytree``
+knows only registered types; here any object that holds tensors in its attributes is a container.
 """
 
 from __future__ import annotations
@@ -165,9 +165,27 @@ def _replace(value: Any, leaves: Iterator[Any], above: tuple[int, ...]) -> Any:
     inside = None if id(value) in above else _contents(value)
     if inside is None:
         return next(leaves)
-    kind, keys, old = inside
     above = (*above, id(value))
-    children = [_replace(child, leaves, above) for child in old]
+    return with_children(value, [_replace(child, leaves, above) for child in inside[2]])
+
+
+def children_of(value: Any) -> list[Any] | None:
+    """What a container holds directly; None for a leaf."""
+    inside = _contents(value)
+    return None if inside is None else inside[2]
+
+
+def with_children(value: Any, children: list[Any]) -> Any:
+    """A copy of a container around other children.
+
+    Args:
+        value: The original container; not changed.
+        children: In the order of :func:`children_of`.
+    """
+    inside = _contents(value)
+    if inside is None:
+        return value
+    kind, keys, _ = inside
     if kind == "fields":
         return type(value)(*children)
     if kind == "sequence":

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
 from lightning_pardist.engines.pipeline.intercept import intercepted, undisturbed
+from lightning_pardist.engines.pipeline.microbatch import fresh_copy
 from lightning_pardist.engines.pipeline.records import (
     AliasLeaf,
     Attribute,
@@ -148,7 +149,7 @@ class _Recording:
 
     def run(self, step: Step, batch: Any, grad: bool, loss_of: Callable[[Any], torch.Tensor | None]) -> Trace:
         with intercepted(self.units, self._call), LookWatcher(self.tracker), self.tracker:
-            result = step(batch)
+            result = step(fresh_copy(batch))
         if grad:
             self._refuse_reentrant_checkpoints()
         loss = loss_of(result)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pardist.engines.pipeline.flops import count_flops
 from lightning_pardist.engines.pipeline.records import Escape, Read, Source, Value
+from lightning_pardist.engines.pipeline.stubs import deciding_tensors, tensors_of
 
 _NOTHING: frozenset[Source] = frozenset()
 _SKIPPED_FRAMES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
@@ -94,7 +95,14 @@ class SourceTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.flops += count_flops(func, args, kwargs, result)
-        self._follow(func, list(_tensors((args, kwargs))), list(_tensors(result)), _written(func, args, kwargs))
+        deciding = deciding_tensors(func, args, kwargs)
+        if deciding:
+            self.dynamic = self.dynamic or torch.Tag.dynamic_output_shape in func.tags
+            if self.call is None:
+                self.look(deciding)
+        self._follow(func, list(tensors_of((args, kwargs))), list(tensors_of(result)), _written(func, args, kwargs))
+        if func is torch.ops.aten._pack_padded_sequence.default and self.call is None:
+            self._taint[self._key(result[1])] = self.sources(args[1])  # Batch sizes come from the lengths alone.
         return result
 
     def _follow(
@@ -108,12 +116,6 @@ class SourceTracker(TorchDispatchMode):
         viewed = {key for key in (self._key(tensor) for tensor in made) if key in before and key not in written}
         if made and len(viewed) == len({self._key(tensor) for tensor in made}):
             return
-        tags = func.tags
-        valued = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-        if torch.Tag.dynamic_output_shape in tags:
-            self.dynamic = True
-        if valued and self.call is None:
-            self.look(read)
         passed = self._passed_on(func, before, found)
         for tensor in made:
             key = self._key(tensor)
@@ -165,24 +167,13 @@ class LookWatcher(TorchFunctionMode):
     ) -> Any:
         """Report the call if it copies values out of a tensor."""
         if func in _WAYS_OUT:
-            self.tracker.look(_tensors(args))
+            self.tracker.look(tensors_of(args))
         return func(*args, **(kwargs or {}))
 
 
 _WAYS_OUT: frozenset[Any] = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr}
 )
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -194,7 +185,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     for index, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)
-            written.extend(_tensors(given))
+            written.extend(tensors_of(given))
     return written
 
 
