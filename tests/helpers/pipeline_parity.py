@@ -112,7 +112,6 @@ def train_as_pipeline(case: Case) -> tuple[Outcome, list[int], int]:
             gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             optimizer.step()
     outcome = Outcome(losses, gradients, squares.sqrt(), engine.placement.gather_state_dict())
-    engine.close()
     return outcome, counts, freed
 
 

@@ -100,7 +100,7 @@ class PipelineEngine:
     """Runs training and evaluation steps of one module over the ranks of one pipeline.
 
     Life cycle: ``trace`` and ``plan`` (the same on every rank) before anything is freed; the engine; ``free()``, then
-    optimizers; ``train_step`` and ``eval_step``; ``close()``. ``.grad`` of the local parameters is complete after
+    optimizers; ``train_step`` and ``eval_step``. ``.grad`` of the local parameters is complete after
     ``train_step``: summed over micro-batches, and over ranks for tied parameters. It is added to what was there before.
 
     Args:
@@ -141,7 +141,6 @@ class PipelineEngine:
             options.schedule, self.num_ranks, options.num_microbatches, chunks_per_rank=options.chunks_per_rank
         )
         self.placement = Placement(module, plan, self.stage_ranks, self.rank, group)
-        self.placement.make_groups()
         self._train = self._program(plan)
         self._evals: list[tuple[PipelinePlan, _Program]] = []
         self._steps = 0
@@ -150,10 +149,6 @@ class PipelineEngine:
     def free(self) -> int:
         """Free the parameters of other ranks' stages; the bytes freed. Not collective."""
         return self.placement.free()
-
-    def close(self) -> None:
-        """Destroy the process groups that the engine has made."""
-        self.placement.close()
 
     def train_step(self, step: Callable[[Any], Any], batch: Any, *, scale: float = 1.0) -> StepResult:
         """Forward and backward of one batch. Collective over the pipeline.

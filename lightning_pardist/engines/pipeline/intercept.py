@@ -122,10 +122,11 @@ def _remember(value: Any) -> Callable[[], None]:
 def _remember_tensor(tensor: torch.Tensor) -> Callable[[], None]:
     if tensor.is_meta:
         return _nothing
-    version, kept = tensor._version, tensor.detach().clone()
+    kept = tensor.detach().clone()
 
     def restore() -> None:
-        if tensor._version != version:
+        # Not by version counter: batch norm's kernel changes running statistics without counting.
+        if not torch.equal(tensor, kept):
             tensor.detach().copy_(kept)
 
     return restore

@@ -42,7 +42,6 @@ class Placement:
         }
         self._first_name = {name: first for first, info in plan.trace.parameters.items() for name in info.names}
         self._units = sorted(plan.unit_stages, key=len, reverse=True)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def owner_of(self, name: str) -> int:
         """The rank that answers for a parameter or buffer: its lowest holder.
@@ -94,18 +93,6 @@ class Placement:
             self.module.get_submodule(owner)._parameters[last] = empty[id(parameter)]
         return freed
 
-    def make_groups(self) -> None:
-        """Make the groups of ranks that hold tied parameters. Collective over each group's ranks."""
-        world = dist.get_world_size(self.group)
-        for holders in sorted({ranks for ranks in self.holders.values() if len(ranks) > 1}):
-            if self.rank not in holders:
-                continue
-            if len(holders) == world:
-                self._groups[holders] = self.group or _world()
-                continue
-            ranks = [self._global(rank) for rank in holders]
-            self._groups[holders] = _group_of(dist.new_group(ranks, use_local_synchronization=True))
-
     def tied(self) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
         """Trainable parameters that several ranks hold, this rank among them: name, parameter, ranks."""
         own = dict(self.module.named_parameters())
@@ -117,14 +104,42 @@ class Placement:
 
         Afterwards they are equal on all holders, and so are the parameters after the optimizers' steps.
         """
+        buckets: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
         for _, parameter, ranks in self.tied():
-            present = torch.tensor([0.0 if parameter.grad is None else 1.0], device=parameter.device)
-            dist.all_reduce(present, group=self._groups[ranks])
-            if not float(present):
-                continue
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(gradient, group=self._groups[ranks])
-            parameter.grad = gradient
+            buckets.setdefault((ranks, parameter.dtype), []).append(parameter)
+        for (ranks, _), parameters in sorted(buckets.items(), key=str):
+            self._reduce_bucket(parameters, ranks)
+
+    def _reduce_bucket(self, parameters: list[nn.Parameter], ranks: tuple[int, ...]) -> None:
+        present = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+        pieces = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in parameters]
+        flat = torch.cat([*pieces, present.to(parameters[0].dtype)])
+        flat = self._add_over(flat, ranks)
+        *sums, counts = flat.split([p.numel() for p in parameters] + [len(parameters)])
+        for parameter, total, count in zip(parameters, sums, counts.tolist(), strict=True):
+            parameter.grad = total.view_as(parameter).clone() if count else None
+
+    def _add_over(self, flat: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+        """The sum over some of the ranks, the same bits on all of them.
+
+        Point to point, because a process group for each set of holders would have to be made by all ranks of the job in
+        one order, and every pipeline of a data-parallel job has its own.
+        """
+        if len(ranks) == dist.get_world_size(self.group):
+            dist.all_reduce(flat, group=self.group)
+            return flat
+        first, *others = ranks
+        if self.rank != first:
+            dist.send(flat, dst=self._global(first), group=self.group)
+            dist.recv(flat, src=self._global(first), group=self.group)
+            return flat
+        for rank in others:
+            share = torch.empty_like(flat)
+            dist.recv(share, src=self._global(rank), group=self.group)
+            flat += share
+        for rank in others:
+            dist.send(flat, dst=self._global(rank), group=self.group)
+        return flat
 
     def squared_norm(self) -> torch.Tensor:
         """Sum of squares of the gradients that this rank answers for; over the pipeline they add up to the whole.
@@ -205,13 +220,6 @@ class Placement:
         if strict and (missing or result.unexpected_keys):
             raise RuntimeError(f"The state dict misses {missing} and has unexpected {sorted(result.unexpected_keys)}.")
 
-    def close(self) -> None:
-        """Destroy the groups that :meth:`make_groups` made."""
-        for ranks, group in self._groups.items():
-            if len(ranks) != dist.get_world_size(self.group):
-                dist.destroy_process_group(group)
-        self._groups.clear()
-
     def _move(self, value: torch.Tensor, owner: int, writer: int) -> torch.Tensor | None:
         if self.rank == owner:
             if value.numel():
@@ -231,16 +239,6 @@ class Placement:
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
-
-def _world() -> dist.ProcessGroup:
-    return _group_of(dist.group.WORLD)
-
-
-def _group_of(made: object) -> dist.ProcessGroup:
-    if not isinstance(made, dist.ProcessGroup):
-        raise RuntimeError(f"torch gave {made!r} where a process group was expected.")
-    return made
 
 
 def _device_of(module: nn.Module) -> torch.device:

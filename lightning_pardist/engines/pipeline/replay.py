@@ -66,6 +66,7 @@ class StageReplay:
         self.units = {name: root.get_submodule(name) for name in plan.trace.unit_names}
         self.device = device
         self.stubs = StubMode()
+        self._kept_stubs: dict[tuple[TensorLeaf, bool], torch.Tensor] = {}
         self.needed = {value for sent in plan.sent for value in sent}
 
     def run(
@@ -124,10 +125,12 @@ class StageReplay:
             leaf: The recorded tensor.
             overwritten: Whether free code writes to it in place, which autograd forbids on its leaves.
         """
-        stub = self._stub(leaf.shape, leaf.stride, leaf.dtype, leaf.device_type)
-        if not (leaf.requires_grad and torch.is_grad_enabled()):
-            return stub
-        return stub.requires_grad_().clone() if overwritten else stub.requires_grad_()
+        key = (leaf, torch.is_grad_enabled())
+        stub = self._kept_stubs.get(key)
+        if stub is None:
+            stub = self._stub(leaf.shape, leaf.stride, leaf.dtype, leaf.device_type)
+            self._kept_stubs[key] = stub.requires_grad_(leaf.requires_grad and torch.is_grad_enabled())
+        return stub.clone() if overwritten else stub
 
     def _stub(
         self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device_type: str
