@@ -14,7 +14,7 @@ from lightning_pardist.engines.pipeline.intercept import undisturbed
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy
 from lightning_pardist.engines.pipeline.plan import PipelinePlan
 from lightning_pardist.engines.pipeline.records import Output, Value
-from lightning_pardist.engines.pipeline.replay import StageReplay, contains_stub
+from lightning_pardist.engines.pipeline.replay import StageReplay, StageRun, contains_stub
 from lightning_pardist.engines.pipeline.trace import find_loss
 
 
@@ -50,7 +50,7 @@ def dry_run(
     # Where random numbers are drawn, the two runs differ rightly: compare only what the seed does not move.
     for stage_index in range(plan.num_stages):
         with undisturbed(module), torch.set_grad_enabled(plan.trace.grad_enabled):
-            run = replay.run(stage_index, step, fresh_copy(batch), values, outputs, seed=0)
+            run = _run_stage(replay, stage_index, step, batch, values, outputs)
         outputs = run.outputs
         made = {value: tensor.detach().requires_grad_(tensor.requires_grad) for value, tensor in run.values.items()}
         have = {**values, **made}
@@ -64,6 +64,25 @@ def dry_run(
     if loss is not None and whole is not None and loss.numel() == 1:
         _compare(float(loss.detach()), float(whole.detach()))
     return result
+
+
+def _run_stage(
+    replay: StageReplay,
+    stage_index: int,
+    step: Callable[[Any], Any],
+    batch: Any,
+    values: dict[Value, torch.Tensor],
+    outputs: list[Output],
+) -> StageRun:
+    try:
+        return replay.run(stage_index, step, fresh_copy(batch), values, outputs, seed=0)
+    except CannotPipelineError:
+        raise
+    except Exception as error:
+        raise CannotPipelineError(
+            f"The step fails in stage {stage_index}, where other stages' modules are stubs:"
+            f" {type(error).__name__}: {error}"
+        ) from error
 
 
 def _whole_run(module: nn.Module, step: Callable[[Any], Any], batch: Any, plan: PipelinePlan) -> Any:

@@ -149,7 +149,8 @@ def plan(
         split: Names of the modules that begin stages 1, 2, ...; ``num_stages - 1`` of them. By cost if None.
         reads: ``"refuse"`` a step that looks at values between units (``if x.mean() > 0``, ``.item()``) where a later
             stage would have to look at a stub; ``"send"`` those values to every stage that passes there, which is
-            right as long as what is seen does not decide which units are called.
+            right as long as what is seen does not decide which units are called. Checks inside torch and shapes that
+            depend on values are always served so.
         also: Recorded runs of the module's other steps (validation), whose stages will need their parameters too.
 
     Raises:
@@ -223,10 +224,9 @@ def _needs_of_stage(trace: Trace, bounds: tuple[int, ...], stage_index: int, rea
         needs |= call.needs
     if is_last:
         needs |= trace.result_needs
-    if reads == "send" or is_last:
-        for read in trace.reads:
-            if is_last or read.position < end:
-                needs |= read.needs
+    for read in trace.reads:
+        if is_last or (read.position < end and (reads == "send" or not read.explicit)):
+            needs |= read.needs
     return needs
 
 
@@ -296,7 +296,7 @@ def _allowed_cuts(trace: Trace, reads: ReadPolicy) -> list[str]:
                 join(source.call, position, f"{maker!r} hands a value to {reader} by another way than its outputs.")
     for read in trace.reads:
         made = [source.call for source in read.needs if isinstance(source, Value)]
-        if made and reads == "refuse" and read.position < end:
+        if made and reads == "refuse" and read.explicit and read.position < end:
             maker = trace.calls[max(made)].unit
             join(min(made), end, f"free code looks at the value of the output of {maker!r}, in {read.where}.")
     return reasons

@@ -131,11 +131,14 @@ class Read:
         position: Number of calls made before.
         needs: What the value depends on.
         where: Source line of the user's code.
+        explicit: Whether the user's code itself gets a Python value, which may decide what it does next, rather than a
+            check inside of torch or a shape that depends on values.
     """
 
     position: int
     needs: frozenset[Source]
     where: str
+    explicit: bool = True
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -161,6 +162,7 @@ class _Run:
         self.seed = seed
         self.position = 0
         self.cut = False
+        self.again = False
         self.set_attributes: list[tuple[nn.Module, str, Any]] = []
 
     def go(self, step: Callable[[Any], Any], microbatch: Any) -> StageRun:
@@ -175,7 +177,7 @@ class _Run:
 
     def _go(self, step: Callable[[Any], Any], microbatch: Any) -> StageRun:
         try:
-            with intercepted(self.replay.units, self._call):
+            with intercepted(self.replay.units, self._call), self._rerunnable():
                 self.done.result = step(microbatch)
         except _CutOffError:
             return self.done
@@ -193,6 +195,32 @@ class _Run:
             raise self._other_order("returned")
         return self.done
 
+    @contextlib.contextmanager
+    def _rerunnable(self) -> Iterator[None]:
+        """Let activation checkpointing, when it runs a piece of the step again in backward, meet the same stubs."""
+        module: Any = torch.utils.checkpoint
+        original = module._checkpoint_without_reentrant_generator
+
+        def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return original(self._rerun(function), *args, **kwargs)
+
+        module._checkpoint_without_reentrant_generator = generator
+        try:
+            yield
+        finally:
+            module._checkpoint_without_reentrant_generator = original
+
+    def _rerun(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        position = self.position
+
+        def run_again(*args: Any, **kwargs: Any) -> Any:
+            run = _Run(self.replay, self.stage_index, self.received, self.done.outputs, self.seed)
+            run.position, run.again = position, True
+            with intercepted(self.replay.units, run._call):
+                return function(*args, **kwargs)
+
+        return run_again
+
     def _call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index, calls = self.position, self.plan.trace.calls
         if self.cut:
@@ -205,11 +233,14 @@ class _Run:
             self._reseed(2 * index + 2)
             return result
         self._reseed(2 * index + 1)
-        result = self._run_unit(index, name, forward, args, kwargs)
+        if self.again:
+            result = forward(*args, **kwargs)
+        else:
+            result = self._run_unit(index, name, forward, args, kwargs)
         if index == self.calls.stop - 1 and not self.is_last:
             # At once, before free code can overwrite in place what is going to be sent.
             self.cut = True
-            raise _CutOffError
+            raise torch.utils.checkpoint._StopRecomputationError if self.again else _CutOffError
         self._reseed(2 * index + 2)
         return result
 

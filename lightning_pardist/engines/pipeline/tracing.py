@@ -24,6 +24,10 @@ from lightning_pardist.engines.pipeline.records import Escape, Read, Source, Val
 from lightning_pardist.engines.pipeline.stubs import deciding_tensors, tensors_of
 
 _NOTHING: frozenset[Source] = frozenset()
+_LIBRARY_FRAMES = tuple(
+    os.path.join(os.path.dirname(torch.__file__), part)
+    for part in ("distributions", "nn", "linalg", "optim", "functional.py")
+)
 _SKIPPED_FRAMES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
@@ -43,6 +47,7 @@ class SourceTracker(TorchDispatchMode):
         self.reads: list[Read] = []
         self.mutated: set[Value] = set()
         self.dynamic = False
+        self.asked = False
         self.free_parameters: set[str] = set()
         self.buffers_written: set[int] = set()
         self._taint: dict[int, frozenset[Source]] = {}
@@ -80,13 +85,14 @@ class SourceTracker(TorchDispatchMode):
         self.call, self.flops = None, 0
         return needs, flops
 
-    def look(self, tensors: Iterable[torch.Tensor]) -> None:
+    def look(self, tensors: Iterable[torch.Tensor], *, explicit: bool) -> None:
         """Somebody looks at values, which stubs do not have."""
         found = _NOTHING.union(*(self.sources(tensor) for tensor in tensors))
         if self.call is not None:
             self.needs |= found - {Escape(self.call)}
         elif any(not isinstance(source, str) for source in found):
-            self.reads.append(Read(self.num_calls, found, _users_line()))
+            line, is_user = _users_line()
+            self.reads.append(Read(self.num_calls, found, line, explicit and is_user))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -99,7 +105,7 @@ class SourceTracker(TorchDispatchMode):
         if deciding:
             self.dynamic = self.dynamic or torch.Tag.dynamic_output_shape in func.tags
             if self.call is None:
-                self.look(deciding)
+                self.look(deciding, explicit=self.asked and torch.Tag.data_dependent_output in func.tags)
         self._follow(func, list(tensors_of((args, kwargs))), list(tensors_of(result)), _written(func, args, kwargs))
         if func is torch.ops.aten._pack_padded_sequence.default and self.call is None:
             self._taint[self._key(result[1])] = self.sources(args[1])  # Batch sizes come from the lengths alone.
@@ -167,10 +173,30 @@ class LookWatcher(TorchFunctionMode):
     ) -> Any:
         """Report the call if it copies values out of a tensor."""
         if func in _WAYS_OUT:
-            self.tracker.look(tensors_of(args))
-        return func(*args, **(kwargs or {}))
+            self.tracker.look(tensors_of(args), explicit=True)
+        before, self.tracker.asked = self.tracker.asked, func in _QUESTIONS
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.tracker.asked = before
 
 
+_QUESTIONS: frozenset[Any] = frozenset(
+    {
+        torch.Tensor.item,
+        torch.Tensor.__bool__,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.__index__,
+        torch.Tensor.__contains__,
+        torch.Tensor.is_nonzero,
+        torch.is_nonzero,
+        torch.equal,
+        torch.Tensor.equal,
+        torch.allclose,
+        torch.Tensor.allclose,
+    }
+)
 _WAYS_OUT: frozenset[Any] = frozenset(
     {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr}
 )
@@ -189,8 +215,12 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return written
 
 
-def _users_line() -> str:
+def _users_line() -> tuple[str, bool]:
+    """The line of the user's code that led here, and whether it did so directly, not by way of torch's Python code."""
+    is_direct = True
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(_SKIPPED_FRAMES):
-            return f"{os.path.basename(frame.filename)}:{frame.lineno} ({(frame.line or '').strip()})"
-    return "unknown line"
+            return f"{os.path.basename(frame.filename)}:{frame.lineno} ({(frame.line or '').strip()})", is_direct
+        if frame.filename.startswith(_LIBRARY_FRAMES):
+            is_direct = False
+    return "unknown line", True
