@@ -141,6 +141,29 @@ class Placement:
             dist.send(flat, dst=self._global(rank), group=self.group)
         return flat
 
+    def take_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Move all gradients away, so that zeroing does not reach them. Not collective.
+
+        Returns:
+            For :meth:`add_gradients`.
+        """
+        taken = []
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                taken.append((parameter, parameter.grad))
+                parameter.grad = None
+        return taken
+
+    @staticmethod
+    def add_gradients(taken: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Add gradients that were taken away to what is there now. Not collective.
+
+        Args:
+            taken: From :meth:`take_gradients`.
+        """
+        for parameter, gradient in taken:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
     def squared_norm(self) -> torch.Tensor:
         """Sum of squares of the gradients that this rank answers for; over the pipeline they add up to the whole.
 

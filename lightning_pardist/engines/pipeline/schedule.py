@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -86,6 +87,11 @@ class ActionLists:
     def num_ranks(self) -> int:
         """Number of ranks in the pipeline."""
         return len(self.actions)
+
+    @cached_property
+    def all_actions(self) -> frozenset[Action]:
+        """The actions of all ranks."""
+        return frozenset(action for actions in self.actions for action in actions)
 
     def stages_of(self, rank: int) -> list[int]:
         """Stages of a rank, in ascending order."""
@@ -385,15 +391,4 @@ def needs_of(action: Action, lists: ActionLists) -> set[Action]:
 
 def _input_backward(stage: int, index: int, lists: ActionLists) -> Action:
     whole = Action(Kind.BACKWARD, stage, index)
-    return whole if whole in _as_set(lists) else Action(Kind.BACKWARD_INPUT, stage, index)
-
-
-_sets: dict[int, tuple[ActionLists, frozenset[Action]]] = {}
-
-
-def _as_set(lists: ActionLists) -> frozenset[Action]:
-    kept = _sets.get(id(lists))
-    if kept is None or kept[0] is not lists:
-        _sets.clear()
-        kept = _sets[id(lists)] = (lists, frozenset(action for actions in lists.actions for action in actions))
-    return kept[1]
+    return whole if whole in lists.all_actions else Action(Kind.BACKWARD_INPUT, stage, index)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size)
+#: Types that are never containers.
+ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.Size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _flatten(value: Any, leaves: list[Any], stop: frozenset[int], objects: bool,
 
 def _contents(value: Any) -> tuple[str, tuple[Any, ...], list[Any]] | None:
     """Kind, keys and children of a container; None for a leaf."""
-    if isinstance(value, (torch.Tensor, torch.nn.Module, *_ATOMS)):
+    if isinstance(value, (torch.Tensor, torch.nn.Module, *ATOMS)):
         return None
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "fields", (), list(value)
@@ -104,7 +105,7 @@ def _contents(value: Any) -> tuple[str, tuple[Any, ...], list[Any]] | None:
 def _holds_tensor(value: Any, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if depth > 8 or isinstance(value, (torch.nn.Module, *_ATOMS)):
+    if depth > 8 or isinstance(value, (torch.nn.Module, *ATOMS)):
         return False
     if isinstance(value, Mapping):
         return any(_holds_tensor(item, depth + 1) for item in value.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from lightning_pardist.engines.pipeline.records import (
     UnitCall,
     Value,
 )
-from lightning_pardist.engines.pipeline.structure import _ATOMS, LEAF, flatten, tensors_in
+from lightning_pardist.engines.pipeline.structure import ATOMS, flatten, tensors_in
 from lightning_pardist.engines.pipeline.tracing import LookWatcher, SourceTracker
 from lightning_pardist.engines.pipeline.units import Grain, can_open, find_units
 
@@ -134,7 +133,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _is_atom(value: Any) -> bool:
-    return isinstance(value, _ATOMS)
+    return isinstance(value, ATOMS)
 
 
 class _Recording:
@@ -269,11 +268,3 @@ class _Recording:
             if can_open(self.units[name]) and name not in grain.opened:
                 grain = grain.open(name)
         return grain
-
-
-def total_flops(recorded: Trace) -> int:
-    """FLOPs of the whole forward."""
-    return math.fsum(call.flops + call.free_flops for call in recorded.calls).__int__() + recorded.tail_flops
-
-
-__all__ = ["LEAF", "Step", "argument_versions", "describe_output", "find_loss", "total_flops", "trace"]

@@ -51,7 +51,7 @@ def find_units(root: nn.Module, grain: Grain = Grain()) -> dict[str, nn.Module]:
         if name and name not in grain.opened and _is_unit(module, name, is_item, grain):
             found[name] = module
             return
-        items = _is_list(module) or (is_item and name in grain.opened and _is_list(module))
+        items = _is_list(module)
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name, items)
 
