@@ -1,0 +1,102 @@
+"""Try a plan in one process before anything is taken apart: every stage in turn, the loss beside the recorded one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pardist.engines.pipeline.errors import CannotPipelineError
+from lightning_pardist.engines.pipeline.intercept import undisturbed
+from lightning_pardist.engines.pipeline.microbatch import fresh_copy
+from lightning_pardist.engines.pipeline.plan import PipelinePlan
+from lightning_pardist.engines.pipeline.records import Output, Value
+from lightning_pardist.engines.pipeline.replay import StageReplay, StageRun, contains_stub
+from lightning_pardist.engines.pipeline.trace import find_loss
+
+
+def dry_run(
+    module: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    plan: PipelinePlan,
+    *,
+    loss_of: Callable[[Any], torch.Tensor | None] = find_loss,
+) -> Any:
+    """Replay every stage of a plan, one after the other, forward only. Not collective; costs about two forwards.
+
+    It finds what only shows when stubs stand in for units, while all ranks can still refuse together.
+
+    Args:
+        module: The root module with all its parameters; its state is put back.
+        step: The user's step.
+        batch: The sample micro-batch of the recorded run.
+        plan: The plan to try.
+        loss_of: Finds the loss in the step's result.
+
+    Returns:
+        The step's result on the last stage.
+
+    Raises:
+        CannotPipelineError: If a stage cannot run on stubs, or the loss is not the recorded run's.
+    """
+    replay = StageReplay(module, plan)
+    values: dict[Value, torch.Tensor] = {}
+    outputs: list[Output] = []
+    result: Any = None
+    # Where random numbers are drawn, the two runs differ rightly: compare only what the seed does not move.
+    for stage_index in range(plan.num_stages):
+        with undisturbed(module), torch.set_grad_enabled(plan.trace.grad_enabled):
+            run = _run_stage(replay, stage_index, step, batch, values, outputs)
+        outputs = run.outputs
+        made = {value: tensor.detach().requires_grad_(tensor.requires_grad) for value, tensor in run.values.items()}
+        have = {**values, **made}
+        values = {value: have[value] for value in plan.sent[stage_index] if value in have}
+        result = run.result
+    loss = loss_of(result)
+    if loss is not None and contains_stub(loss):
+        raise CannotPipelineError("The loss depends on a value that the recorded run did not show it to need.")
+    with undisturbed(module), torch.set_grad_enabled(plan.trace.grad_enabled):
+        whole = loss_of(_whole_run(module, step, batch, plan))
+    if loss is not None and whole is not None and loss.numel() == 1:
+        _compare(float(loss.detach()), float(whole.detach()))
+    return result
+
+
+def _run_stage(
+    replay: StageReplay,
+    stage_index: int,
+    step: Callable[[Any], Any],
+    batch: Any,
+    values: dict[Value, torch.Tensor],
+    outputs: list[Output],
+) -> StageRun:
+    try:
+        return replay.run(stage_index, step, fresh_copy(batch), values, outputs, seed=0)
+    except CannotPipelineError:
+        raise
+    except Exception as error:
+        raise CannotPipelineError(
+            f"The step fails in stage {stage_index}, where other stages' modules are stubs:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+def _whole_run(module: nn.Module, step: Callable[[Any], Any], batch: Any, plan: PipelinePlan) -> Any:
+    """The step as one stage, with the stages' random numbers."""
+    bounds = (0, len(plan.trace.calls))
+    one = PipelinePlan(plan.trace, bounds, plan.unit_stages, plan.parameter_stages, plan.reads)
+    return StageReplay(module, one).run(0, step, fresh_copy(batch), {}, [], seed=0).result
+
+
+def _compare(replayed: float, whole: float) -> None:
+    if not math.isclose(replayed, whole, rel_tol=1e-3, abs_tol=1e-6) and not (
+        math.isnan(replayed) and math.isnan(whole)
+    ):
+        raise CannotPipelineError(
+            f"The stages together give loss {replayed:.6g}, the module in one piece {whole:.6g}: something flows"
+            " between units that the recorded run did not show."
+        )

@@ -1,0 +1,326 @@
+"""``PipelineEngine``: an unmodified module and its step, run by several ranks as stages of a pipeline."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pardist.engines.pipeline.clock import TimedAction, Timeline
+from lightning_pardist.engines.pipeline.messages import Wire
+from lightning_pardist.engines.pipeline.microbatch import MicroBatch, merge_results, split_batch
+from lightning_pardist.engines.pipeline.placement import Placement
+from lightning_pardist.engines.pipeline.plan import PipelinePlan
+from lightning_pardist.engines.pipeline.replay import StageReplay, contains_stub
+from lightning_pardist.engines.pipeline.runtime import Finished, Runtime, Work
+from lightning_pardist.engines.pipeline.schedule import (
+    ActionLists,
+    build_schedule,
+    closest_schedule,
+    forward_schedule,
+    stage_ranks,
+)
+from lightning_pardist.engines.pipeline.structure import flatten, map_leaves
+from lightning_pardist.engines.pipeline.trace import find_loss
+
+Share = Literal["loss", "all"]
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a plan is run.
+
+    Attributes:
+        schedule: ``"mp"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"interleaved_zb"`` or ``"zbv"``.
+        num_microbatches: Micro-batches a training step; a batch with fewer samples makes fewer.
+        chunks_per_rank: Stages a rank.
+        loss_of: Finds the loss in what the step returns.
+        weight_of: Weight of a micro-batch's loss in the batch's, such as its number of tokens; its samples by default.
+        loss_is_sum: Whether the loss is a sum over samples, whose parts simply add up, rather than a mean.
+        split: Cuts a batch into so many micro-batches at most.
+        share: What every rank learns of the step: the loss, or everything that the step returned.
+        timeout_s: Longest wait for one message, in seconds.
+        record_times: Whether to keep the times of all computations.
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    chunks_per_rank: int = 1
+    loss_of: Callable[[Any], torch.Tensor | None] = find_loss
+    weight_of: Callable[[Any], float] | None = None
+    loss_is_sum: bool = False
+    split: Callable[[Any, int], list[MicroBatch]] = split_batch
+    share: Share = "loss"
+    timeout_s: float = 600.0
+    record_times: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step came to, the same on every rank of the pipeline.
+
+    Attributes:
+        loss: The batch's loss, detached; None if the step returned none.
+        losses: Those of the micro-batches.
+        weights: Shares of the micro-batches in the loss.
+        sizes: Samples in the micro-batches.
+        results: What the step returned for each micro-batch, detached: everywhere with ``share="all"``, otherwise on
+            the last stage's rank.
+        timeline: Times of all ranks' computations, with ``record_times``.
+    """
+
+    loss: torch.Tensor | None
+    losses: tuple[torch.Tensor, ...]
+    weights: tuple[float, ...]
+    sizes: tuple[int, ...]
+    results: tuple[Any, ...] = ()
+    timeline: Timeline | None = None
+
+    def merged(self) -> Any:
+        """The micro-batches' results as one: samples concatenated, numbers averaged by weight."""
+        return merge_results(self.results, self.weights, self.sizes) if self.results else None
+
+
+@dataclass
+class _Program:
+    """One kind of step (training, validation): its plan, ready to run."""
+
+    replay: StageReplay
+    wire: Wire
+    lists: dict[int, ActionLists] = field(default_factory=dict)
+
+
+class PipelineEngine:
+    """Runs training and evaluation steps of one module over the ranks of one pipeline.
+
+    Life cycle: ``trace`` and ``plan`` (the same on every rank) before anything is freed; the engine; ``free()``, then
+    optimizers; ``train_step`` and ``eval_step``. ``.grad`` of the local parameters is complete after
+    ``train_step``: summed over micro-batches, and over ranks for tied parameters. It is added to what was there before.
+
+    Args:
+        module: The root module.
+        plan: The plan for the training step, of ``ranks x chunks_per_rank`` stages.
+        group: The pipeline's process group; None for the default group.
+        options: How to run it.
+        device: Device of this rank's tensors.
+
+    Raises:
+        ValueError: If the plan's stages do not fit the ranks, or the schedule does not exist for these numbers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: PipelinePlan,
+        *,
+        group: dist.ProcessGroup | None = None,
+        options: PipelineOptions = PipelineOptions(),
+        device: torch.device | None = None,
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        self.group = group
+        self.options = options
+        self.device = device or torch.device("cpu")
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        self.stage_ranks = stage_ranks(options.schedule, self.num_ranks, options.chunks_per_rank)
+        if plan.num_stages != len(self.stage_ranks):
+            raise ValueError(
+                f"The plan has {plan.num_stages} stages, but {self.num_ranks} ranks with"
+                f" chunks_per_rank={options.chunks_per_rank} run {len(self.stage_ranks)}."
+                f" Plan with num_stages={len(self.stage_ranks)}."
+            )
+        self.schedule = build_schedule(
+            options.schedule, self.num_ranks, options.num_microbatches, chunks_per_rank=options.chunks_per_rank
+        )
+        self.placement = Placement(module, plan, self.stage_ranks, self.rank, group)
+        self._train = self._program(plan)
+        self._evals: list[tuple[PipelinePlan, _Program]] = []
+        self._steps = 0
+        self._seed = self._agree_on_seed()
+
+    def free(self) -> int:
+        """Free the parameters of other ranks' stages; the bytes freed. Not collective."""
+        return self.placement.free()
+
+    def train_step(self, step: Callable[[Any], Any], batch: Any, *, scale: float = 1.0) -> StepResult:
+        """Forward and backward of one batch. Collective over the pipeline.
+
+        Args:
+            step: The user's step; called with a micro-batch, for every stage of this rank.
+            batch: The whole batch, the same on every rank of the pipeline.
+            scale: Factor on the gradients: ``1 / accumulate``, or a loss scale for fp16.
+
+        Raises:
+            CannotPipelineError: If the step does not do what the recorded run did.
+            PipelineTimeoutError: If a message does not come in time.
+        """
+        parts, weights = self._parts(batch, self.options.num_microbatches)
+        lists = self._training_lists(len(parts))
+        if lists.num_microbatches != len(parts):
+            parts, weights = self._parts(batch, lists.num_microbatches)
+            lists = self._training_lists(len(parts))
+        with self._tied_aside():
+            done = self._run(self._train, lists, step, parts, [weight * scale for weight in weights], grad=True)
+            self.placement.reduce_tied()
+        return self._result(done, parts, weights)
+
+    def eval_step(
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        *,
+        plan: PipelinePlan | None = None,
+        num_microbatches: int | None = None,
+    ) -> StepResult:
+        """Forward of one batch, without gradients. Collective over the pipeline.
+
+        Args:
+            step: The user's step.
+            batch: The whole batch, the same on every rank of the pipeline.
+            plan: ``self.plan.adapt(trace)`` of this step, if it is another than the training step.
+            num_microbatches: Micro-batches; those of the training step by default.
+
+        Raises:
+            CannotPipelineError: If the step does not do what the recorded run did.
+            PipelineTimeoutError: If a message does not come in time.
+        """
+        program = self._eval_program(plan or self.plan)
+        parts, weights = self._parts(batch, num_microbatches or self.options.num_microbatches)
+        if len(parts) not in program.lists:
+            program.lists[len(parts)] = forward_schedule(self.stage_ranks, len(parts))
+        done = self._run(program, program.lists[len(parts)], step, parts, weights, grad=False)
+        return self._result(done, parts, weights)
+
+    def _run(
+        self,
+        program: _Program,
+        lists: ActionLists,
+        step: Callable[[Any], Any],
+        parts: list[MicroBatch],
+        weights: list[float],
+        *,
+        grad: bool,
+    ) -> Finished:
+        self._steps += 1
+        mode = self._mode(grad)
+        signatures = [(_signature(part.value), mode) for part in parts]
+        work = Work(step, parts, weights, signatures, self._seed + self._steps, grad, self.options.loss_of)
+        stages = lists.stages_of(self.rank)
+        parameters = {stage: self.placement.stage_parameters(stage) for stage in stages}
+        runtime = Runtime(program.replay, program.wire, lists, self.rank, parameters)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), program.replay.stub_parameters():
+            return runtime.run(work)
+
+    def _mode(self, grad: bool) -> Hashable:
+        """What shapes and gradients depend on beside the batch; the user's code keeps it alike on all ranks."""
+        trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        return grad, self.module.training, hash(trained)
+
+    def _parts(self, batch: Any, count: int) -> tuple[list[MicroBatch], list[float]]:
+        parts = self.options.split(batch, count)
+        if self.options.loss_is_sum:
+            return parts, [1.0] * len(parts)
+        weight_of = self.options.weight_of
+        raw = [float(part.size) if weight_of is None else float(weight_of(part.value)) for part in parts]
+        total = sum(raw)
+        return parts, [weight / total if total else 1.0 / len(raw) for weight in raw]
+
+    def _training_lists(self, count: int) -> ActionLists:
+        lists = self._train.lists.get(count)
+        if lists is None:
+            options = self.options
+            lists = closest_schedule(options.schedule, self.num_ranks, count, chunks_per_rank=options.chunks_per_rank)
+            self._train.lists[count] = lists
+        return lists
+
+    def _program(self, plan: PipelinePlan) -> _Program:
+        trust = self.device.type != "cpu"
+        return _Program(
+            StageReplay(self.module, plan, self.device),
+            Wire(self.group, self.device, self.options.timeout_s, trust_signatures=trust),
+        )
+
+    def _eval_program(self, plan: PipelinePlan) -> _Program:
+        for known, program in self._evals:
+            if known is plan:
+                return program
+        program = self._program(plan)
+        self._evals.append((plan, program))
+        return program
+
+    @contextmanager
+    def _tied_aside(self) -> Iterator[None]:
+        """Reduce only what this step adds to tied parameters' gradients: earlier steps' share is reduced already."""
+        before = [(parameter, parameter.grad) for _, parameter, _ in self.placement.tied()]
+        for parameter, _ in before:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in before:
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
+    def _result(self, done: Finished, parts: list[MicroBatch], weights: list[float]) -> StepResult:
+        last = self.stage_ranks[-1]
+        results = tuple(_plain(done.results[index]) for index in sorted(done.results))
+        losses = tuple(done.losses[index] for index in sorted(done.losses))
+        sent = (losses, results if self.options.share == "all" else ())
+        losses, shared = self._broadcast(sent, last)
+        results = shared if self.options.share == "all" else results
+        loss = None
+        if losses:
+            loss = torch.stack([part.float() * weight for part, weight in zip(losses, weights, strict=True)]).sum(0)
+        return StepResult(
+            loss, losses, tuple(weights), tuple(part.size for part in parts), results, self._timeline(done)
+        )
+
+    def _broadcast(self, value: Any, rank: int) -> Any:
+        box = [value if self.rank == rank else None]
+        source = rank if self.group is None else dist.get_global_rank(self.group, rank)
+        dist.broadcast_object_list(box, src=source, group=self.group)
+        return box[0]
+
+    def _timeline(self, done: Finished) -> Timeline | None:
+        if not self.options.record_times:
+            return None
+        rows: list[list[TimedAction] | None] = [None] * self.num_ranks
+        dist.all_gather_object(rows, done.events, group=self.group)
+        return Timeline(self.num_ranks, tuple(event for row in rows if row is not None for event in row))
+
+    def _agree_on_seed(self) -> int:
+        source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        box = [(torch.initial_seed() + source) % 2**31]
+        dist.broadcast_object_list(box, src=source, group=self.group)
+        return int(box[0])
+
+
+def _plain(result: Any) -> Any:
+    """A result without graph, and without what only other stages know or what cannot travel."""
+
+    def leaf(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return None if contains_stub(item) else item.detach()
+        try:
+            pickle.dumps(item)
+        except Exception:
+            return None
+        return item
+
+    return map_leaves(leaf, result)
+
+
+def _signature(value: Any) -> Hashable:
+    leaves, _ = flatten(value)
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__ for leaf in leaves
+    )

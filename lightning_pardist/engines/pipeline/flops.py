@@ -1,0 +1,58 @@
+"""Floating point operations of an operator: torch's table, and what it lacks on CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """FLOPs of one operator call (a multiply-add counts as two); 0 for operators of no weight.
+
+    Args:
+        func: The operator overload.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        result: What it returned.
+    """
+    packet = func._overloadpacket
+    formula = flop_registry.get(packet)
+    if formula is not None:
+        try:
+            return int(formula(*args, **kwargs, out_val=result))
+        except (TypeError, ValueError, AssertionError):
+            return 0
+    extra = _EXTRA.get(str(packet))
+    return extra(args) if extra is not None else 0
+
+
+def _attention(args: tuple[Any, ...]) -> int:
+    query, key, value = args[:3]
+    batch, heads, length, width = query.shape
+    return int(2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1]))
+
+
+def _rnn_layer(args: tuple[Any, ...]) -> int:
+    inputs, weight_input, weight_hidden = args[:3]
+    return int(2 * inputs.shape[:-1].numel() * (weight_input.numel() + weight_hidden.numel()))
+
+
+def _grouped(args: tuple[Any, ...]) -> int:
+    left, right = args[:2]
+    return int(2 * left.numel() * right.shape[-1])
+
+
+def _fused_rnn(args: tuple[Any, ...]) -> int:
+    inputs, weights = args[0], args[1]
+    return int(2 * inputs.shape[:-1].numel() * sum(w.numel() for w in weights if isinstance(w, torch.Tensor)))
+
+
+_EXTRA = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten._scaled_dot_product_attention_math": _attention,
+    "aten.mkldnn_rnn_layer": _rnn_layer,
+    "aten._cudnn_rnn": _fused_rnn,
+    "aten._grouped_mm": _grouped,
+}

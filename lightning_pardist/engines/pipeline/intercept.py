@@ -1,0 +1,136 @@
+"""Stand between the user's code and the units it calls, for the time of one run, without changing the module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Takes the unit's name, its own forward, and the call's arguments; returns what the call returns.
+Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextlib.contextmanager
+def intercepted(units: dict[str, nn.Module], handler: Handler) -> Iterator[None]:
+    """Hand every call of a unit's ``forward`` to a handler. Calls of units inside a unit go straight through.
+
+    Hooks that the user has registered on units keep running, around the handler.
+
+    Args:
+        units: Units by name.
+        handler: Called in place of ``forward``.
+    """
+    saved: list[tuple[nn.Module, bool, Any]] = []
+    inside = False
+
+    def guard(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return forward(*args, **kwargs)
+            inside = True
+            try:
+                return handler(name, forward, args, kwargs)
+            finally:
+                inside = False
+
+        return call
+
+    try:
+        for name, unit in units.items():
+            # On the instance, past nn.Module.__setattr__: the class and the state dict stay as they are.
+            saved.append((unit, "forward" in unit.__dict__, unit.__dict__.get("forward")))
+            unit.__dict__["forward"] = guard(name, unit.forward)
+        yield
+    finally:
+        for unit, had, forward in reversed(saved):
+            if had:
+                unit.__dict__["forward"] = forward
+            else:
+                unit.__dict__.pop("forward", None)
+
+
+@contextlib.contextmanager
+def undisturbed(root: nn.Module) -> Iterator[None]:
+    """Run something and then put back buffers, metric states, other tensors kept in attributes, and RNG states.
+
+    Args:
+        root: The module whose state a trial run may change.
+    """
+    restorers = [_snapshot(module) for module in root.modules()]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for restore in restorers:
+                restore()
+
+
+def _snapshot(module: nn.Module) -> Callable[[], None]:
+    """Remember a module's attributes and buffers; the answer puts them back, keeping every object's identity."""
+    attributes = {key: value for key, value in module.__dict__.items() if key not in _REGISTRIES}
+    buffers = dict(module._buffers)
+    contents = [_remember(value) for value in (*attributes.values(), *buffers.values())]
+
+    def restore() -> None:
+        for key in [key for key in module.__dict__ if key not in attributes and key not in _REGISTRIES]:
+            del module.__dict__[key]
+        module.__dict__.update(attributes)
+        module._buffers.clear()
+        module._buffers.update(buffers)
+        for put_back in contents:
+            put_back()
+
+    return restore
+
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _remember(value: Any) -> Callable[[], None]:
+    if isinstance(value, torch.Tensor):
+        return _remember_tensor(value)
+    if type(value) is list:
+        items = list(value)
+        inner = [_remember(item) for item in items]
+
+        def restore_list() -> None:
+            value[:] = items
+            for put_back in inner:
+                put_back()
+
+        return restore_list
+    if type(value) is dict:
+        pairs = dict(value)
+        inner = [_remember(item) for item in pairs.values()]
+
+        def restore_dict() -> None:
+            value.clear()
+            value.update(pairs)
+            for put_back in inner:
+                put_back()
+
+        return restore_dict
+    return _nothing
+
+
+def _remember_tensor(tensor: torch.Tensor) -> Callable[[], None]:
+    if tensor.is_meta:
+        return _nothing
+    kept = tensor.detach().clone()
+
+    def restore() -> None:
+        # Not by version counter: batch norm's kernel changes running statistics without counting.
+        if not torch.equal(tensor, kept):
+            tensor.detach().copy_(kept)
+
+    return restore
+
+
+def _nothing() -> None:
+    return None

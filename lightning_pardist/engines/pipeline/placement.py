@@ -1,0 +1,269 @@
+"""Which rank holds which parameter: freeing, tied gradients, and state dicts by the module's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pardist.engines.pipeline.plan import PipelinePlan
+
+
+class Placement:
+    """The parameters of one module over the ranks of one pipeline.
+
+    Args:
+        module: The root module.
+        plan: The plan.
+        stage_ranks: Rank of each stage.
+        rank: This rank, in the pipeline.
+        group: The pipeline's process group; None for the default group.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: PipelinePlan,
+        stage_ranks: Sequence[int],
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        self.rank = rank
+        self.group = group
+        self.stage_ranks = tuple(stage_ranks)
+        self.holders = {
+            name: tuple(sorted({stage_ranks[stage] for stage in stages}))
+            for name, stages in plan.parameter_stages.items()
+        }
+        self._first_name = {name: first for first, info in plan.trace.parameters.items() for name in info.names}
+        self._units = sorted(plan.unit_stages, key=len, reverse=True)
+
+    def owner_of(self, name: str) -> int:
+        """The rank that answers for a parameter or buffer: its lowest holder.
+
+        Args:
+            name: Any name of it, as in the module's own ``state_dict``.
+
+        Returns:
+            A rank of the pipeline. Buffers outside of units live on every rank; rank 0 answers for them.
+        """
+        first = self._first_name.get(name)
+        if first is not None:
+            return self.holders[first][0]
+        unit = self._unit_of(name)
+        return 0 if unit is None else min(self.stage_ranks[stage] for stage in self.plan.unit_stages[unit])
+
+    def is_local(self, name: str) -> bool:
+        """Whether this rank holds a parameter."""
+        return self.rank in self.holders[self._first_name[name]]
+
+    def stage_parameters(self, stage_index: int) -> list[nn.Parameter]:
+        """The parameters that a stage of this rank computes with."""
+        own = dict(self.module.named_parameters())
+        return [own[name] for name, stages in self.plan.parameter_stages.items() if stage_index in stages]
+
+    def owned(self) -> list[nn.Parameter]:
+        """Parameters that this rank answers for: over all ranks, every parameter once."""
+        own = dict(self.module.named_parameters())
+        return [own[name] for name, holders in self.holders.items() if holders[0] == self.rank]
+
+    def free(self) -> int:
+        """Replace parameters of other ranks' stages by empty ones on the meta device, ties kept. Not collective.
+
+        Call it before optimizers are made; optimizers skip what has no gradient.
+
+        Returns:
+            Bytes freed.
+        """
+        empty: dict[int, nn.Parameter] = {}
+        freed = 0
+        for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
+            if self.is_local(name):
+                continue
+            if id(parameter) not in empty:
+                freed += 0 if parameter.is_meta else parameter.numel() * parameter.element_size()
+                meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+                empty[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
+            owner, _, last = name.rpartition(".")
+            self.module.get_submodule(owner)._parameters[last] = empty[id(parameter)]
+        return freed
+
+    def tied(self) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
+        """Trainable parameters that several ranks hold, this rank among them: name, parameter, ranks."""
+        own = dict(self.module.named_parameters())
+        found = [(name, own[name], ranks) for name, ranks in self.holders.items() if len(ranks) > 1]
+        return [item for item in found if self.rank in item[2] and item[1].requires_grad]
+
+    def reduce_tied(self) -> None:
+        """Add the gradients of parameters that several ranks hold. Collective over the ranks that hold them.
+
+        Afterwards they are equal on all holders, and so are the parameters after the optimizers' steps.
+        """
+        buckets: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+        for _, parameter, ranks in self.tied():
+            buckets.setdefault((ranks, parameter.dtype), []).append(parameter)
+        for (ranks, _), parameters in sorted(buckets.items(), key=str):
+            self._reduce_bucket(parameters, ranks)
+
+    def _reduce_bucket(self, parameters: list[nn.Parameter], ranks: tuple[int, ...]) -> None:
+        present = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
+        pieces = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in parameters]
+        flat = torch.cat([*pieces, present.to(parameters[0].dtype)])
+        flat = self._add_over(flat, ranks)
+        *sums, counts = flat.split([p.numel() for p in parameters] + [len(parameters)])
+        for parameter, total, count in zip(parameters, sums, counts.tolist(), strict=True):
+            parameter.grad = total.view_as(parameter).clone() if count else None
+
+    def _add_over(self, flat: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+        """The sum over some of the ranks, the same bits on all of them.
+
+        Point to point, because a process group for each set of holders would have to be made by all ranks of the job in
+        one order, and every pipeline of a data-parallel job has its own.
+        """
+        if len(ranks) == dist.get_world_size(self.group):
+            dist.all_reduce(flat, group=self.group)
+            return flat
+        first, *others = ranks
+        if self.rank != first:
+            dist.send(flat, dst=self._global(first), group=self.group)
+            dist.recv(flat, src=self._global(first), group=self.group)
+            return flat
+        for rank in others:
+            share = torch.empty_like(flat)
+            dist.recv(share, src=self._global(rank), group=self.group)
+            flat += share
+        for rank in others:
+            dist.send(flat, dst=self._global(rank), group=self.group)
+        return flat
+
+    def take_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Move all gradients away, so that zeroing does not reach them. Not collective.
+
+        Returns:
+            For :meth:`add_gradients`.
+        """
+        taken = []
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                taken.append((parameter, parameter.grad))
+                parameter.grad = None
+        return taken
+
+    @staticmethod
+    def add_gradients(taken: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Add gradients that were taken away to what is there now. Not collective.
+
+        Args:
+            taken: From :meth:`take_gradients`.
+        """
+        for parameter, gradient in taken:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def squared_norm(self) -> torch.Tensor:
+        """Sum of squares of the gradients that this rank answers for; over the pipeline they add up to the whole.
+
+        Returns:
+            A scalar in fp32. Sum it over the pipeline's ranks; tied parameters are counted once.
+        """
+        gradients = [parameter.grad for parameter in self.owned() if parameter.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
+        return norms.square().sum()
+
+    def state_names(self) -> list[str]:
+        """Names of the module's own state dict, in order."""
+        return list(self.module.state_dict(keep_vars=True))
+
+    def gather(self, writer: int = 0) -> Iterator[tuple[str, Any]]:
+        """The module's state, entry by entry, on one rank. Collective over the pipeline; exhaust it on every rank.
+
+        Args:
+            writer: Rank that gets the tensors, in the pipeline.
+
+        Yields:
+            Name and value on the writer (one entry more than its own share in memory at a time), name and None on
+            others.
+        """
+        state = self.module.state_dict(keep_vars=True)
+        for name, entry in state.items():
+            owner = self.owner_of(name)
+            value = entry.detach() if isinstance(entry, torch.Tensor) else entry
+            if owner == writer:
+                yield name, value if self.rank == writer else None
+                continue
+            if not isinstance(value, torch.Tensor):
+                box = [value]
+                dist.broadcast_object_list(box, src=self._global(owner), group=self.group)
+                yield name, box[0] if self.rank == writer else None
+                continue
+            yield name, self._move(value, owner, writer)
+
+    def gather_state_dict(self, writer: int = 0) -> dict[str, Any]:
+        """The module's whole state on one rank, empty on the others. Collective over the pipeline.
+
+        Args:
+            writer: Rank that gets it, in the pipeline.
+        """
+        whole: dict[str, Any] = {}
+        for name, value in self.gather(writer):
+            if self.rank == writer:
+                whole[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        return whole
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The entries of the module's state that this rank answers for."""
+        state = self.module.state_dict()
+        return {name: value for name, value in state.items() if self.owner_of(name) == self.rank}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Load a whole state dict by plain names; every rank takes its share. Not collective.
+
+        Args:
+            state: The module's own state dict, may be memory-mapped.
+            strict: Whether names must match.
+
+        Raises:
+            RuntimeError: If ``strict`` and names are missing or unexpected, or a shape differs.
+        """
+        own = self.module.state_dict(keep_vars=True)
+        here = {
+            name: value
+            for name, value in state.items()
+            if not (isinstance(own.get(name), torch.Tensor) and own[name].is_meta)
+        }
+        result = self.module.load_state_dict(here, strict=False)
+        elsewhere = {name for name, value in own.items() if isinstance(value, torch.Tensor) and value.is_meta}
+        missing = sorted((set(result.missing_keys) - elsewhere) | (elsewhere - set(state)))
+        if strict and (missing or result.unexpected_keys):
+            raise RuntimeError(f"The state dict misses {missing} and has unexpected {sorted(result.unexpected_keys)}.")
+
+    def _move(self, value: torch.Tensor, owner: int, writer: int) -> torch.Tensor | None:
+        if self.rank == owner:
+            if value.numel():
+                dist.send(value.contiguous(), dst=self._global(writer), group=self.group)
+            return None
+        if self.rank != writer:
+            return None
+        # Where the entry is freed here, its meta stand-in tells shape and dtype.
+        device = value.device if not value.is_meta else _device_of(self.module)
+        buffer = torch.empty(value.shape, dtype=value.dtype, device=device)
+        if buffer.numel():
+            dist.recv(buffer, src=self._global(owner), group=self.group)
+        return buffer
+
+    def _unit_of(self, name: str) -> str | None:
+        return next((unit for unit in self._units if name.startswith(f"{unit}.")), None)
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    devices = [tensor.device for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+    return devices[0] if devices else torch.device("cpu")

@@ -1,0 +1,344 @@
+"""Run the user's own step as one stage: other stages' units are stubs, and the run is cut off behind its own.
+
+A stub returns what the unit returned when it ran: outputs that this stage needs are the received tensors, all others
+are ``FakeTensor`` instances of the same shape, dtype and device. Free code may compute with those (masks, residual sums
+that nobody reads), at no cost in memory; it cannot look at their values, and what is computed from them cannot leave
+the stage unnoticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+
+from lightning_pardist.engines.pipeline.errors import CannotPipelineError
+from lightning_pardist.engines.pipeline.intercept import intercepted
+from lightning_pardist.engines.pipeline.plan import PipelinePlan
+from lightning_pardist.engines.pipeline.records import AliasLeaf, ConstLeaf, Leaf, Output, TensorLeaf, Value
+from lightning_pardist.engines.pipeline.structure import flatten, rebuild
+from lightning_pardist.engines.pipeline.stubs import StubMode
+from lightning_pardist.engines.pipeline.trace import argument_versions, describe_output
+
+
+class _CutOffError(BaseException):
+    """Ends a stage's run; no ``except Exception`` of the user's swallows it."""
+
+
+@dataclass
+class StageRun:
+    """What one run of a stage leaves.
+
+    Attributes:
+        values: Outputs of this stage's calls that later stages need, attached to the autograd graph.
+        outputs: Descriptions of all calls up to the end of the stage, for the next stage's stubs.
+        result: What the step returned, on the last stage.
+    """
+
+    values: dict[Value, torch.Tensor] = field(default_factory=dict)
+    outputs: list[Output] = field(default_factory=list)
+    result: Any = None
+
+
+class StageReplay:
+    """Runs stages of one plan on one module. Not collective.
+
+    Args:
+        root: The root module; it needs to hold the parameters of the stages that are run only.
+        units: Its units by name, all of the plan's.
+        plan: The plan.
+        device: Where the stubs pretend to live if they were recorded on a device of the same type.
+    """
+
+    def __init__(self, root: nn.Module, plan: PipelinePlan, device: torch.device | None = None) -> None:
+        self.root = root
+        self.plan = plan
+        self.units = {name: root.get_submodule(name) for name in plan.trace.unit_names}
+        self.device = device
+        self.stubs = StubMode()
+        self._kept_stubs: dict[tuple[TensorLeaf, bool], torch.Tensor] = {}
+        self.needed = {value for sent in plan.sent for value in sent}
+
+    def run(
+        self,
+        stage_index: int,
+        step: Callable[[Any], Any],
+        microbatch: Any,
+        received: Mapping[Value, torch.Tensor],
+        outputs: list[Output],
+        *,
+        seed: int | None = None,
+    ) -> StageRun:
+        """Run one stage on one micro-batch.
+
+        Args:
+            stage_index: Which stage.
+            step: The user's step.
+            microbatch: Its argument.
+            received: Values from earlier stages.
+            outputs: Descriptions of the earlier stages' calls for this micro-batch.
+            seed: Start of this micro-batch's random numbers, the same on every stage, so that free code draws the same
+                dropout mask wherever it runs; None leaves the generator alone.
+
+        Raises:
+            CannotPipelineError: If the step looks at the value of a stub, calls its units in another order than the
+                recorded run did, or computes its loss from a stub.
+        """
+        return _Run(self, stage_index, received, list(outputs), seed).go(step, microbatch)
+
+    @contextlib.contextmanager
+    def stub_parameters(self) -> Iterator[None]:
+        """Let parameters that have been freed (meta) pretend to live on the device while steps run."""
+        swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+        made: dict[int, nn.Parameter] = {}
+        for module in self.root.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    if id(parameter) not in made:
+                        made[id(parameter)] = nn.Parameter(
+                            self._stub(tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, "cpu"),
+                            parameter.requires_grad,
+                        )
+                    swapped.append((module, name, parameter))
+        for module, name, parameter in swapped:
+            module._parameters[name] = made[id(parameter)]
+        try:
+            yield
+        finally:
+            for module, name, parameter in swapped:
+                module._parameters[name] = parameter
+
+    def stub_of(self, leaf: TensorLeaf, *, overwritten: bool = False) -> torch.Tensor:
+        """A tensor with a leaf's shape and dtype and no values.
+
+        Args:
+            leaf: The recorded tensor.
+            overwritten: Whether free code writes to it in place, which autograd forbids on its leaves.
+        """
+        key = (leaf, torch.is_grad_enabled())
+        stub = self._kept_stubs.get(key)
+        if stub is None:
+            stub = self._stub(leaf.shape, leaf.stride, leaf.dtype, leaf.device_type)
+            self._kept_stubs[key] = stub.requires_grad_(leaf.requires_grad and torch.is_grad_enabled())
+        return stub.clone() if overwritten else stub
+
+    def _stub(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device_type: str
+    ) -> torch.Tensor:
+        same = self.device is not None and device_type in (self.device.type, "cpu")
+        device = self.device if same and self.device is not None else torch.device(device_type)
+        return self.stubs.stub(shape, stride, dtype, device)
+
+
+class _Run:
+    """One stage, one micro-batch."""
+
+    def __init__(
+        self,
+        replay: StageReplay,
+        stage_index: int,
+        received: Mapping[Value, torch.Tensor],
+        outputs: list[Output],
+        seed: int | None,
+    ) -> None:
+        self.replay = replay
+        self.plan = replay.plan
+        self.calls = self.plan.calls_of(stage_index)
+        self.stage_index = stage_index
+        self.is_last = stage_index == self.plan.num_stages - 1
+        self.received = received
+        self.done = StageRun(outputs=outputs)
+        self.seed = seed
+        self.position = 0
+        self.cut = False
+        self.again = False
+        self.set_attributes: list[tuple[nn.Module, str, Any]] = []
+
+    def go(self, step: Callable[[Any], Any], microbatch: Any) -> StageRun:
+        if not self.calls and not self.is_last:
+            return self.done
+        self._reseed(0)
+        try:
+            return self._go(step, microbatch)
+        finally:
+            for owner, name, value in reversed(self.set_attributes):
+                _put(owner, name, value)
+
+    def _go(self, step: Callable[[Any], Any], microbatch: Any) -> StageRun:
+        try:
+            with intercepted(self.replay.units, self._call), self._rerunnable():
+                self.done.result = step(microbatch)
+        except _CutOffError:
+            return self.done
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise self._looked_at(error) from error
+        except (RuntimeError, TypeError) as error:
+            if _is_about_stubs(error):
+                raise self._looked_at(error) from error
+            raise
+        if self.cut:
+            raise CannotPipelineError(
+                "The step catches BaseException around the model's call, which keeps a stage from being cut off there."
+            )
+        if not self.is_last or self.position < len(self.plan.trace.calls):
+            raise self._other_order("returned")
+        return self.done
+
+    @contextlib.contextmanager
+    def _rerunnable(self) -> Iterator[None]:
+        """Let activation checkpointing, when it runs a piece of the step again in backward, meet the same stubs."""
+        module: Any = torch.utils.checkpoint
+        original = module._checkpoint_without_reentrant_generator
+
+        def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return original(self._rerun(function), *args, **kwargs)
+
+        module._checkpoint_without_reentrant_generator = generator
+        try:
+            yield
+        finally:
+            module._checkpoint_without_reentrant_generator = original
+
+    def _rerun(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        position = self.position
+
+        def run_again(*args: Any, **kwargs: Any) -> Any:
+            run = _Run(self.replay, self.stage_index, self.received, self.done.outputs, self.seed)
+            run.position, run.again = position, True
+            with intercepted(self.replay.units, run._call):
+                return function(*args, **kwargs)
+
+        return run_again
+
+    def _call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index, calls = self.position, self.plan.trace.calls
+        if self.cut:
+            raise _CutOffError
+        if index >= len(calls) or calls[index].unit != name:
+            raise self._other_order(f"called {name!r}")
+        self.position += 1
+        if index < self.calls.start:
+            result = self._stub(index, args, kwargs)
+            self._reseed(2 * index + 2)
+            return result
+        self._reseed(2 * index + 1)
+        if self.again:
+            result = forward(*args, **kwargs)
+        else:
+            result = self._run_unit(index, name, forward, args, kwargs)
+        if index == self.calls.stop - 1 and not self.is_last:
+            # At once, before free code can overwrite in place what is going to be sent.
+            self.cut = True
+            raise torch.utils.checkpoint._StopRecomputationError if self.again else _CutOffError
+        self._reseed(2 * index + 2)
+        return result
+
+    def _run_unit(
+        self, index: int, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        recorded = self.plan.trace.calls[index].output
+        versions = argument_versions((args, kwargs))
+        result = forward(*args, **kwargs)
+        unit = self.replay.units[name]
+        side = tuple((a.module, a.name, _get(unit, a.module, a.name)) for a in recorded.side)
+        output, leaves = describe_output(unit, result, (args, kwargs), versions, side)
+        self.done.outputs.append(output)
+        for position, leaf in enumerate(leaves):
+            value = Value(index, position)
+            if value not in self.replay.needed:
+                continue
+            if not isinstance(leaf, torch.Tensor):
+                raise self._other_order(f"got {type(leaf).__name__} as output {position} of {name!r}")
+            if isinstance(leaf, FakeTensor):
+                raise CannotPipelineError(
+                    f"{name!r} in stage {self.stage_index} works on a value that the recorded run did not show it to"
+                    " need, and that was therefore not sent. Record a run on a batch that takes the same way."
+                )
+            self.done.values[value] = leaf.clone() if value in self.plan.trace.mutated else leaf
+        return result
+
+    def _stub(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = self.done.outputs[index]
+        inputs: list[Any] | None = None
+        leaves: list[Any] = []
+        for position, leaf in enumerate(output.leaves):
+            if isinstance(leaf, AliasLeaf):
+                inputs = inputs if inputs is not None else flatten((args, kwargs), objects=False)[0]
+                leaves.append(inputs[leaf.index])
+            else:
+                leaves.append(self._stub_leaf(Value(index, position), leaf))
+        unit = self.replay.units[self.plan.trace.calls[index].unit]
+        rest = leaves[output.num_returned :]
+        for attribute in output.side:
+            mine, rest = rest[: attribute.num_leaves], rest[attribute.num_leaves :]
+            owner = unit.get_submodule(attribute.module)
+            self.set_attributes.append((owner, attribute.name, _get(unit, attribute.module, attribute.name)))
+            _put(owner, attribute.name, rebuild(attribute.spec, mine))
+        return rebuild(output.spec, leaves[: output.num_returned])
+
+    def _stub_leaf(self, value: Value, leaf: Leaf) -> Any:
+        if isinstance(leaf, ConstLeaf):
+            return leaf.value
+        tensor = self.received.get(value)
+        if tensor is None:
+            overwritten = value in self.plan.trace.mutated
+            return self.replay.stub_of(leaf, overwritten=overwritten) if isinstance(leaf, TensorLeaf) else None
+        # In-place operators are not allowed on a leaf that requires grad.
+        return tensor.clone() if value in self.plan.trace.mutated else tensor
+
+    def _reseed(self, position: int) -> None:
+        if self.seed is not None:
+            seed = zlib.crc32(f"{self.seed}:{position}".encode())
+            torch.default_generator.manual_seed(seed)
+            if self.replay.device is not None and self.replay.device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+
+    def _other_order(self, what: str) -> CannotPipelineError:
+        calls = self.plan.trace.calls
+        expected = repr(calls[self.position].unit) if self.position < len(calls) else "no further unit"
+        return CannotPipelineError(
+            f"The step {what} after {self.position} calls of units, where the recorded run had {expected}: its control"
+            " flow depends on the data, so that no fixed stages exist."
+        )
+
+    def _looked_at(self, error: Exception) -> CannotPipelineError:
+        after = repr(self.plan.trace.calls[self.position - 1].unit) if self.position else "the beginning of the step"
+        return CannotPipelineError(
+            f"Behind {after}, free code looks at the value of a tensor that lives on another stage ({error}), seen in"
+            f" stage {self.stage_index}. Data-dependent control flow between units cannot be split."
+        )
+
+
+def _is_about_stubs(error: Exception) -> bool:
+    text = str(error)
+    return any(
+        part in text for part in ("FakeTensor", "fake tensor", "tensor subclasses", "Meta tensors", "meta tensor")
+    )
+
+
+def _get(unit: nn.Module, module: str, name: str) -> Any:
+    owner = unit.get_submodule(module)
+    return owner._buffers[name] if name in owner._buffers else owner.__dict__.get(name)
+
+
+def _put(owner: nn.Module, name: str, value: Any) -> None:
+    if name in owner._buffers:
+        owner._buffers[name] = value
+    else:
+        owner.__dict__[name] = value
+
+
+def contains_stub(value: Any) -> bool:
+    """Whether a nested value holds a tensor without values."""
+    return any(isinstance(leaf, FakeTensor) for leaf in flatten(value)[0])

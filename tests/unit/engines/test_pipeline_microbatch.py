@@ -1,0 +1,113 @@
+"""Batches of any class cut into micro-batches, and results put together."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pardist.engines.pipeline import batch_size_of, merge_results, split_batch
+from lightning_pardist.engines.pipeline.microbatch import fresh_copy
+from lightning_pardist.engines.pipeline.structure import flatten, rebuild
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    names: list[str]
+    scale: float = 2.0
+
+
+class Plain:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.extra = {"y": x + 1, "none": None}
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """What tokenizers return."""
+
+
+def test_sizes_differ_by_at_most_one() -> None:
+    x = torch.arange(7)
+    parts = split_batch((x, x.float()), 3)
+    assert [part.size for part in parts] == [3, 2, 2]
+    assert torch.equal(torch.cat([part.value[0] for part in parts]), x)
+    assert [part.size for part in split_batch(x[:2], 3)] == [1, 1]
+    assert len(split_batch(x[:1], 3)) == 1
+    assert len(split_batch({"flag": True}, 3)) == 1
+
+
+def test_any_class() -> None:
+    x = torch.arange(8).view(4, 2)
+    for batch, get in (
+        (Pair(x, x), lambda b: b.x),
+        (Frozen(x, ["a", "b", "c", "d"]), lambda b: b.x),
+        (Plain(x), lambda b: b.extra["y"] - 1),
+        (Encoding(x=x), lambda b: b["x"]),
+        (OrderedDict(a=[x, {"b": x}]), lambda b: b["a"][1]["b"]),
+    ):
+        parts = split_batch(batch, 2)
+        assert all(type(part.value) is type(batch) for part in parts)
+        assert torch.equal(torch.cat([get(part.value) for part in parts]), x)
+        assert torch.equal(get(batch), x)
+    frozen = split_batch(Frozen(x, ["a", "b", "c", "d"]), 2)[1].value
+    assert frozen.names == ["c", "d"]
+    assert frozen.scale == 2.0
+
+
+def test_what_is_no_sample_goes_everywhere() -> None:
+    batch = {"x": torch.zeros(6, 2), "y": torch.zeros(6), "weights": torch.ones(3), "step": torch.tensor(1), "k": 5}
+    for part in split_batch(batch, 3):
+        assert part.value["x"].shape == (2, 2)
+        assert part.value["weights"].shape == (3,)
+        assert part.value["step"].ndim == 0
+        assert part.value["k"] == 5
+
+
+def test_lists_of_samples_and_other_batch_dims() -> None:
+    images = [torch.zeros(3, size, size) for size in (4, 5, 6, 7)]
+    parts = split_batch({"images": images, "ids": ["a", "b", "c", "d"]}, 2)
+    assert [len(part.value["images"]) for part in parts] == [4, 4] or [len(p.value["images"]) for p in parts] == [2, 2]
+    time_first = split_batch((torch.zeros(9, 4, 2), torch.zeros(4)), 2, batch_dim=1)
+    assert [part.value[0].shape for part in time_first] == [(9, 2, 2), (9, 2, 2)]
+    assert batch_size_of((torch.zeros(9, 4), torch.zeros(9))) == 9
+
+
+def test_results_are_merged() -> None:
+    results: list[Any] = [
+        {"loss": torch.tensor(1.0), "rows": torch.zeros(3, 2), "count": 2, "name": "a", "none": None},
+        {"loss": torch.tensor(4.0), "rows": torch.ones(1, 2), "count": 2, "name": "a", "none": None},
+    ]
+    merged = merge_results(results, [0.75, 0.25], [3, 1])
+    assert float(merged["loss"]) == 1.75
+    assert merged["rows"].shape == (4, 2)
+    assert merged["count"] == 2
+    assert merged["none"] is None
+
+
+def test_copies_are_independent() -> None:
+    batch = {"x": torch.zeros(2), "inner": [Plain(torch.zeros(2))]}
+    copied = fresh_copy(batch)
+    copied.pop("x").add_(1)
+    copied["inner"][0].x.add_(1)
+    assert float(batch["x"].sum() + batch["inner"][0].x.sum()) == 0  # type: ignore[attr-defined, index, union-attr]
+
+
+def test_structures_survive() -> None:
+    normal = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+    value = (Pair(torch.zeros(1), torch.ones(1)), {"n": normal, "k": [None, 3]}, Frozen(torch.ones(2), ["x"]))
+    leaves, spec = flatten(value)
+    again = rebuild(spec, leaves)
+    assert type(again[0]) is Pair
+    assert torch.equal(again[1]["n"].mean, normal.mean)
+    assert again[1]["k"] == [None, 3]
+    assert again[2].names == ["x"]
