@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pardist.strategies.base import PardistStrategy
 from lightning_pardist.strategies.ddp import DDPStrategy
+from lightning_pardist.strategies.zero import ZeroStrategy
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ TABLE: tuple[Entry, ...] = (
     Entry("pardist_ddp_spawn", DDPStrategy, "samples", "ranks are to be started by spawn", {"start_method": "spawn"}),
     Entry("pardist_ddp_fork", DDPStrategy, "samples", "ranks are to be started by fork", {"start_method": "fork"}),
     Entry("pardist_ddp_notebook", DDPStrategy, "samples", "in a notebook (ranks by fork)", {"start_method": "fork"}),
+    Entry("pardist_zero1", ZeroStrategy, "samples, optimizer state", "optimizer state is what does not fit",
+          {"zero_stage": 1}),
+    Entry("pardist_zero2", ZeroStrategy, "samples, optimizer state, gradients", "parameters fit, the rest does not",
+          {"zero_stage": 2}),
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -283,6 +283,8 @@ class PardistStrategy(ParallelStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._engine = self.make_data_engine(self.lightning_module, self.optimizers)
+            self.precision_plugin.__dict__["clip_grad_by_norm"] = self._clip_grad_by_norm
+            self.lightning_module.__dict__["zero_grad"] = self._zero_grad
         self._attach_to(trainer)
 
     def transform_module(self) -> None:
@@ -432,6 +434,36 @@ class PardistStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         rank_zero_info(self.describe())
 
+    # --- gradients and optimizer state --------------------------------------------------------------------------
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Stands in for the precision plugin's, which sees only what this rank's optimizer holds."""
+        if self._engine is not None:
+            self._engine.clip_grad_norm(_plain(optimizer), float(clip_val))
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """Stands in for the module's ``zero_grad``, which does not know of gradients that the engine keeps."""
+        if self.lightning_module is not None:
+            nn.Module.zero_grad(self.lightning_module, set_to_none)
+        if self._engine is not None:
+            self._engine.zero_grad()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State as one process would have it, whole at least on the first rank. Collective."""
+        if self._engine is None:
+            return super().optimizer_state(optimizer)
+        return self._engine.optimizer_state(_plain(optimizer))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._engine is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._engine.load_optimizer_state(optimizer, state)
+            _optimizers_to_device([optimizer], self.root_device)
+
     # --- collectives --------------------------------------------------------------------------------------------
 
     @override
@@ -501,8 +533,11 @@ class PardistStrategy(ParallelStrategy):
         self._evaluation = self._epoch_results = self._buffer_sync = None
         self._revert_layer_sync()
         if self._engine is not None:
+            # Kept, since a checkpoint after training asks it for the optimizers' state.
             self._engine.detach()
-            self._engine = None
+            self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+            if self.lightning_module is not None:
+                self.lightning_module.__dict__.pop("zero_grad", None)
         super().teardown()
         self.stop_watchdog()
         if self._owns_group:
@@ -512,6 +547,10 @@ class PardistStrategy(ParallelStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Names are registered from the table in :mod:`lightning_pardist.registry`, not class by class."""
+
+
+def _plain(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _world() -> dist.ProcessGroup:

@@ -33,10 +33,14 @@ def quiet_trainer(**kwargs: Any) -> pl.Trainer:
 
 
 class Losses(pl.Callback):
-    """Records the loss of every batch on this rank."""
+    """Records the loss of every batch on this rank, and at the end what a checkpoint would hold of the optimizers."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
+        self.optimizer_state: dict[str, Tensor] = {}
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        self.optimizer_state = _flat_state([trainer.strategy.optimizer_state(opt) for opt in trainer.optimizers])
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
@@ -76,15 +80,15 @@ def train(strategy: Any, devices: int, module_name: str, module_kwargs: dict, tr
         "losses": {"loss": losses},
         "weights": snapshot(module),
         "metrics": {k: v.clone() for k, v in trainer.callback_metrics.items() if k.endswith("_epoch")},
-        "optimizer": _flat_state(trainer.optimizers),
+        "optimizer": losses_of.optimizer_state,
     }
 
 
-def _flat_state(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+def _flat_state(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {
         f"{index}.{number}.{key}": value.detach().float().clone()
-        for index, optimizer in enumerate(optimizers)
-        for number, state in optimizer.state_dict()["state"].items()
+        for index, optimizer_state in enumerate(states)
+        for number, state in optimizer_state["state"].items()
         for key, value in state.items()
         if isinstance(value, Tensor)
     }

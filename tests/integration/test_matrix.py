@@ -13,6 +13,10 @@ STRATEGIES = {
     "ddp-2": ("pardist_ddp", 2),
     "ddp-4": ("pardist_ddp", 4),
     "ddp-1": ("pardist_ddp", 1),
+    "zero1-2": ("pardist_zero1", 2),
+    "zero1-4": ("pardist_zero1", 4),
+    "zero2-2": ("pardist_zero2", 2),
+    "zero2-4": ("pardist_zero2", 4),
 }
 
 #: name of the column -> (modules, module arguments, Trainer arguments)
@@ -47,11 +51,13 @@ def _run_column(strategy, devices, feature):
 def test_same_numbers_as_one_process(row, feature):
     strategy, devices = STRATEGIES[row]
     results = run_ranks(devices, _run_column, strategy, devices, feature)
-    for rank_results in results:
+    for rank, rank_results in enumerate(results):
         for module, got in rank_results.items():
             want = _expected(module, feature)
-            for part in ("losses", "weights", "metrics", "optimizer"):
+            for part in ("losses", "weights", "metrics"):
                 assert_close(got[part], want[part])
+            if rank == 0:  # where a checkpoint is written
+                assert_close(got["optimizer"], want["optimizer"])
 
 
 #: Where one process cannot be the measure (rounding, each rank's own batch norm): bit for bit Lightning's ddp.

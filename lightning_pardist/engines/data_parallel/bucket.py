@@ -28,15 +28,20 @@ class Bucket:
         first = self.params[0]
         self.buffer = torch.zeros(self.numel + len(self.params), dtype=first.dtype, device=first.device)
         self.flags = self.buffer[self.numel :]
-        self.views: list[Tensor] = []
+        self._views: list[Tensor] = []
         offset = 0
         for param in self.params:
             # Strided like the parameter where it is dense (channels-last weights), as autograd would make it.
             piece = self.buffer[offset : offset + param.numel()]
-            self.views.append(_view_like(piece, param))
+            self._views.append(view_like(piece, param))
             offset += param.numel()
         self.ready = [False] * len(self.params)
         self.pending = len(self.params)
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The parameters' gradients in the buffer, each in its parameter's shape."""
+        return self._views
 
     @property
     def gradients(self) -> Tensor:
@@ -97,6 +102,10 @@ class Bucket:
                     self.params[index].grad = self.views[index] if flag else None
         self.reset()
 
+    def held_bytes(self) -> int:
+        """Bytes of gradients that the bucket holds at this moment."""
+        return self.buffer.numel() * self.buffer.element_size()
+
     def reset(self) -> None:
         """Forget which gradients are in the buffer."""
         self.ready = [False] * len(self.params)
@@ -132,7 +141,8 @@ def partition(
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _view_like(piece: Tensor, param: Tensor) -> Tensor:
+def view_like(piece: Tensor, param: Tensor) -> Tensor:
+    """``piece``, flat, as a tensor of ``param``'s shape, channels last where ``param`` is."""
     memory_format = _CHANNELS_LAST.get(param.dim())
     if memory_format is not None and param.is_contiguous(memory_format=memory_format):
         return piece.as_strided(param.size(), param.stride())

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.data_parallel.bucket import Bucket, partition
@@ -46,6 +47,7 @@ class GradientReducer:
         bucket_size_mb: Size of a bucket. Larger ones use the wire better, smaller ones overlap earlier.
         first_bucket_size_mb: Size of the first bucket.
         overlap: Whether buckets are sent while backward still runs.
+        reorder: Whether buckets are ordered anew once the first backward has shown its order.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class GradientReducer:
         bucket_size_mb: float = 25.0,
         first_bucket_size_mb: float = 1.0,
         overlap: bool = True,
+        reorder: bool = True,
     ) -> None:
         if bucket_size_mb <= 0 or first_bucket_size_mb <= 0:
             raise ValueError(f"bucket_size_mb={bucket_size_mb} must be positive; 25 is a good start.")
@@ -78,7 +81,7 @@ class GradientReducer:
         self._callback_queued = False
         self._active: list[Bucket] = []
         self._works: list[Any] = []
-        self._order: list[Tensor] | None = []
+        self._order: list[Tensor] | None = [] if reorder else None
         if self.enabled:
             self._add_new_parameters()
 
@@ -153,6 +156,26 @@ class GradientReducer:
         """Tell that the optimizer has stepped: the next step's gradients are not averaged yet."""
         self.is_reduced = False
 
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Scale an optimizer's gradients to a norm of at most ``max_norm``. Not collective: they agree on all ranks.
+
+        Returns:
+            The norm before.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return nn.utils.clip_grad_norm_(params, max_norm)
+
+    def zero_grad(self) -> None:
+        """Nothing to do: gradients live in the parameters."""
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state dict, whole on every rank."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a state dict of one process."""
+        optimizer.load_state_dict(state)
+
     def detach(self) -> None:
         """Remove every hook and let the gradients go. Not collective."""
         for handle in self._handles:
@@ -164,7 +187,7 @@ class GradientReducer:
 
     def held_bytes(self) -> int:
         """Bytes of gradient buffers on this rank."""
-        return sum(bucket.buffer.numel() * bucket.buffer.element_size() for bucket in self.buckets)
+        return sum(bucket.held_bytes() for bucket in self.buckets)
 
     # --- one backward -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,187 @@
+"""A bucket whose parameters and gradients are flat, and cut into one even slice a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pardist.engines.data_parallel.bucket import Bucket, view_like
+from lightning_pardist.engines.memory import storage_bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in this rank's slice.
+
+    Attributes:
+        param: The parameter, whole.
+        start: First element of the part, in the parameter's flat order in the bucket.
+        stop: Behind the last element.
+        offset: Where the part begins in the slice.
+        shard: What the optimizer updates, flat, shape ``[stop - start]``.
+    """
+
+    param: nn.Parameter
+    start: int
+    stop: int
+    offset: int
+    shard: nn.Parameter
+
+
+class ShardedBucket(Bucket):
+    """Parameters as views of one flat buffer, of which this rank's optimizer updates one slice.
+
+    The slices are even to the element, whatever the shapes: no rank holds more than ``1/N`` of the optimizer's state,
+    plus padding of less than ``N`` elements a bucket. Parameters in half precision are updated in fp32 masters, which
+    exist for the slice only.
+
+    Args:
+        params: Parameters of one dtype and device; their ``data`` becomes views of the flat buffer.
+        rank: This rank's index in the data axis.
+        world_size: Size of the data axis.
+        keep_full: Whether the whole gradient buffer is kept between steps (ZeRO-1), or only the slice (ZeRO-2).
+
+    Attributes:
+        shard_numel: Elements of a slice, padding included.
+        pieces: What lies in this rank's slice.
+        master: What the optimizer updates, shape ``[shard_numel]``: the slice itself, or its fp32 copy.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], *, rank: int, world_size: int, keep_full: bool) -> None:
+        self.params = list(params)
+        self.numel = sum(param.numel() for param in self.params)
+        self.shard_numel = -(-self.numel // world_size)
+        self.world_size = world_size
+        self.keep_full = keep_full
+        first = self.params[0]
+        self._dtype, self.device = first.dtype, first.device
+        self._own = slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        self.flat_params = torch.zeros(self.shard_numel * world_size, dtype=self._dtype, device=self.device)
+        self._adopt_parameters()
+        low_precision = self._dtype in (torch.float16, torch.bfloat16)
+        own = self.flat_params[self._own]
+        self.master: Tensor = own.float() if low_precision else own
+        self.master_dtype = self.master.dtype
+        self.pieces = self._cut()
+        self.flags = torch.zeros(len(self.params), device=self.device)
+        self._full: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._shard: Tensor | None = None
+        self.reset()
+
+    # --- parameters ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self, group: dist.ProcessGroup) -> dist.Work | None:
+        """Send this rank's updated slice and receive the others'. Collective over ``group``; returns at once."""
+        own = self.flat_params[self._own]
+        if self.master.data_ptr() != own.data_ptr():
+            own.copy_(self.master)
+        work: dist.Work | None = dist.all_gather_into_tensor(self.flat_params, own, group=group, async_op=True)
+        return work
+
+    @torch.no_grad()
+    def release_memory(self) -> None:
+        """Let the flat buffers go: parameters and slices get memory of their own, and gradients are forgotten."""
+        for param in self.params:
+            param.data = param.data.clone()
+            param.grad = None
+        for piece in self.pieces:
+            piece.shard.data = piece.shard.data.clone()
+            piece.shard.grad = None
+        self.flat_params = self.master = self.flat_params.new_empty(0)
+        self._full, self._views, self._shard = None, [], None
+
+    def slice_of(self, param: nn.Parameter, flat: Tensor) -> Tensor:
+        """The values of ``param`` in ``flat``, shape ``[padded numel]``, in the parameter's shape."""
+        offset = 0
+        for candidate in self.params:
+            if candidate is param:
+                return view_like(flat[offset : offset + param.numel()], param)
+            offset += candidate.numel()
+        raise KeyError("the parameter is not in this bucket")
+
+    @torch.no_grad()
+    def _adopt_parameters(self) -> None:
+        offset = 0
+        for param in self.params:
+            view = view_like(self.flat_params[offset : offset + param.numel()], param)
+            view.copy_(param)
+            param.data = view
+            offset += param.numel()
+
+    def _cut(self) -> list[Piece]:
+        pieces, offset = [], 0
+        for param in self.params:
+            if param.numel() == 0:
+                # Without elements, but its optimizer counts steps; the first rank keeps the count.
+                if self._own.start == 0:
+                    pieces.append(Piece(param, 0, 0, 0, nn.Parameter(self.master[:0])))
+                continue
+            begin, end = max(offset, self._own.start), min(offset + param.numel(), self._own.stop)
+            if begin < end:
+                at = begin - self._own.start
+                shard = nn.Parameter(self.master[at : at + end - begin])
+                pieces.append(Piece(param, begin - offset, end - offset, at, shard))
+            offset += param.numel()
+        return pieces
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The parameters' gradients in the full buffer, which is made when the first of them comes."""
+        if self._full is None:
+            self._full = torch.zeros_like(self.flat_params)
+            offset = 0
+            for param in self.params:
+                self._views.append(view_like(self._full[offset : offset + param.numel()], param))
+                offset += param.numel()
+        return self._views
+
+    @property
+    def full_gradients(self) -> Tensor:
+        """All gradients of this rank, flat and padded, shape ``[world_size * shard_numel]``."""
+        if self._full is None:
+            return torch.zeros_like(self.flat_params)
+        return self._full
+
+    def take(self, reduced: Tensor) -> None:
+        """Receive the mean of this rank's slice, shape ``[shard_numel]``, and let the full gradients go."""
+        fresh = self._shard is None or all(piece.shard.grad is None for piece in self.pieces)
+        if self._shard is not None and not fresh:
+            self._shard.add_(reduced)
+        elif self.keep_full and self._full is not None and self.master.dtype == self._dtype:
+            self._shard = self._full[self._own]
+            self._shard.copy_(reduced)
+        else:
+            self._shard = reduced.to(self.master.dtype)
+        for param in self.params:
+            param.grad = None
+        if not self.keep_full:
+            self._full, self._views = None, []
+
+    def release(self) -> None:
+        """Hand the slice's gradients to the shards; a parameter that no rank used keeps what it had."""
+        if self._shard is None:
+            raise RuntimeError("release() comes after take()")
+        used = [True] * len(self.params) if not self.pending else [flag > 0 for flag in self.flags.tolist()]
+        by_param = dict(zip(self.params, used, strict=True))
+        for piece in self.pieces:
+            if by_param[piece.param]:
+                numel = piece.stop - piece.start
+                piece.shard.grad = self._shard[piece.offset : piece.offset + numel]
+        self.reset()
+
+    def held_bytes(self) -> int:
+        """Bytes of gradients on this rank at this moment."""
+        return storage_bytes(tensor for tensor in (self._full, self._shard) if tensor is not None)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, as ``zero_grad`` does."""
+        for piece in self.pieces:
+            piece.shard.grad = None

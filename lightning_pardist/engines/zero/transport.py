@@ -1,0 +1,73 @@
+"""Reduce-scatter of flat buckets, in a way that is fast on the backend at hand."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_pardist.engines.data_parallel.bucket import Bucket
+from lightning_pardist.engines.data_parallel.transport import Transport, reduce_flags
+from lightning_pardist.engines.zero.bucket import ShardedBucket
+
+#: Buckets that may be on their way at once: what they receive into is memory beyond the states that ZeRO counts.
+_IN_FLIGHT = 2
+
+
+class ReduceScatter(Transport):
+    """The mean of each slice on the rank that owns it. Sends ``Psi (N-1)/N`` per rank.
+
+    gloo's own reduce-scatter sends as much as an all-reduce. There, every rank sends its peers their slices
+    (all-to-all) and sums what it receives, in the order of ranks.
+
+    Args:
+        group: The data axis' process group.
+        keep_full: Whether full gradients are kept between steps (ZeRO-1).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, keep_full: bool) -> None:
+        self.group = group
+        self.scale = 1.0 / group.size()
+        self.keep_full = keep_full
+        self._flying: deque[tuple[ShardedBucket, Any, Tensor]] = deque()
+
+    @override
+    def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
+        return ShardedBucket(params, rank=self.group.rank(), world_size=self.group.size(), keep_full=self.keep_full)
+
+    @override
+    def launch(self, bucket: Bucket, *, index: int, is_last: bool) -> Any:
+        if not isinstance(bucket, ShardedBucket):
+            raise TypeError("ReduceScatter launches the buckets that it makes")
+        while len(self._flying) >= _IN_FLIGHT:
+            self._land()
+        full = bucket.full_gradients
+        if full.device.type == "cpu":
+            received = torch.empty_like(full)
+            work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
+        else:
+            received = full.new_empty(bucket.shard_numel)
+            work = dist.reduce_scatter_tensor(received, full, group=self.group, async_op=True)
+        self._flying.append((bucket, work, received))
+        return None
+
+    @override
+    def finish(self, bucket: Bucket, work: Any) -> None:
+        while any(flying is bucket for flying, _, _ in self._flying):
+            self._land()
+
+    @override
+    def finish_all(self, buckets: Sequence[Bucket]) -> None:
+        reduce_flags(buckets, group=self.group)
+
+    def _land(self) -> None:
+        bucket, work, received = self._flying.popleft()
+        work.wait()
+        if received.numel() != bucket.shard_numel or self.group.size() == 1:
+            received = received.view(self.group.size(), bucket.shard_numel).sum(0)
+        bucket.take(received)
