@@ -204,7 +204,7 @@ class OddShapes(Step):
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        return self.head(self.odd(x * self.scale + self.row)) + self.wide.sum() + self.empty.sum()
+        return self.head(self.odd(x * self.scale + self.row)) * (1 + self.wide.mean()) + self.empty.sum()
 
 
 class MixedTypes(Step):

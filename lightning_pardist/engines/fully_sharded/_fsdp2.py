@@ -35,6 +35,11 @@ def set_idle(group: Any) -> None:
     group._training_state = type(group._training_state).IDLE
 
 
+def set_forward(group: Any) -> None:
+    """Say that the group is in forward, so that it keeps what ``reshard_after_forward`` says it keeps."""
+    group._training_state = type(group._training_state).FORWARD
+
+
 def set_post_backward(group: Any) -> None:
     """Say that the group's backward has run."""
     group._training_state = type(group._training_state).POST_BACKWARD

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lightning_pardist.engines.fully_sharded import _fsdp2
 from lightning_pardist.engines.fully_sharded.comm import PendingReduction, UnitAllGather, UnitReduceScatter
 from lightning_pardist.engines.fully_sharded.meeting import GATHER, REDUCE, Meeting
 from lightning_pardist.engines.fully_sharded.outputs import before_backward, shares_memory
+from lightning_pardist.engines.fully_sharded.state import local_part
 from lightning_pardist.engines.fully_sharded.units import Unit
 
 
@@ -36,6 +37,7 @@ class ShardedUnit:
         self.groups = _fsdp2.groups_of(self.module)
         self.open_calls = 0
         self.watched = False
+        self._versions: dict[int, int] = {}
 
     @property
     def gathered(self) -> bool:
@@ -62,9 +64,30 @@ class ShardedUnit:
         # Tensors made in inference mode could never be trained with: make them outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self.module.unshard()
+        if self.resident:
+            self._versions = {id(p): whole._version for p, whole in self._gathered_parameters()}
+
+    def _gathered_parameters(self) -> Iterator[tuple[Any, nn.Parameter]]:
+        for group in self.groups:
+            for parameter in group.fsdp_params:
+                whole = _fsdp2.gathered_parameter(parameter)
+                if whole is not None and not whole.is_inference():
+                    yield parameter, whole
+
+    def keep_changes(self) -> None:
+        """Write to the shards what the user changed in place while the unit was gathered (clamping, say)."""
+        if not (self._versions and self.gathered):
+            return
+        for parameter, whole in self._gathered_parameters():
+            if self._versions.get(id(parameter)) != whole._version:
+                self._versions[id(parameter)] = whole._version
+                with torch.no_grad():
+                    shard = parameter.sharded_param
+                    shard.to_local().copy_(local_part(whole.detach(), shard))
 
     def free(self) -> None:
         """Give the whole parameters back; the shards remain."""
+        self._versions = {}
         for group in self.groups:
             _fsdp2.drop_pending_gather(group)
             group._to_sharded()
@@ -98,6 +121,7 @@ class BackwardRuntime:
         self.pending: list[PendingReduction] = []
         self.finalizing = False
         self.inside = 0
+        self.backwards = 0
         self.sync = True
         self.filled: dict[int, Any] = {}
         self.used: set[int] = set()
@@ -165,6 +189,7 @@ class BackwardRuntime:
 
     # -- forward
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self, unit: ShardedUnit, module: nn.Module, args: Any) -> None:
         if not unit.watched:
             # Creates the whole parameters outside of inference mode; fully_shard's own hook then finds them there.
@@ -182,7 +207,11 @@ class BackwardRuntime:
     def _post_forward(
         self, unit: ShardedUnit, group: Any, finish: Callable[..., Any], module: Any, given: Any, output: Any
     ) -> Any:
-        if not unit.resident and group._reshard_after_forward:
+        if unit.resident:
+            # A backward inside this call (manual optimization) has reset the state; the end of forward is not
+            # the end of the unit's use.
+            _fsdp2.set_forward(group)
+        elif group._reshard_after_forward:
             storages = {whole.untyped_storage().data_ptr() for p in group.fsdp_params for whole in p.all_gather_outputs}
             if shares_memory(output, storages - {0}):
                 # The caller gets a parameter itself, or a view of one: it must not be freed under its hands.
@@ -227,6 +256,7 @@ class BackwardRuntime:
             self.finalizing = False
 
     def _finish(self) -> None:
+        self.backwards += 1
         while self.pending:
             self.pending.pop(0).finish()
         if self.meeting.active:

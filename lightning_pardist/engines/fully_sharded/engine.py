@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -219,6 +220,7 @@ class FullySharded:
         self._watched: set[str] = set()
         self._keep_last = keep_last
         self._order: list[ShardedUnit] | None = []
+        self._backwards_before = 0
         data_group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten(_flat_name(mesh)).get_group()
         self.meeting = Meeting(_host_group(data_group), data_group)
         self.meeting.active = rank_dependent
@@ -279,8 +281,11 @@ class FullySharded:
 
     def _enter(self) -> None:
         if self._runtime.inside == 0:
+            self._backwards_before = self._runtime.backwards
             for unit in self._units:
-                if unit.resident and not unit.gathered:
+                if unit.resident:
+                    # What is still there from a step without backward may be old by now.
+                    unit.free()
                     unit.gather()
                 self._runtime.watch_gradients(unit)
         self._runtime.inside += 1
@@ -289,16 +294,19 @@ class FullySharded:
         self._runtime.inside -= 1
         if self._runtime.inside == 0:
             self._learn_order()
-            if not torch.is_grad_enabled():
+            self.keep_changes()
+            if not torch.is_grad_enabled() or self._runtime.backwards > self._backwards_before:
                 for unit in self._units:
                     for group in unit.groups:
                         _fsdp2.drop_pending_gather(group)
                     if unit.resident:
                         unit.free()
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _enter_by_call(self, module: nn.Module, args: Any) -> None:
         self._enter()
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _leave_by_call(self, module: nn.Module, args: Any, output: Any) -> None:
         self._leave()
 
@@ -307,7 +315,10 @@ class FullySharded:
         """Watch for direct uses of parameters, where asked for."""
         seen = f"{name}, grad={torch.is_grad_enabled()}"
         if self._watch == "always" or (self._watch == "first" and seen not in self._watched):
-            with DirectUse(self._units, self._keep):
+            # A mode would be traced into compiled blocks: the run that looks is an eager one.
+            compiled = "torch._dynamo" in sys.modules
+            eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+            with eager, DirectUse(self._units, self._keep):
                 yield
             self._watched.add(seen)
             return
@@ -329,6 +340,7 @@ class FullySharded:
             unit.gather()
         self._runtime.watch_gradients(unit)
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> None:
         if self._order is not None:
             self._order.append(unit)
@@ -350,6 +362,11 @@ class FullySharded:
             unit.module.set_modules_to_forward_prefetch([following.module])
 
     # -- optimizers
+
+    def keep_changes(self) -> None:
+        """Write in-place changes of gathered parameters to the shards; done before every attached step. Local."""
+        for unit in self._units:
+            unit.keep_changes()
 
     def refresh(self) -> None:
         """Call after an optimizer step inside :meth:`run` (manual optimization): gathers the new values. Collective."""
@@ -392,7 +409,7 @@ class FullySharded:
         Raises:
             ValueError: If the optimizer's update of an element depends on other elements.
         """
-        step_on_shards(optimizer, self.refresh)
+        step_on_shards(optimizer, before_step=self.keep_changes, after_step=self.refresh)
 
     def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of the gradients over all ranks, see :func:`~.norm.grad_norm`. Collective.

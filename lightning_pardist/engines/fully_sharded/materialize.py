@@ -90,7 +90,7 @@ def materialize(
     """Give values to a module on ``meta`` in the order of its construction, sharding each unit when it has all of its.
 
     Modules are visited children first, as constructors run, and each gets ``reset_parameters`` once: with the same
-    random state this is one process' initialization, number by number. Only the unit at hand is whole. Units below a
+    random state this is one process' initialization, number by number; of tied parameters the first module's counts. Only the unit at hand is whole. Units below a
     module that initializes its children again (it has a reset method and children) wait for it.
 
     Args:
@@ -115,14 +115,11 @@ def materialize(
         holds = reset is not None and any(True for _ in child.children())
         for grandchild in child.children():
             visit(grandchild, held or holds)
+        tied = [copies[p] for p in child.parameters(recurse=False) if p in copies]
         filled = _fill_own(child, copies)
         created = {id(parameter) for parameter in copies.values()}
         if filled or (holds and any(id(parameter) in created for parameter in child.parameters())):
-            with torch.no_grad():
-                if init is not None:
-                    init(child)
-                elif reset is not None:
-                    reset(child)
+            _initialize(child, init or reset, tied)
         if is_unit(child):
             waiting.append(child)
         if not held:
@@ -131,6 +128,18 @@ def materialize(
             waiting.clear()
 
     visit(module, False)
+
+
+def _initialize(module: nn.Module, init: InitFunction | None, tied: Sequence[torch.Tensor]) -> None:
+    """Run a module's initialization. Values of tied parameters stay as their first module left them: the second one
+    was initialized too, which used up random numbers, before its parameter was replaced."""
+    if init is None:
+        return
+    with torch.no_grad():
+        kept = [tensor.clone() for tensor in tied]
+        init(module)
+        for tensor, values in zip(tied, kept, strict=True):
+            tensor.copy_(values)
 
 
 def _fill_own(module: nn.Module, copies: dict[torch.Tensor, torch.Tensor]) -> bool:

@@ -58,7 +58,12 @@ def _try(
     return [parameter.detach() for parameter in parameters]
 
 
-def step_on_shards(optimizer: torch.optim.Optimizer, after_step: Callable[[], None] | None = None) -> None:
+def step_on_shards(
+    optimizer: torch.optim.Optimizer,
+    *,
+    before_step: Callable[[], None] | None = None,
+    after_step: Callable[[], None] | None = None,
+) -> None:
     """Let ``optimizer.step()`` run on this rank's shards as ordinary tensors, in place. Not collective.
 
     Outside of ``step`` the optimizer holds the module's ``DTensor`` parameters, so that groups, schedulers, clipping
@@ -67,6 +72,7 @@ def step_on_shards(optimizer: torch.optim.Optimizer, after_step: Callable[[], No
 
     Args:
         optimizer: Made from the module's parameters after it was sharded.
+        before_step: Called right before the update, after a closure.
         after_step: Called after every step, such as ``FullySharded.refresh``.
 
     Raises:
@@ -87,6 +93,8 @@ def step_on_shards(optimizer: torch.optim.Optimizer, after_step: Callable[[], No
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        if before_step is not None:
+            before_step()
         groups = [group["params"] for group in self.param_groups]
         state = self.state
         try:

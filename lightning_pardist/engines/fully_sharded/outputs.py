@@ -21,7 +21,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if value is None or isinstance(value, _LEAVES) or isinstance(value, type) or callable(value):
+    if value is None or isinstance(value, (*_LEAVES, type)) or callable(value):
         return
     seen = set() if seen is None else seen
     if id(value) in seen:
