@@ -42,7 +42,7 @@ def _states(name, hsdp, local, folder):
     moments = {}
     for parameter, key, value in full_optimizer_state(model, optimizer):
         moments.setdefault(parameter, {})[key] = value
-    assert list(state) and set(state) == set(plain.state_dict())
+    assert set(state) == set(plain.state_dict())
     if rank == 0:
         plain.load_state_dict(state)
         torch.save({"state": state, "moments": moments}, folder + "/full.pt")
@@ -64,7 +64,8 @@ def _states(name, hsdp, local, folder):
         assert set(again.state[p]) == set(optimizer.state[q])
         for entry in again.state[p]:
             mine, theirs = again.state[p][entry], optimizer.state[q][entry]
-            assert type(mine) is type(theirs) and torch.equal(whole(mine), whole(theirs)), (key, entry)
+            assert type(mine) is type(theirs), (key, entry)
+            assert torch.equal(whole(mine), whole(theirs)), (key, entry)
     train(engine, optimizer, 1, 2)
     train(second, again, 1, 2)
     for (key, p), q in zip(other.named_parameters(), model.named_parameters(), strict=True):
@@ -142,7 +143,8 @@ def _mixed_precision():
     before = {name: whole(p).clone() for name, p in model.named_parameters()}
     train(engine, optimizer, 3, 1)
     for name, p in model.named_parameters():
-        assert p.dtype == torch.float32 and not torch.equal(whole(p), before[name])
+        assert p.dtype == torch.float32
+        assert not torch.equal(whole(p), before[name])
         assert torch.isfinite(whole(p)).all()
 
 

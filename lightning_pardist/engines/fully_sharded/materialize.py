@@ -90,8 +90,9 @@ def materialize(
     """Give values to a module on ``meta`` in the order of its construction, sharding each unit when it has all of its.
 
     Modules are visited children first, as constructors run, and each gets ``reset_parameters`` once: with the same
-    random state this is one process' initialization, number by number; of tied parameters the first module's counts. Only the unit at hand is whole. Units below a
-    module that initializes its children again (it has a reset method and children) wait for it.
+    random state this is one process' initialization, number by number; of tied parameters the first module's counts.
+    Only the unit at hand is whole. Units below a module that initializes its children again (it has a reset method
+    and children) wait for it.
 
     Args:
         module: The root. Not collective by itself; ``shard_now`` may be.
