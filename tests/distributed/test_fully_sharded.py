@@ -124,7 +124,7 @@ CASES = [
     *({"name": name, "micro": 3} for name in ("Repeated", "RankBranch", "Gpt", "OddShapes")),
     *({"name": name, "micro": 2, "keep": "unsharded"} for name in ("Repeated", "RankBranch", "OddShapes")),
     *({"name": name, "reshard_after_forward": False} for name in ("Repeated", "Gpt")),
-    {"name": "Blocks", "reshard_after_forward": "auto"},
+    *({"name": name, "reshard_after_forward": True} for name in ("Gpt", "OddShapes", "InPlace")),
     {"name": "Gpt", "clip": 0.05},
     {"name": "OddShapes", "clip": 0.05, "local": False, "optimizer": "sgd"},
     {"name": "DirectWeight", "watch": "always"},

@@ -173,7 +173,7 @@ def _traffic():
     torch.manual_seed(0)
     model = Wide()
     total = sum(p.numel() for p in model.parameters())
-    engine = shard(model, make_mesh())
+    engine = shard(model, make_mesh(), reshard_after_forward=True)
     optimizer = torch.optim.Adam(model.parameters())
     engine.attach(optimizer)
     x, y = torch.randn(2, 512), torch.randint(0, 512, (2,))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 #: Reductions in flight on gloo; each holds a unit's gradients twice.
-MAX_PENDING_REDUCTIONS = 2
+MAX_PENDING_REDUCTIONS = 3
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

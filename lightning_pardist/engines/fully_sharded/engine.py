@@ -45,6 +45,9 @@ from lightning_pardist.engines.fully_sharded.units import (
 )
 from lightning_pardist.engines.fully_sharded.watch import DirectUse
 
+#: Backward of these needs their inputs, not their weights.
+_READ_IN_FORWARD_ONLY = (nn.Embedding.forward,)
+
 Result = TypeVar("Result")
 Reshard = bool | int | Literal["auto"]
 #: Where gradients of all but the last micro-batch stay.
@@ -56,7 +59,7 @@ def shard(
     mesh: DeviceMesh,
     *,
     units: Sequence[Unit] | None = None,
-    reshard_after_forward: Reshard = True,
+    reshard_after_forward: Reshard = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored: Collection[nn.Parameter] = (),
@@ -78,8 +81,9 @@ def shard(
         mesh: 1D (sharded), or 2D (replicated over the first axis, sharded over the second: HSDP).
         units: From :func:`find_units`; found with its defaults if not given.
         reshard_after_forward: ``True`` frees units after forward; ``False`` keeps them until backward, which sends
-            2 Psi (N-1)/N; ``"auto"`` keeps the last unit, which backward needs at once; a number reshards to so many
-            ranks, as ``fully_shard`` has it. What the root owns is kept through a step in any case.
+            2 Psi (N-1)/N; ``"auto"`` is ``True`` but for gathers that save nothing: the last unit is kept, which
+            backward needs at once, and embeddings are not gathered in backward, which does not read them; a number
+            reshards to so many ranks, as ``fully_shard`` has it. What the root owns is kept through a step.
         mp_policy: dtype of gathered parameters and of reductions; the shards keep their own.
         offload_policy: Where the shards rest.
         ignored: Parameters that this engine leaves alone entirely.
@@ -134,7 +138,7 @@ def shard(
         rank_dependent=rank_dependent,
         watch=watch,
         check=check,
-        keep_last=reshard_after_forward == "auto",
+        save_gathers=reshard_after_forward == "auto",
     )
 
 
@@ -209,7 +213,7 @@ class FullySharded:
         rank_dependent: bool,
         watch: Literal["first", "always", "never"],
         check: bool,
-        keep_last: bool,
+        save_gathers: bool,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -218,7 +222,8 @@ class FullySharded:
         self._root = units[-1]
         self._watch = watch
         self._watched: set[str] = set()
-        self._keep_last = keep_last
+        self._save_gathers = save_gathers
+        self._first: ShardedUnit | None = None
         self._order: list[ShardedUnit] | None = []
         self._backwards_before = 0
         data_group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten(_flat_name(mesh)).get_group()
@@ -288,6 +293,10 @@ class FullySharded:
                     unit.free()
                     unit.gather()
                 self._runtime.watch_gradients(unit)
+            first = self._first
+            if first is not None and not first.resident and not torch.is_inference_mode_enabled():
+                # Under way while the step prepares its inputs.
+                first.module.unshard(async_op=True)
         self._runtime.inside += 1
 
     def _leave(self) -> None:
@@ -336,6 +345,7 @@ class FullySharded:
         """A parameter of this unit is used directly: gather it, and keep it through every step."""
         if not unit.resident:
             unit.set_resident(True)
+            unit.module.set_unshard_in_backward(True)
         if not unit.gathered:
             unit.gather()
         self._runtime.watch_gradients(unit)
@@ -354,10 +364,14 @@ class FullySharded:
             self._order = []
             return
         order = [unit for unit in order if not unit.resident]
-        if self._keep_last and order:
+        if self._save_gathers and order:
             order[-1].module.set_reshard_after_forward(False, recurse=False)
+            for unit in order[:-1]:
+                if type(unit.unit.module).forward in _READ_IN_FORWARD_ONLY:
+                    unit.module.set_unshard_in_backward(False)
         if len(set(order)) != len(order) or self._rank_dependent:
             return
+        self._first = order[0] if order else None
         for unit, following in itertools.pairwise(order):
             unit.module.set_modules_to_forward_prefetch([following.module])
 

@@ -13,7 +13,7 @@ from torch import nn
 UnitPolicy = Collection[str] | Callable[[nn.Module], bool]
 
 #: Modules below this are not worth a collective of their own and stay with their parent, in bytes.
-MIN_UNIT_BYTES = 64 * 1024
+MIN_UNIT_BYTES = 256 * 1024
 #: A repeated block above this share of the model is split at its own repeated blocks, if it has any.
 MAX_UNIT_SHARE = 0.5
 
