@@ -114,9 +114,13 @@ ALL = (
 )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_module_gives_the_numbers_of_one_process(world_size):
-    run_ranks(world_size, many, [{"name": name} for name in ALL])
+def test_every_module_gives_the_numbers_of_one_process():
+    run_ranks(2, many, [{"name": name} for name in ALL])
+
+
+def test_four_ranks():
+    names = ("Mlp", "Gpt", "DirectWeight", "ForwardNeverCalled", "Repeated", "OddShapes", "MixedTypes", "ConvNet")
+    run_ranks(4, many, [{"name": name} for name in (*names, "RankBranch")])
 
 
 CASES = [

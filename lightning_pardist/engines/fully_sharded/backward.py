@@ -157,7 +157,6 @@ class BackwardRuntime:
             )
             group._reduce_scatter_comm = UnitReduceScatter(
                 functools.partial(self.meeting.announce, REDUCE, unit.index),
-                self.meeting.conclude,
                 functools.partial(_may_defer, group),
                 self.pending,
             )
@@ -241,6 +240,8 @@ class BackwardRuntime:
                 if parameter.sharded_param.grad is None:
                     self.filled[self.positions[id(parameter)]] = parameter
         reduce()
+        # Not right after the reduce-scatter: HSDP's all-reduce belongs to it.
+        self.meeting.conclude()
 
     def _final(self, finish: Callable[[], None]) -> None:
         self.finalizing = True

@@ -75,7 +75,6 @@ class UnitReduceScatter(_Allocate):
 
     Args:
         announce: Called right before the collective.
-        conclude: Called right after it was started.
         may_defer: Whether nobody reads the output before ``pending`` is drained.
         pending: Reductions in flight, drained by the engine at the end of backward.
     """
@@ -83,12 +82,10 @@ class UnitReduceScatter(_Allocate):
     def __init__(
         self,
         announce: Callable[[], None],
-        conclude: Callable[[], None],
         may_defer: Callable[[], bool],
         pending: list[PendingReduction],
     ) -> None:
         self.announce = announce
-        self.conclude = conclude
         self.may_defer = may_defer
         self.pending = pending
 
@@ -102,9 +99,7 @@ class UnitReduceScatter(_Allocate):
     ) -> dist.Work | None:
         """Reduce ``input_tensor`` and keep this rank's part in ``output_tensor``. Collective over ``group``."""
         self.announce()
-        work = self._start(output_tensor, input_tensor, group, op, async_op)
-        self.conclude()
-        return work
+        return self._start(output_tensor, input_tensor, group, op, async_op)
 
     def _start(
         self, output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool

@@ -229,7 +229,6 @@ class FullySharded:
         data_group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten(_flat_name(mesh)).get_group()
         self.meeting = Meeting(_host_group(data_group), data_group)
         self.meeting.active = rank_dependent
-        self._rank_dependent = rank_dependent
         self._runtime = BackwardRuntime(units, replicated, self.meeting, data_size=mesh.size(), check=check)
         self._root.module.set_reshard_after_backward(False, recurse=False)
         for unit in units:
@@ -288,9 +287,10 @@ class FullySharded:
         if self._runtime.inside == 0:
             self._backwards_before = self._runtime.backwards
             for unit in self._units:
-                if unit.resident:
+                if unit.gathered:
                     # What is still there from a step without backward may be old by now.
                     unit.free()
+                if unit.resident:
                     unit.gather()
                 self._runtime.watch_gradients(unit)
             first = self._first
@@ -306,10 +306,7 @@ class FullySharded:
             self.keep_changes()
             if not torch.is_grad_enabled() or self._runtime.backwards > self._backwards_before:
                 for unit in self._units:
-                    for group in unit.groups:
-                        _fsdp2.drop_pending_gather(group)
-                    if unit.resident:
-                        unit.free()
+                    unit.free()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _enter_by_call(self, module: nn.Module, args: Any) -> None:
@@ -352,24 +349,26 @@ class FullySharded:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> None:
-        if self._order is not None:
+        if self._order is not None and self._runtime.inside:
             self._order.append(unit)
 
     def _learn_order(self) -> None:
         """After the first forward: gather the next unit while one computes, where each runs once a step."""
-        order, self._order = self._order, None
+        order = self._order
         if order is None:
             return
-        if not order:
+        if not order or not torch.is_grad_enabled() or self.meeting.active:
+            # Ranks may differ here; what is learned must be the same on all.
             self._order = []
             return
+        self._order = None
         order = [unit for unit in order if not unit.resident]
         if self._save_gathers and order:
             order[-1].module.set_reshard_after_forward(False, recurse=False)
             for unit in order[:-1]:
                 if type(unit.unit.module).forward in _READ_IN_FORWARD_ONLY:
                     unit.module.set_unshard_in_backward(False)
-        if len(set(order)) != len(order) or self._rank_dependent:
+        if len(set(order)) != len(order):
             return
         self._first = order[0] if order else None
         for unit, following in itertools.pairwise(order):
