@@ -163,6 +163,16 @@ def _undeclared_rank_dependence():
     with pytest.raises(RuntimeError, match="rank_dependent=True"):
         loss.backward()
     engine.reset()
+    # The step is lost, the module is not.
+    share = zoo.batches(1, 2)[0][0]
+    engine.run(model.training_step, share).backward()
+    reference = zoo.RankUnits()
+    reference.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    reference.training_step(share).backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            close(whole(p.grad), q.grad, name)
 
 
 def test_ranks_that_use_different_units_without_saying_so_are_told():

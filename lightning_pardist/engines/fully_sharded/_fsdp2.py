@@ -86,6 +86,23 @@ def drop_pending_gather(group: Any) -> None:
     group._all_gather_result = None
 
 
+def reset_iteration(module: FSDPModule) -> None:
+    """Forget a forward or backward that did not end; older versions of torch have no method for it."""
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+        return
+    state = state_of(module)
+    context = state._state_ctx
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+    state._comm_ctx.post_forward_order.clear()
+    for other in context.all_states:
+        other._training_state = type(other._training_state).IDLE
+        for group in groups_of(other._modules[0]):
+            set_idle(group)
+            group._post_forward_indices.clear()
+
+
 def shard_of(fsdp_param: Any) -> torch.Tensor:
     """This rank's padded, flat shard."""
     data: torch.Tensor = fsdp_param._sharded_param_data

@@ -122,6 +122,7 @@ class BackwardRuntime:
         self.finalizing = False
         self.inside = 0
         self.backwards = 0
+        self.agreed: Callable[[], None] = _nothing
         self.sync = True
         self.filled: dict[int, Any] = {}
         self.used: set[int] = set()
@@ -267,6 +268,7 @@ class BackwardRuntime:
         if self.sync:
             self._agree()
             self._reduce_replicated()
+            self.agreed()
         for unit in self.units:
             for group in unit.groups:
                 _fsdp2.drop_pending_gather(group)
@@ -291,6 +293,12 @@ class BackwardRuntime:
                     parameter.sharded_param.grad = None
         self.filled.clear()
         self.used.clear()
+
+    def forget(self) -> None:
+        """Forget what was noted of a backward that did not end."""
+        self.filled.clear()
+        self.used.clear()
+        self.replicated_used.clear()
 
     def _reduce_replicated(self) -> None:
         names = sorted(self.replicated_used)
@@ -344,6 +352,10 @@ class BackwardRuntime:
             group._training_state, group.reshard_after_backward = state, reshards
             for gathered, gradient in own:
                 gathered.grad = gradient
+
+
+def _nothing() -> None:
+    """Before an engine says what follows agreement."""
 
 
 def _when_gradient_arrives(parameter: nn.Parameter, act: Callable[[], None]) -> None:

@@ -230,6 +230,7 @@ class FullySharded:
         self.meeting = Meeting(_host_group(data_group), data_group)
         self.meeting.active = rank_dependent
         self._runtime = BackwardRuntime(units, replicated, self.meeting, data_size=mesh.size(), check=check)
+        self._runtime.agreed = self._learn_order
         self._root.module.set_reshard_after_backward(False, recurse=False)
         for unit in units:
             unit.unit.module.register_forward_hook(functools.partial(self._after_forward, unit))
@@ -302,7 +303,6 @@ class FullySharded:
     def _leave(self) -> None:
         self._runtime.inside -= 1
         if self._runtime.inside == 0:
-            self._learn_order()
             self.keep_changes()
             if not torch.is_grad_enabled() or self._runtime.backwards > self._backwards_before:
                 for unit in self._units:
@@ -349,15 +349,15 @@ class FullySharded:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> None:
-        if self._order is not None and self._runtime.inside:
+        if self._order is not None and self._runtime.inside and torch.is_grad_enabled():
             self._order.append(unit)
 
     def _learn_order(self) -> None:
-        """After the first forward: gather the next unit while one computes, where each runs once a step."""
+        """After the first backward whose order ranks agree on: gather the next unit while one computes."""
         order = self._order
         if order is None:
             return
-        if not order or not torch.is_grad_enabled() or self.meeting.active:
+        if not order or self.meeting.active:
             # Ranks may differ here; what is learned must be the same on all.
             self._order = []
             return
@@ -494,10 +494,13 @@ class FullySharded:
             self.meeting.wait_for_all()
 
     def reset(self) -> None:
-        """After an exception in forward or backward: drop what was in flight. Gradients of the step are lost."""
+        """After an exception in forward or backward: drop what was in flight, and all gradients."""
         self._runtime.inside = 0
         self._runtime.pending.clear()
-        self._root.module.reset_iter_state()
+        self.meeting.sequence = 0
+        if self._order is not None:
+            self._order = []
+        _fsdp2.reset_iteration(self._root.module)
         for unit in self._units:
             unit.open_calls = 0
             unit.free()
@@ -506,6 +509,10 @@ class FullySharded:
                     gathered = _fsdp2.gathered_parameter(parameter)
                     if gathered is not None:
                         gathered.grad = None
+                    parameter.sharded_param.grad = None
+        for replicated in self.replicated.values():
+            replicated.grad = None
+        self._runtime.forget()
 
 
 def _whole_parameters(
