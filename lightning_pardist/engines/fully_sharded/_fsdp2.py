@@ -1,0 +1,121 @@
+"""The one place that touches names torch's ``fully_shard`` keeps to itself (torch 2.11 to 2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def state_of(module: FSDPModule) -> Any:
+    """The ``FSDPState`` of a module that ``fully_shard`` was applied to."""
+    return module._get_fsdp_state()
+
+
+def groups_of(module: FSDPModule) -> list[Any]:
+    """The ``FSDPParamGroup``s of a module: none for one without parameters of its own."""
+    state = state_of(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def is_idle(group: Any) -> bool:
+    """Whether the group neither runs forward nor backward."""
+    return bool(group._training_state == type(group._training_state).IDLE)
+
+
+def set_idle(group: Any) -> None:
+    """Forget that the group's backward has run, so that the final callback runs it once more."""
+    group._training_state = type(group._training_state).IDLE
+
+
+def set_forward(group: Any) -> None:
+    """Say that the group is in forward, so that it keeps what ``reshard_after_forward`` says it keeps."""
+    group._training_state = type(group._training_state).FORWARD
+
+
+def set_post_backward(group: Any) -> None:
+    """Say that the group's backward has run."""
+    group._training_state = type(group._training_state).POST_BACKWARD
+
+
+def has_gathered_parameters(group: Any) -> bool:
+    """Whether the group's whole parameters have been created, by its first gather."""
+    return all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
+
+
+def gathered_parameter(fsdp_param: Any) -> nn.Parameter | None:
+    """The whole parameter, or nothing before the first gather. Its storage is empty while sharded."""
+    return getattr(fsdp_param, "_unsharded_param", None)
+
+
+def has_whole_gradient(fsdp_param: Any) -> bool:
+    """Whether a gradient waits to be reduced."""
+    gathered = gathered_parameter(fsdp_param)
+    return gathered is not None and (gathered.grad is not None or fsdp_param.unsharded_accumulated_grad is not None)
+
+
+def fill_missing_gradients(group: Any) -> list[Any]:
+    """Give zeros to trainable parameters that backward did not reach; returns those whose shard has no gradient yet."""
+    filled = []
+    for fsdp_param in group.fsdp_params:
+        gathered = gathered_parameter(fsdp_param)
+        if gathered is None or not gathered.requires_grad or has_whole_gradient(fsdp_param):
+            continue
+        with torch.no_grad():
+            gathered.grad = torch.zeros_like(gathered, memory_format=torch.contiguous_format)
+        filled.append(fsdp_param)
+    return filled
+
+
+def drop_pending_gather(group: Any) -> None:
+    """Wait for and forget a prefetched gather that nobody used: its values would be stale after the next step."""
+    pending = group._all_gather_result
+    if pending is None:
+        return
+    if isinstance(pending.all_gather_work, dist.Work):
+        pending.all_gather_work.wait()
+    if pending.all_gather_event is not None and group.device.type != "cpu":
+        torch.accelerator.current_stream().wait_event(pending.all_gather_event)
+    group._all_gather_result = None
+
+
+def reset_iteration(module: FSDPModule) -> None:
+    """Forget a forward or backward that did not end; older versions of torch have no method for it."""
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+        return
+    state = state_of(module)
+    context = state._state_ctx
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+    state._comm_ctx.post_forward_order.clear()
+    for other in context.all_states:
+        other._training_state = type(other._training_state).IDLE
+        for group in groups_of(other._modules[0]):
+            set_idle(group)
+            group._post_forward_indices.clear()
+
+
+def shard_of(fsdp_param: Any) -> torch.Tensor:
+    """This rank's padded, flat shard."""
+    data: torch.Tensor = fsdp_param._sharded_param_data
+    return data
+
+
+def gathers_dtype(group: Any) -> list[torch.dtype]:
+    """The dtype in which each parameter travels."""
+    return [fsdp_param.param_dtype or fsdp_param.orig_dtype for fsdp_param in group.fsdp_params]
+
+
+def all_fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
+    """Every module of the tree that ``fully_shard`` was applied to."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            yield child

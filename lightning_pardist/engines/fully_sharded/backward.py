@@ -1,0 +1,406 @@
+"""What happens to units in a step: who stays gathered, when gradients are reduced, what ranks agree on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_pardist.engines.fully_sharded import _fsdp2
+from lightning_pardist.engines.fully_sharded.comm import PendingReduction, UnitAllGather, UnitReduceScatter
+from lightning_pardist.engines.fully_sharded.meeting import GATHER, REDUCE, Meeting
+from lightning_pardist.engines.fully_sharded.outputs import before_backward, shares_memory
+from lightning_pardist.engines.fully_sharded.state import local_part
+from lightning_pardist.engines.fully_sharded.units import Unit
+
+
+class ShardedUnit:
+    """A unit at run time.
+
+    Attributes:
+        unit: What it is.
+        index: Position in the plan, the same on every rank.
+        resident: Stays gathered from the start of a step to the end of its backward: the root, and units whose
+            parameters are used outside their module's call.
+    """
+
+    def __init__(self, unit: Unit, index: int, resident: bool) -> None:
+        self.unit = unit
+        self.index = index
+        self.resident = resident
+        self.module: FSDPModule = unit.module  # type: ignore[assignment]
+        self.groups = _fsdp2.groups_of(self.module)
+        self.open_calls = 0
+        self.watched = False
+        self._versions: dict[int, int] = {}
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the module holds whole parameters now."""
+        return bool(self.groups) and all(group.is_unsharded for group in self.groups)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether this backward reduces gradients (it does not while they accumulate unsharded)."""
+        return any(group.reduce_grads for group in self.groups)
+
+    def waiting_gradients(self) -> bool:
+        """Whether whole gradients wait to be reduced."""
+        return any(_fsdp2.has_whole_gradient(parameter) for group in self.groups for parameter in group.fsdp_params)
+
+    def set_resident(self, keep_after_forward: bool) -> None:
+        """Keep the unit gathered through forward and backward."""
+        self.resident = True
+        self.module.set_reshard_after_forward(not keep_after_forward, recurse=False)
+        self.module.set_reshard_after_backward(False, recurse=False)
+
+    def gather(self) -> None:
+        """Gather now. Collective over the shard group."""
+        # Tensors made in inference mode could never be trained with: make them outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.module.unshard()
+        if self.resident:
+            self._versions = {id(p): whole._version for p, whole in self._gathered_parameters()}
+
+    def _gathered_parameters(self) -> Iterator[tuple[Any, nn.Parameter]]:
+        for group in self.groups:
+            for parameter in group.fsdp_params:
+                whole = _fsdp2.gathered_parameter(parameter)
+                if whole is not None and not whole.is_inference():
+                    yield parameter, whole
+
+    def keep_changes(self) -> None:
+        """Write to the shards what the user changed in place while the unit was gathered (clamping, say)."""
+        if not (self._versions and self.gathered):
+            return
+        for parameter, whole in self._gathered_parameters():
+            if self._versions.get(id(parameter)) != whole._version:
+                self._versions[id(parameter)] = whole._version
+                with torch.no_grad():
+                    shard = parameter.sharded_param
+                    shard.to_local().copy_(local_part(whole.detach(), shard))
+
+    def free(self) -> None:
+        """Give the whole parameters back; the shards remain."""
+        self._versions = {}
+        for group in self.groups:
+            _fsdp2.drop_pending_gather(group)
+            group._to_sharded()
+
+
+class BackwardRuntime:
+    """Wraps ``fully_shard``'s backward so that every gradient is reduced once, in the same order on every rank.
+
+    Args:
+        units: All units, the root last.
+        replicated: Name -> parameter kept whole on every rank (scalars, empty ones, ignored dtypes).
+        meeting: Ranks that train together.
+        data_size: Ranks over which gradients are averaged.
+        check: Compare the order of collectives and the use of parameters after every backward.
+    """
+
+    def __init__(
+        self,
+        units: list[ShardedUnit],
+        replicated: dict[str, nn.Parameter],
+        meeting: Meeting,
+        *,
+        data_size: int,
+        check: bool = True,
+    ) -> None:
+        self.units = units
+        self.replicated = replicated
+        self.meeting = meeting
+        self.data_size = data_size
+        self.check = check
+        self.pending: list[PendingReduction] = []
+        self.finalizing = False
+        self.inside = 0
+        self.backwards = 0
+        self.agreed: Callable[[], None] = _nothing
+        self.sync = True
+        self.filled: dict[int, Any] = {}
+        self.used: set[int] = set()
+        self.positions: dict[int, int] = {}
+        for unit in units:
+            for group in unit.groups:
+                for parameter in group.fsdp_params:
+                    self.positions[id(parameter)] = len(self.positions)
+        self.replicated_used: set[str] = set()
+        meeting.answer = self.answer
+        for unit in units:
+            self._install(unit)
+        for name, parameter in replicated.items():
+            _when_gradient_arrives(parameter, functools.partial(self._replicated_arrived, name))
+
+    # -- installation
+
+    def _install(self, unit: ShardedUnit) -> None:
+        state = _fsdp2.state_of(unit.module)
+        state._root_post_backward_final_callback = functools.partial(
+            self._final, state._root_post_backward_final_callback
+        )
+        state._register_pre_backward_hook = functools.partial(self._on_output, state)
+        unit.unit.module.register_forward_pre_hook(functools.partial(self._before_forward, unit), prepend=True)
+        for group in unit.groups:
+            group.post_forward = functools.partial(self._post_forward, unit, group, group.post_forward)
+            group.post_backward = functools.partial(self._post_backward, unit, group, group.post_backward)
+            group._register_post_backward_hook = functools.partial(
+                self._count_call, unit, group._register_post_backward_hook
+            )
+            group._all_gather_comm = UnitAllGather(
+                functools.partial(self.meeting.announce, GATHER, unit.index), self.meeting.conclude
+            )
+            group._reduce_scatter_comm = UnitReduceScatter(
+                functools.partial(self.meeting.announce, REDUCE, unit.index),
+                functools.partial(_may_defer, group),
+                self.pending,
+            )
+
+    def _replicated_arrived(self, name: str) -> None:
+        self.replicated_used.add(name)
+        self.queue_final()
+
+    def _gathered_arrived(self, position: int) -> None:
+        self.used.add(position)
+        self.queue_final()
+
+    def watch_gradients(self, unit: ShardedUnit) -> None:
+        """From the first gather on, let any gradient of the unit bring about the end-of-backward work."""
+        if unit.watched or not all(map(_fsdp2.has_gathered_parameters, unit.groups)):
+            return
+        unit.watched = True
+        for group in unit.groups:
+            for parameter in group.fsdp_params:
+                gathered = _fsdp2.gathered_parameter(parameter)
+                if gathered is not None:
+                    position = self.positions[id(parameter)]
+                    _when_gradient_arrives(gathered, functools.partial(self._gathered_arrived, position))
+
+    def queue_final(self) -> None:
+        """Have the end-of-backward work done; called from inside a backward."""
+        if not self.finalizing:
+            _fsdp2.state_of(self.units[-1].module)._register_root_post_backward_final_callback()
+
+    # -- forward
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _before_forward(self, unit: ShardedUnit, module: nn.Module, args: Any) -> None:
+        if not unit.watched:
+            # Creates the whole parameters outside of inference mode; fully_shard's own hook then finds them there.
+            if unit.groups and not unit.gathered and torch.is_inference_mode_enabled():
+                unit.gather()
+            self.watch_gradients(unit)
+
+    def _count_call(self, unit: ShardedUnit, register: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.watch_gradients(unit)
+        new_args, new_kwargs = register(args, kwargs)
+        if new_args is not args or new_kwargs is not kwargs:
+            unit.open_calls += 1
+        return new_args, new_kwargs
+
+    def _post_forward(
+        self, unit: ShardedUnit, group: Any, finish: Callable[..., Any], module: Any, given: Any, output: Any
+    ) -> Any:
+        if unit.resident:
+            # A backward inside this call (manual optimization) has reset the state; the end of forward is not
+            # the end of the unit's use.
+            _fsdp2.set_forward(group)
+        elif group._reshard_after_forward:
+            storages = {whole.untyped_storage().data_ptr() for p in group.fsdp_params for whole in p.all_gather_outputs}
+            if shares_memory(output, storages - {0}):
+                # The caller gets a parameter itself, or a view of one: it must not be freed under its hands.
+                unit.set_resident(True)
+        return finish(module, given, output)
+
+    def _on_output(self, state: Any, output: Any) -> Any:
+        """In place of ``fully_shard``'s own hooks, which miss tensors in objects and views changed in place."""
+        if torch.is_grad_enabled():
+            before_backward(output, state._pre_backward)
+        return output
+
+    # -- backward
+
+    def _post_backward(self, unit: ShardedUnit, group: Any, reduce: Callable[[], None], *unused: Any) -> None:
+        if not self.finalizing:
+            unit.open_calls -= 1
+            if unit.resident:
+                return
+            if unit.open_calls > 0:
+                # A later call of the same module: gradients of all calls arrive at the first one, reduce them there.
+                _fsdp2.set_post_backward(group)
+                group.reshard()
+                return
+        if _has_work(group):
+            for parameter in _fsdp2.fill_missing_gradients(group):
+                if parameter.sharded_param.grad is None:
+                    self.filled[self.positions[id(parameter)]] = parameter
+        reduce()
+        # Not right after the reduce-scatter: HSDP's all-reduce belongs to it.
+        self.meeting.conclude()
+
+    def _final(self, finish: Callable[[], None]) -> None:
+        self.finalizing = True
+        try:
+            for unit in self.units:
+                unit.open_calls = 0
+                for group in unit.groups:
+                    if _has_work(group):
+                        _fsdp2.set_idle(group)
+            finish()
+            self._finish()
+        finally:
+            self.finalizing = False
+
+    def _finish(self) -> None:
+        self.backwards += 1
+        while self.pending:
+            self.pending.pop(0).finish()
+        if self.meeting.active:
+            self.meeting.wait_for_all()
+            while self.pending:
+                self.pending.pop(0).finish()
+        if self.sync:
+            self._agree()
+            self._reduce_replicated()
+            self.agreed()
+        for unit in self.units:
+            for group in unit.groups:
+                _fsdp2.drop_pending_gather(group)
+            if unit.resident and not self.inside:
+                unit.free()
+
+    def _agree(self) -> None:
+        """Compare what ranks did; a parameter that no rank used keeps no gradient, as in one process."""
+        names = list(self.replicated)
+        if self.check and self.data_size > 1:
+            flags = torch.zeros(len(self.positions) + len(names), dtype=torch.int64)
+            flags[list(self.used)] = 1
+            for name in self.replicated_used:
+                flags[len(self.positions) + names.index(name)] = 1
+            flags = self.meeting.compare(flags)
+            self.replicated_used = {
+                name for name, flag in zip(names, flags[len(self.positions) :], strict=True) if flag
+            }
+            used_anywhere = flags
+            for position, parameter in self.filled.items():
+                if not used_anywhere[position]:
+                    parameter.sharded_param.grad = None
+        self.filled.clear()
+        self.used.clear()
+
+    def forget(self) -> None:
+        """Forget what was noted of a backward that did not end."""
+        self.filled.clear()
+        self.used.clear()
+        self.replicated_used.clear()
+
+    def _reduce_replicated(self) -> None:
+        names = sorted(self.replicated_used)
+        self.replicated_used = set()
+        if not names:
+            return
+        parameters = [self.replicated[name] for name in names]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+            gradients = [p.grad.reshape(-1) for p in parameters if p.dtype == dtype and p.grad is not None]
+            flat = torch.cat(gradients)
+            if flat.numel():
+                self.meeting.mean_(flat)
+            offset = 0
+            for parameter in parameters:
+                if parameter.dtype == dtype and parameter.grad is not None:
+                    values = flat[offset : offset + parameter.numel()]
+                    parameter.grad.copy_(values.view_as(parameter))
+                    offset += parameter.numel()
+
+    # -- answering other ranks
+
+    def answer(self, kind: int, index: int) -> None:
+        """Take part in a collective that another rank needs and this one does not. Collective over the shard group."""
+        unit = self.units[index]
+        if kind == GATHER:
+            if unit.gathered:
+                for group in unit.groups:
+                    _answer_gather(group)
+            else:
+                unit.gather()
+                self.watch_gradients(unit)
+                unit.free()
+            return
+        for group in unit.groups:
+            if not _fsdp2.has_gathered_parameters(group):
+                # The other rank gathered it before, and this one answered: the parameters exist.
+                raise RuntimeError(f"Unit {unit.unit.name!r} is reduced on another rank, but was never gathered here.")
+            kept = [(p, _fsdp2.gathered_parameter(p)) for p in group.fsdp_params]
+            own = [(g, g.grad) for _, g in kept if g is not None]
+            for gathered, _ in own:
+                gathered.grad = None
+            state = group._training_state
+            reshards, group.reshard_after_backward = group.reshard_after_backward, False
+            for parameter in _fsdp2.fill_missing_gradients(group):
+                if parameter.sharded_param.grad is None:
+                    self.filled[self.positions[id(parameter)]] = parameter
+            type(group).post_backward(group)
+            group._training_state, group.reshard_after_backward = state, reshards
+            for gathered, gradient in own:
+                gathered.grad = gradient
+
+
+def _nothing() -> None:
+    """Before an engine says what follows agreement."""
+
+
+def _when_gradient_arrives(parameter: nn.Parameter, act: Callable[[], None]) -> None:
+    """Call ``act`` in every backward that reaches the parameter, also if it is frozen now and is not later."""
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_post_accumulate_grad_hook(lambda _: act())
+    parameter.requires_grad_(not frozen)
+
+
+def _has_work(group: Any) -> bool:
+    """Whether gradients wait to be reduced now: whole ones, or HSDP's partial sums of earlier micro-batches."""
+    if not group.reduce_grads:
+        return False
+    partial = group.all_reduce_grads and group._partial_reduce_output is not None
+    return partial or any(map(_fsdp2.has_whole_gradient, group.fsdp_params))
+
+
+def _may_defer(group: Any) -> bool:
+    """Whether the reduced gradients are left alone until the end of backward."""
+    if isinstance(getattr(group.mesh_info, "replicate_mesh_size", None), int) or group._all_reduce_hook is not None:
+        return False
+    if group._reduce_dtype is not None and group._reduce_dtype != group._orig_dtype:
+        return False
+    for parameter in group.fsdp_params:
+        shard = parameter.sharded_param
+        travels = parameter.param_dtype or parameter.orig_dtype
+        if shard.grad is not None or parameter.offload_to_cpu or travels != group._orig_dtype:
+            return False
+        if getattr(shard, "_post_accumulate_grad_hooks", None):
+            return False
+    return group._orig_dtype in (torch.float32, torch.bfloat16)
+
+
+def _answer_gather(group: Any) -> None:
+    """Send this rank's shard of a unit that it holds gathered itself."""
+    pieces = [
+        _fsdp2.shard_of(parameter).to(dtype)
+        for parameter, dtype in zip(group.fsdp_params, _fsdp2.gathers_dtype(group), strict=True)
+    ]
+    mine = torch.cat(pieces)
+    process_group = group._all_gather_process_group
+    out = mine.new_empty(mine.numel() * process_group.size())
+    work = group._all_gather_comm(out, mine, process_group, async_op=True)
+    if isinstance(work, dist.Work):
+        work.wait()

@@ -1,0 +1,122 @@
+"""Gathers and reductions of units: asynchronous on gloo, and at half the traffic of its reduce-scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: Reductions in flight on gloo; each holds a unit's gradients twice.
+MAX_PENDING_REDUCTIONS = 3
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class PendingReduction:
+    """A reduce-scatter as an all-to-all whose pieces are yet to be summed into ``output``.
+
+    gloo's own reduce-scatter sends as much as an all-reduce; an all-to-all sends (N-1)/N of the gradients.
+    """
+
+    work: Any
+    sent: torch.Tensor
+    received: torch.Tensor
+    output: torch.Tensor
+    mean_over: int
+
+    def finish(self) -> None:
+        """Wait for the pieces and sum them, in rank order, so that every run adds alike."""
+        self.work.wait()
+        pieces = self.received.view(-1, self.output.numel())
+        if pieces.size(0) == 2:
+            torch.add(pieces[0], pieces[1], out=self.output)
+        else:
+            torch.sum(pieces, dim=0, out=self.output)
+        if self.mean_over > 1:
+            self.output.mul_(1.0 / self.mean_over)
+
+
+class _Allocate:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for one collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class UnitAllGather(_Allocate):
+    """All-gather of one unit; on gloo it returns at once and ``fully_shard`` waits where it reads the result.
+
+    Args:
+        announce: Called right before the collective.
+        conclude: Called right after it was started.
+    """
+
+    def __init__(self, announce: Callable[[], None], conclude: Callable[[], None]) -> None:
+        self.announce = announce
+        self.conclude = conclude
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` of every rank into ``output_tensor``. Collective over ``group``."""
+        self.announce()
+        on_host = output_tensor.device.type == "cpu"
+        work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_host)
+        self.conclude()
+        return work
+
+
+class UnitReduceScatter(_Allocate):
+    """Reduce-scatter of one unit's gradients; on the host an all-to-all that is summed when it is needed.
+
+    Args:
+        announce: Called right before the collective.
+        may_defer: Whether nobody reads the output before ``pending`` is drained.
+        pending: Reductions in flight, drained by the engine at the end of backward.
+    """
+
+    def __init__(
+        self,
+        announce: Callable[[], None],
+        may_defer: Callable[[], bool],
+        pending: list[PendingReduction],
+    ) -> None:
+        self.announce = announce
+        self.may_defer = may_defer
+        self.pending = pending
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor`` and keep this rank's part in ``output_tensor``. Collective over ``group``."""
+        self.announce()
+        return self._start(output_tensor, input_tensor, group, op, async_op)
+
+    def _start(
+        self, output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool
+    ) -> dist.Work | None:
+        mean = bool(op == dist.ReduceOp.AVG)
+        if output.device.type != "cpu" or not (mean or op == dist.ReduceOp.SUM):
+            work: dist.Work | None = _reduce_scatter(output, whole, group=group, op=op, async_op=async_op)
+            return work
+        deferred = mean and self.may_defer()
+        # Reductions of one parameter add up in order: one that is read now comes after all before it.
+        while self.pending and (not deferred or len(self.pending) >= MAX_PENDING_REDUCTIONS):
+            self.pending.pop(0).finish()
+        received = torch.empty_like(whole)
+        started = dist.all_to_all_single(received, whole, group=group, async_op=True)
+        reduction = PendingReduction(started, whole, received, output, group.size() if mean else 1)
+        if deferred:
+            self.pending.append(reduction)
+        else:
+            reduction.finish()
+        return None

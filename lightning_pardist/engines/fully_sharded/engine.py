@@ -1,0 +1,586 @@
+"""ZeRO-3, FSDP and HSDP of any module on torch's ``fully_shard``: shard it, enter it, train it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_pardist.engines.fully_sharded import _fsdp2
+from lightning_pardist.engines.fully_sharded.backward import BackwardRuntime, ShardedUnit
+from lightning_pardist.engines.fully_sharded.materialize import (
+    InitFunction,
+    materialize,
+    on_meta,
+    restore_random_state,
+    share_random_state,
+    sync_from_first_rank,
+)
+from lightning_pardist.engines.fully_sharded.meeting import Meeting
+from lightning_pardist.engines.fully_sharded.norm import clip_by_norm_, grad_norm
+from lightning_pardist.engines.fully_sharded.optimizer import step_on_shards
+from lightning_pardist.engines.fully_sharded.units import (
+    Unit,
+    describe_units,
+    find_units,
+    format_units,
+    parameter_owners,
+    shardable,
+)
+from lightning_pardist.engines.fully_sharded.watch import DirectUse
+
+#: Backward of these needs their inputs, not their weights.
+_READ_IN_FORWARD_ONLY = (nn.Embedding.forward,)
+
+Result = TypeVar("Result")
+Reshard = bool | int | Literal["auto"]
+#: Where gradients of all but the last micro-batch stay.
+Accumulate = Literal["sharded", "unsharded"]
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    units: Sequence[Unit] | None = None,
+    reshard_after_forward: Reshard = "auto",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored: Collection[nn.Parameter] = (),
+    init: InitFunction | None = None,
+    sync_values: bool = True,
+    rank_dependent: bool = False,
+    watch: Literal["first", "always", "never"] = "first",
+    check: bool = True,
+) -> FullySharded:
+    """Shard a module's parameters in place. Collective over the mesh; call once, before optimizers are made.
+
+    The life of a unit: its shards rest on every rank. Right before its module runs, they are gathered; after forward
+    the whole is freed and gathered again in backward, after which gradients are averaged and scattered. Per step a
+    rank sends 3 Psi (N-1)/N (ZeRO, arXiv 1910.02054, stage 3) and holds 1/N of parameters, gradients and optimizer
+    state. Parameters are ``DTensor``s under their own names from here on; scalars and empty ones stay ordinary.
+
+    Args:
+        module: Any module, on the host, on the mesh's device or on ``meta``; its class is kept below a new one.
+        mesh: 1D (sharded), or 2D (replicated over the first axis, sharded over the second: HSDP).
+        units: From :func:`find_units`; found with its defaults if not given.
+        reshard_after_forward: ``True`` frees units after forward; ``False`` keeps them until backward, which sends
+            2 Psi (N-1)/N; ``"auto"`` is ``True`` but for gathers that save nothing: the last unit is kept, which
+            backward needs at once, and embeddings are not gathered in backward, which does not read them; a number
+            reshards to so many ranks, as ``fully_shard`` has it. What the root owns is kept through a step.
+        mp_policy: dtype of gathered parameters and of reductions; the shards keep their own.
+        offload_policy: Where the shards rest.
+        ignored: Parameters that this engine leaves alone entirely.
+        init: For modules on ``meta``: initializes the own parameters of one module.
+        sync_values: Start from the first rank's parameters and buffers.
+        rank_dependent: Ranks may use different units in a step; costs a small exchange for each collective.
+        watch: When to look for parameters used outside their module's call: in the ``"first"`` run of each step
+            function, ``"always"`` or ``"never"``.
+        check: Compare after every backward what ranks did, in one small reduction.
+
+    Returns:
+        The handle to run, accumulate, clip and save with.
+
+    Raises:
+        ValueError: If the mesh has more than two axes, the module was sharded before, or values on ``meta`` are
+            unknown.
+    """
+    if mesh.ndim > 2:
+        raise ValueError(f"The mesh has {mesh.ndim} axes. Pass the data axes only: one, or (replicate, shard).")
+    if any(True for _ in _fsdp2.all_fsdp_modules(module)):
+        raise ValueError("The module contains parts that are sharded already. Shard it once, as it was written.")
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    if units is None:
+        units = find_units(module, ignored=ignored)
+    chosen = {unit.module: unit.reason for unit in units if unit.module is not module}
+    whole = _whole_parameters(module, chosen, ignored)
+    plan = describe_units(module, chosen, {*ignored, *whole})
+    settings = _Settings(module, mesh, chosen, {*ignored, *whole}, reshard_after_forward, mp_policy, offload_policy)
+    whole_names = [name for name, parameter in module.named_parameters() if any(parameter is w for w in whole)]
+    if on_meta(module):
+        own_state = share_random_state(groups)
+        settings.ignored_names = set(whole_names) | {
+            name for name, p in module.named_parameters() if any(p is other for other in ignored)
+        }
+        materialize(module, settings.apply, is_unit=settings.is_unit, init=init)
+        restore_random_state(own_state)
+    else:
+        if sync_values:
+            sync_from_first_rank([*module.parameters(), *module.buffers()], groups)
+        for unit in plan:
+            settings.apply(unit.module)
+    device = torch.device(mesh.device_type) if mesh.device_type == "cpu" else torch.device(mesh.device_type, _current())
+    parameters = dict(module.named_parameters())
+    for name in whole_names:
+        parameters[name].data = parameters[name].data.to(device)
+    runtime_units = [ShardedUnit(unit, index, unit.module is module) for index, unit in enumerate(plan)]
+    return FullySharded(
+        module,
+        mesh,
+        runtime_units,
+        {name: parameters[name] for name in whole_names},
+        rank_dependent=rank_dependent,
+        watch=watch,
+        check=check,
+        save_gathers=reshard_after_forward == "auto",
+    )
+
+
+class _Settings:
+    """How ``fully_shard`` is applied to one unit."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        chosen: dict[nn.Module, str],
+        ignored: set[nn.Parameter],
+        reshard: Reshard,
+        mp_policy: MixedPrecisionPolicy | None,
+        offload_policy: OffloadPolicy | None,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.units = {*chosen, module}
+        self.ignored = ignored
+        self.ignored_names: set[str] = set()
+        self.reshard = reshard
+        self.options: dict[str, Any] = {"mesh": mesh}
+        if mp_policy is not None:
+            self.options["mp_policy"] = mp_policy
+        if offload_policy is not None:
+            self.options["offload_policy"] = offload_policy
+
+    def is_unit(self, module: nn.Module) -> bool:
+        return module in self.units
+
+    def apply(self, unit: nn.Module) -> None:
+        """Shard what this unit owns and no inner unit has taken. Called inner before outer."""
+        owners = parameter_owners(self.module, self.units)
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        foreign = {
+            parameter
+            for parameter in unit.parameters()
+            if owners[parameter] is not unit or parameter in self.ignored or names[parameter] in self.ignored_names
+        }
+        mine = [parameter for parameter in unit.parameters() if parameter not in foreign]
+        for parameter in mine:
+            if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+        reshard = True if self.reshard == "auto" else self.reshard
+        fully_shard(
+            unit,
+            **self.options,
+            reshard_after_forward=False if unit is self.module else reshard,
+            shard_placement_fn=functools.partial(_placement, self.mesh.size(self.mesh.ndim - 1)),
+            ignored_params=foreign or None,
+        )
+
+
+class FullySharded:
+    """A sharded module at run time. Made by :func:`shard`.
+
+    Attributes:
+        module: The module, sharded in place.
+        mesh: Its mesh.
+        units: The plan, the root last.
+        replicated: Names of parameters that are whole on every rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        units: list[ShardedUnit],
+        replicated: dict[str, nn.Parameter],
+        *,
+        rank_dependent: bool,
+        watch: Literal["first", "always", "never"],
+        check: bool,
+        save_gathers: bool,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.replicated = replicated
+        self._units = units
+        self._root = units[-1]
+        self._watch = watch
+        self._watched: set[str] = set()
+        self._save_gathers = save_gathers
+        self._first: ShardedUnit | None = None
+        self._order: list[ShardedUnit] | None = []
+        self._backwards_before = 0
+        data_group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten(_flat_name(mesh)).get_group()
+        self.meeting = Meeting(_host_group(data_group), data_group)
+        self.meeting.active = rank_dependent
+        self._runtime = BackwardRuntime(units, replicated, self.meeting, data_size=mesh.size(), check=check)
+        self._runtime.agreed = self._learn_order
+        self._root.module.set_reshard_after_backward(False, recurse=False)
+        for unit in units:
+            unit.unit.module.register_forward_hook(functools.partial(self._after_forward, unit))
+        module.register_forward_pre_hook(self._enter_by_call, prepend=True)
+        module.register_forward_hook(self._leave_by_call, always_call=True)
+        self._call = _trampoline(self._root.module)
+        with torch.no_grad():
+            # fully_shard takes the first module that runs for the root: let it be the root.
+            self._call(lambda: None)
+        self._root.free()
+
+    # -- the plan
+
+    @property
+    def units(self) -> list[Unit]:
+        """The plan, the root last."""
+        return [unit.unit for unit in self._units]
+
+    def __str__(self) -> str:
+        return format_units(self.units)
+
+    # -- a step
+
+    def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Run a step function (``training_step``, ``validation_step``, ...) with the root's parameters gathered.
+
+        Anything that uses the module goes through here, or through the module's own call. Backward may run inside
+        (manual optimization) or afterwards. The root's parameters stay gathered until the backward that follows has
+        ended, or to the end of the call when gradients are off. Collective over the mesh.
+
+        Args:
+            function: The step function.
+            *args: Passed on.
+            **kwargs: Passed on.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            RuntimeError: If a parameter is used outside its module's call in a way that was not seen before.
+        """
+        with self._inside(), self._looking(_name(function)):
+            result: Result = self._call(function, *args, **kwargs)
+            return result
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        if self._runtime.inside == 0:
+            self._backwards_before = self._runtime.backwards
+            for unit in self._units:
+                if unit.gathered:
+                    # What is still there from a step without backward may be old by now.
+                    unit.free()
+                if unit.resident:
+                    unit.gather()
+                self._runtime.watch_gradients(unit)
+            first = self._first
+            if first is not None and not first.resident and not torch.is_inference_mode_enabled():
+                # Under way while the step prepares its inputs.
+                first.module.unshard(async_op=True)
+        self._runtime.inside += 1
+
+    def _leave(self) -> None:
+        self._runtime.inside -= 1
+        if self._runtime.inside == 0:
+            self.keep_changes()
+            if not torch.is_grad_enabled() or self._runtime.backwards > self._backwards_before:
+                for unit in self._units:
+                    unit.free()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _enter_by_call(self, module: nn.Module, args: Any) -> None:
+        self._enter()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _leave_by_call(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._leave()
+
+    @contextlib.contextmanager
+    def _looking(self, name: str) -> Iterator[None]:
+        """Watch for direct uses of parameters, where asked for."""
+        seen = f"{name}, grad={torch.is_grad_enabled()}"
+        if self._watch == "always" or (self._watch == "first" and seen not in self._watched):
+            # A mode would be traced into compiled blocks: the run that looks is an eager one.
+            compiled = "torch._dynamo" in sys.modules
+            eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+            with eager, DirectUse(self._units, self._keep):
+                yield
+            self._watched.add(seen)
+            return
+        try:
+            yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise RuntimeError(
+                    f"{name} used a parameter outside its module's call, which it did not do in its first run."
+                    " Set watch='always' to look for such uses in every step."
+                ) from error
+            raise
+
+    def _keep(self, unit: ShardedUnit) -> None:
+        """A parameter of this unit is used directly: gather it, and keep it through every step."""
+        if not unit.resident:
+            unit.set_resident(True)
+            unit.module.set_unshard_in_backward(True)
+        if not unit.gathered:
+            unit.gather()
+        self._runtime.watch_gradients(unit)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _after_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> None:
+        if self._order is not None and self._runtime.inside and torch.is_grad_enabled():
+            self._order.append(unit)
+
+    def _learn_order(self) -> None:
+        """After the first backward whose order ranks agree on: gather the next unit while one computes."""
+        order = self._order
+        if order is None:
+            return
+        if not order or self.meeting.active:
+            # Ranks may differ here; what is learned must be the same on all.
+            self._order = []
+            return
+        self._order = None
+        order = [unit for unit in order if not unit.resident]
+        if self._save_gathers and order:
+            order[-1].module.set_reshard_after_forward(False, recurse=False)
+            for unit in order[:-1]:
+                if type(unit.unit.module).forward in _READ_IN_FORWARD_ONLY:
+                    unit.module.set_unshard_in_backward(False)
+        if len(set(order)) != len(order):
+            return
+        self._first = order[0] if order else None
+        for unit, following in itertools.pairwise(order):
+            unit.module.set_modules_to_forward_prefetch([following.module])
+
+    # -- optimizers
+
+    def keep_changes(self) -> None:
+        """Write in-place changes of gathered parameters to the shards; done before every attached step. Local."""
+        for unit in self._units:
+            unit.keep_changes()
+
+    def refresh(self) -> None:
+        """Call after an optimizer step inside :meth:`run` (manual optimization): gathers the new values. Collective."""
+        for unit in self._units:
+            if unit.gathered:
+                unit.free()
+        if self._runtime.inside:
+            for unit in self._units:
+                if unit.resident:
+                    unit.gather()
+
+    @contextlib.contextmanager
+    def accumulate(self, keep: Accumulate = "sharded") -> Iterator[None]:
+        """For the micro-batches before the last one of an optimizer step.
+
+        Args:
+            keep: ``"sharded"`` reduces every micro-batch and adds up shards (HSDP: within the shard group only);
+                ``"unsharded"`` sends nothing and holds whole gradients until the last one.
+        """
+        root = self._root.module
+        if keep == "sharded":
+            # fully_shard keeps partial sums of HSDP apart from .grad; all-reducing them at the boundary is enough.
+            root.set_requires_all_reduce(self.mesh.ndim == 1)
+            self._runtime.sync = self.mesh.ndim == 1
+        else:
+            root.set_requires_gradient_sync(False)
+            self._runtime.sync = False
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+            self._runtime.sync = True
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer step on shards, and the module see its new values at once (manual optimization).
+
+        Args:
+            optimizer: Made from the module's parameters after :func:`shard`.
+
+        Raises:
+            ValueError: If the optimizer's update of an element depends on other elements.
+        """
+        step_on_shards(optimizer, before_step=self.keep_changes, after_step=self.refresh)
+
+    def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
+        """Norm of the gradients over all ranks, see :func:`~.norm.grad_norm`. Collective.
+
+        Args:
+            parameters: Some of the module's parameters; all if not given.
+            norm_type: The p of the p-norm.
+        """
+        return grad_norm(self.module.parameters() if parameters is None else parameters, norm_type)
+
+    def clip_(
+        self, max_norm: float, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clip gradients by their norm over all ranks, see :func:`~.norm.clip_by_norm_`. Collective.
+
+        Args:
+            max_norm: Largest norm allowed.
+            parameters: Some of the module's parameters; all if not given.
+            norm_type: The p of the p-norm.
+
+        Returns:
+            The norm before clipping.
+        """
+        return clip_by_norm_(self.module.parameters() if parameters is None else parameters, max_norm, norm_type)
+
+    def held_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
+        """Bytes this rank holds between steps: parameters, gradients and optimizer state, padding included.
+
+        Args:
+            optimizers: Whose state to count.
+
+        Returns:
+            ``parameters``, ``gradients``, ``optimizer`` and ``gathered`` (whole units held right now), in bytes.
+        """
+        held = {"parameters": 0, "gradients": 0, "optimizer": 0, "gathered": 0}
+        for unit in self._units:
+            for group in unit.groups:
+                for parameter in group.fsdp_params:
+                    held["parameters"] += _storage(_fsdp2.shard_of(parameter))
+                    held["gradients"] += _storage(parameter.sharded_param.grad)
+                    held["gathered"] += sum(map(_storage, parameter.all_gather_outputs))
+        for replicated in self.replicated.values():
+            held["parameters"] += _storage(replicated)
+            held["gradients"] += _storage(replicated.grad)
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                held["optimizer"] += sum(_storage(value) for value in state.values())
+        return held
+
+    # -- ranks that do different things
+
+    @contextlib.contextmanager
+    def uneven(self) -> Iterator[None]:
+        """For evaluation loops whose ranks have different numbers of batches: ends when all ranks are done.
+
+        Inside, every rank says which unit it needs, and all answer; one that leaves keeps answering until the others
+        leave as well. Collective over the mesh, in that sense.
+        """
+        before, self.meeting.active = self.meeting.active, True
+        try:
+            yield
+            self.meeting.wait_for_all()
+        finally:
+            self.meeting.active = before
+
+    def meet(self) -> None:
+        """Answer other ranks until all have come here; call before a collective of one's own while uneven."""
+        if self.meeting.active:
+            self.meeting.wait_for_all()
+
+    def reset(self) -> None:
+        """After an exception in forward or backward: drop what was in flight, and all gradients."""
+        self._runtime.inside = 0
+        self._runtime.pending.clear()
+        self.meeting.sequence = 0
+        if self._order is not None:
+            self._order = []
+        _fsdp2.reset_iteration(self._root.module)
+        for unit in self._units:
+            unit.open_calls = 0
+            unit.free()
+            for group in unit.groups:
+                for parameter in group.fsdp_params:
+                    gathered = _fsdp2.gathered_parameter(parameter)
+                    if gathered is not None:
+                        gathered.grad = None
+                    parameter.sharded_param.grad = None
+        for replicated in self.replicated.values():
+            replicated.grad = None
+        self._runtime.forget()
+
+
+def _whole_parameters(
+    module: nn.Module, chosen: dict[nn.Module, str], ignored: Collection[nn.Parameter]
+) -> list[nn.Parameter]:
+    """Parameters that stay whole on every rank: scalars, empty ones, and a rarer dtype inside one module."""
+    owners = parameter_owners(module, {*chosen, module})
+    sizes: dict[nn.Module, dict[torch.dtype, int]] = {}
+    for parameter, owner in owners.items():
+        if parameter not in ignored and shardable(parameter):
+            tally = sizes.setdefault(owner, {})
+            tally[parameter.dtype] = tally.get(parameter.dtype, 0) + parameter.numel() * parameter.element_size()
+    main = {owner: max(tally, key=lambda dtype: tally[dtype]) for owner, tally in sizes.items()}
+    return [
+        parameter
+        for parameter, owner in owners.items()
+        if parameter not in ignored and (not shardable(parameter) or parameter.dtype != main[owner])
+    ]
+
+
+def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
+    """The first dim that divides evenly, if rows do not and padding would waste more than a hundredth."""
+    rows = parameter.size(0)
+    padded = -(-rows // shards) * shards
+    if padded <= 1.01 * rows or parameter.numel() < 1024:
+        return None
+    return next((Shard(dim) for dim in range(1, parameter.dim()) if parameter.size(dim) % shards == 0), None)
+
+
+def _trampoline(root: FSDPModule) -> Callable[..., Any]:
+    """The root's pre- and post-forward around any function, by torch's own ``register_fsdp_forward_method``."""
+    name = "_pardist_run"
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    object.__setattr__(root, name, run)
+    register_fsdp_forward_method(root, name)  # type: ignore[arg-type]
+    method: Callable[..., Any] = getattr(root, name)
+    object.__delattr__(root, name)
+    return method
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group over the same ranks, for the few integers that ranks exchange."""
+    if dist.get_backend(group) == "gloo":
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return made
+
+
+def _flat_name(mesh: DeviceMesh) -> str:
+    return "_".join(mesh.mesh_dim_names or ("data",)) + "_flat"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _storage(value: Any) -> int:
+    """Bytes of one tensor's own elements; of a shard, its local part."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if not isinstance(value, torch.Tensor) or value.untyped_storage().size() == 0:
+        return 0
+    return value.numel() * value.element_size()
+
+
+def _current() -> int:
+    return torch.accelerator.current_device_index()

@@ -1,0 +1,238 @@
+"""Whole tensors out of shards and back, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+
+def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
+    """Put one sharded tensor together on the host of the writer. Collective over its mesh.
+
+    Args:
+        value: Sharded over one axis, replicated over the others.
+        writer: Global rank that gets the tensor.
+
+    Returns:
+        The whole tensor, on the host, on the writer; nothing elsewhere.
+    """
+    sharded = [axis for axis, placement in enumerate(value.placements) if not placement.is_replicate()]
+    simple = len(sharded) == 1 and type(value.placements[sharded[0]]) is Shard
+    if not simple:
+        whole = value.full_tensor()
+        return whole.detach().to("cpu", copy=True) if dist.get_rank() == writer else None
+    placement = value.placements[sharded[0]]
+    group = value.device_mesh.get_group(sharded[0])
+    ranks = dist.get_process_group_ranks(group)
+    if writer not in ranks:
+        return None
+    size, dim = group.size(), placement.dim  # type: ignore[attr-defined]
+    piece = -(-value.size(dim) // size)
+    local = value.to_local().detach()
+    if local.size(dim) < piece or not local.is_contiguous():
+        padded_shape = list(value.shape)
+        padded_shape[dim] = piece
+        padded = local.new_zeros(padded_shape)
+        padded.narrow(dim, 0, local.size(dim)).copy_(local)
+        local = padded
+    here = dist.get_rank() == writer
+    pieces = [torch.empty_like(local) for _ in range(size)] if here else None
+    dist.gather(local, pieces, dst=writer, group=group)
+    if pieces is None:
+        return None
+    return torch.cat(pieces, dim=dim).narrow(dim, 0, value.size(dim)).cpu()
+
+
+def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """The part of a whole tensor that this rank holds of ``like``; reads no more of ``whole`` than that.
+
+    Args:
+        whole: Global shape; may be memory-mapped.
+        like: Whose mesh and placements count.
+    """
+    sharded = [axis for axis, placement in enumerate(like.placements) if not placement.is_replicate()]
+    if len(sharded) == 1 and type(like.placements[sharded[0]]) is Shard:
+        dim = like.placements[sharded[0]].dim  # type: ignore[attr-defined]
+        piece = -(-like.size(dim) // like.device_mesh.size(sharded[0]))
+        start = min(piece * like.device_mesh.get_local_rank(sharded[0]), like.size(dim))
+        return whole.narrow(dim, start, min(piece, like.size(dim) - start))
+    placed = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return placed.to_local()
+
+
+def full_state(module: nn.Module, writer: int = 0) -> Iterator[tuple[str, Any]]:
+    """Parameters and persistent buffers, whole, one after the other. Collective; every rank must exhaust it.
+
+    Args:
+        module: A sharded module.
+        writer: Global rank that gets the tensors.
+
+    Yields:
+        Name, and the whole tensor on the writer's host; ``None`` in its place elsewhere. Names of one tied parameter
+        follow each other and share the tensor.
+    """
+    state = module.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).append(name)
+    here = dist.get_rank() == writer
+    for tied in names.values():
+        value = state[tied[0]]
+        if isinstance(value, DTensor):
+            whole: Any = gather_to(value, writer)
+        elif isinstance(value, torch.Tensor):
+            whole = value.detach().to("cpu", copy=True) if here else None
+        else:
+            whole = value if here else None
+        for name in tied:
+            yield name, whole
+
+
+def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
+    """Fill the shards from whole tensors. Not collective: every rank reads its own part of the same file.
+
+    Args:
+        module: A sharded module.
+        state: Name -> whole tensor, memory-mapped if large.
+        strict: Refuse names that are missing or unexpected.
+
+    Returns:
+        Missing and unexpected names.
+
+    Raises:
+        ValueError: If a shape differs, or names do under ``strict``; nothing has been changed then.
+    """
+    own = module.state_dict(keep_vars=True)
+    missing = [name for name in own if name not in state]
+    unexpected = [name for name in state if name not in own]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"The state does not fit the module: missing {missing[:8]}, unexpected {unexpected[:8]}."
+            " Load it with strict=False if that is meant."
+        )
+    common = [name for name in own if name in state]
+    for name in common:
+        if isinstance(own[name], torch.Tensor) and own[name].shape != state[name].shape:
+            raise ValueError(
+                f"{name} has shape {tuple(own[name].shape)} in the module and {tuple(state[name].shape)} in the state."
+            )
+    extra = {name: state[name] for name in common if not isinstance(own[name], torch.Tensor)}
+    with torch.no_grad():
+        for name in common:
+            value = own[name]
+            if isinstance(value, DTensor):
+                value.to_local().copy_(local_part(state[name], value))
+            elif isinstance(value, torch.Tensor):
+                value.copy_(state[name])
+    if extra:
+        module.load_state_dict(extra, strict=False)
+    return missing, unexpected
+
+
+def parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The module's name of every parameter of every group of an optimizer.
+
+    Args:
+        module: A sharded module.
+        optimizer: Made from its parameters.
+
+    Raises:
+        ValueError: If the optimizer holds a parameter that the module does not have.
+    """
+    known = {id(parameter): name for name, parameter in module.named_parameters()}
+    result = []
+    for index, group in enumerate(optimizer.param_groups):
+        if any(id(parameter) not in known for parameter in group["params"]):
+            raise ValueError(
+                f"Group {index} of {type(optimizer).__name__} holds a parameter that the module does not have."
+                " Make optimizers from the module's parameters after it was sharded."
+            )
+        result.append([known[id(parameter)] for parameter in group["params"]])
+    return result
+
+
+def full_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, writer: int = 0
+) -> Iterator[tuple[str, str, Any]]:
+    """Optimizer state by parameter name, whole, one tensor after the other. Collective; every rank must exhaust it.
+
+    Args:
+        module: A sharded module.
+        optimizer: Made from its parameters.
+        writer: Global rank that gets the tensors.
+
+    Yields:
+        Parameter name, state name (``exp_avg``), and the whole value on the writer; ``None`` in its place elsewhere.
+
+    Raises:
+        ValueError: If a state tensor is neither a scalar nor shaped like its parameter.
+    """
+    parameters = dict(module.named_parameters())
+    here = dist.get_rank() == writer
+    for name in (name for group in parameter_names(module, optimizer) for name in group):
+        parameter = parameters[name]
+        for key, value in optimizer.state.get(parameter, {}).items():
+            value = _as_dtensor(name, key, value, parameter)
+            if isinstance(value, DTensor):
+                yield name, key, gather_to(value, writer)
+            elif isinstance(value, torch.Tensor):
+                yield name, key, value.detach().to("cpu", copy=True) if here else None
+            else:
+                yield name, key, value if here else None
+
+
+def load_full_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]], *, local: bool = False
+) -> None:
+    """Fill an optimizer's shards from whole tensors. Not collective.
+
+    Args:
+        module: A sharded module.
+        optimizer: Made from its parameters.
+        state: Parameter name -> state name -> whole value.
+        local: Whether the optimizer steps on local shards (:func:`~.optimizer.step_on_shards`).
+
+    Raises:
+        ValueError: If the state names a parameter that the optimizer does not have.
+    """
+    parameters = dict(module.named_parameters())
+    own = {name for group in parameter_names(module, optimizer) for name in group}
+    if unknown := sorted(set(state) - own):
+        raise ValueError(f"The optimizer state names {unknown[:8]}, which the optimizer does not hold.")
+    for name, values in state.items():
+        parameter = parameters[name]
+        filled: dict[str, Any] = {}
+        for key, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                filled[key] = value
+            elif isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                part = local_part(value, parameter).to(parameter.to_local().device, copy=True).contiguous()
+                filled[key] = part if local else _wrap(part, parameter)
+            else:
+                filled[key] = value.to(parameter.device if value.dim() else value.device, copy=True)
+        optimizer.state[parameter] = filled
+
+
+def _as_dtensor(name: str, key: str, value: Any, parameter: torch.Tensor) -> Any:
+    """State that was made on the local shard, with the parameter's mesh and placements."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    if value.dim() == 0:
+        return value
+    if value.shape != parameter.to_local().shape:
+        raise ValueError(
+            f"State {key!r} of {name} has shape {tuple(value.shape)}, neither a scalar nor its parameter's: an"
+            " optimizer that updates each element by itself is needed on shards."
+        )
+    return _wrap(value, parameter)
+
+
+def _wrap(local: torch.Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
