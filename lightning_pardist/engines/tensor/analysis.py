@@ -21,10 +21,11 @@ from lightning_pardist.engines.tensor.calls import Call, Need, NoRule, Operand, 
 from lightning_pardist.engines.tensor.layout import Layout
 from lightning_pardist.engines.tensor.plan import CollectivePlan, FallbackPlan
 from lightning_pardist.engines.tensor.rules_elementwise import lookup
+from lightning_pardist.engines.tensor.rules_matmul import scattered
 from lightning_pardist.engines.tensor.rules_nn import MHA_PROJECTIONS, mha_layouts
 from lightning_pardist.engines.tensor.trace import Node, Slot, Trace
 
-_SUMS = frozenset(["linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"])
+_SUMS = frozenset(["linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm", "grouped_mm"])
 _MOVES = frozenset([
     "t", "transpose", "permute", "get:T", "get:mT", "getitem", "select", "to", "type_as", "contiguous", "float",
     "half", "bfloat16", "unsqueeze", "squeeze", "clone", "movedim", "swapaxes", "unbind", "detach",
@@ -74,6 +75,7 @@ class Walk:
         wishes: What is known; extended where the split cannot go on.
         layouts: Layouts that stand. With ``decide`` false nothing is added to them.
         decide: Whether undecided weights may be split.
+        sequence: Whether results of row-wise weights stay split along the sequence. Not while deciding.
 
     Attributes:
         layouts: Layouts of the split parameters and buffers.
@@ -84,8 +86,11 @@ class Walk:
         ended: Sources whose split ends in any sum or in the loss.
     """
 
-    def __init__(self, trace: Trace, size: int, wishes: Wishes, layouts: dict[str, Layout], decide: bool) -> None:
+    def __init__(
+        self, trace: Trace, size: int, wishes: Wishes, layouts: dict[str, Layout], decide: bool, sequence: bool = False
+    ) -> None:
         self.trace, self.size, self.wishes, self.decide = trace, size, wishes, decide
+        self.sequence = sequence
         self.layouts = dict(layouts)
         self.why: dict[str, str] = {}
         self.met: dict[str, int] = {}
@@ -118,7 +123,7 @@ class Walk:
 
     def _call(self, node: Node) -> Call:
         args, kwargs = pytree.tree_map_only(Slot, self._operand, (node.args, node.kwargs))
-        return Call(node.func, node.name, args, kwargs, self.size, node.inplace, planning=True)
+        return Call(node.func, node.name, args, kwargs, self.size, node.inplace, True, self.sequence)
 
     def _visit(self, position: int) -> int:
         node = self.trace.nodes[position]
@@ -134,6 +139,9 @@ class Walk:
             if rule is None:
                 raise NoRule("no sharding rule")
             outcome = rule(call)
+            if self.decide and outcome.reduce and node.name in _SUMS and not self._has_weight(node):
+                # Possible, but scores of attention split within heads are dearer than all that is saved.
+                raise NoRule("a sum of two activations over the split dim")
         except NoRule as problem:
             return self._stuck(node, position, call, problem)
         except (TypeError, ValueError, IndexError, AttributeError, KeyError) as problem:
@@ -142,6 +150,10 @@ class Walk:
             return position
         self._account(outcome, call, node, position)
         return position + 1
+
+    def _has_weight(self, node: Node) -> bool:
+        slots = [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Slot)]
+        return any(slot.name in self.trace.parameters or slot.index in self.moved for slot in slots)
 
     def _set(self, node: Node, layout: Any, sources: frozenset[str]) -> None:
         slots = [leaf for leaf in pytree.tree_leaves(node.out) if isinstance(leaf, Slot)]
@@ -304,7 +316,9 @@ class Walk:
             moved += nbytes
             self.events.append(_Event(position, "all_gather", "forward", nbytes, f"{node.name} on whole tensors"))
         self.fallbacks.append((position, FallbackPlan(node.name, node.module, 1, moved, problem.reason)))
-        self._set(node, None, frozenset())
+        first = call.args[0] if node.inplace and call.args else None
+        kept = first.layout if isinstance(first, Operand) else None
+        self._set(node, kept, sources if kept is not None else frozenset())
         return position + 1
 
     def _resegment(self, sources: frozenset[str], segments: int) -> bool:
@@ -341,6 +355,12 @@ class Walk:
         where = node.module or "the step"
         for need in _needs((outcome.args, outcome.kwargs)):
             slot = need.operand.tensor
+            if need.how == "gather":
+                nbytes = math.prod(slot.shape) * slot.dtype.itemsize
+                why = f"sequence of the input of {where}"
+                self.events.append(_Event(position, "all_gather", "forward", nbytes, why))
+                if slot.requires_grad:
+                    self.events.append(_Event(position, "reduce_scatter", "backward", nbytes, why))
             if not slot.requires_grad or need.how not in ("whole", "part") or need.operand.layout is not None:
                 continue
             nbytes = math.prod(slot.shape) * slot.dtype.itemsize
@@ -355,16 +375,22 @@ class Walk:
                 )
         for kind, elements in outcome.collectives:
             self.events.append(_Event(position, kind, "forward", elements * 4, f"{node.name} in {where}"))
+        out = outcome.out
         if outcome.reduce:
-            for slot in pytree.tree_leaves(node.out):
-                if isinstance(slot, Slot):
-                    nbytes = math.prod(slot.shape) * slot.dtype.itemsize
-                    self.events.append(_Event(position, "all_reduce", "forward", nbytes, f"sum of {where}"))
+            slot = next(leaf for leaf in pytree.tree_leaves(node.out) if isinstance(leaf, Slot))
+            out = scattered(node.name, slot.shape, self.size) if self.sequence else None
+            nbytes = math.prod(slot.shape) * slot.dtype.itemsize
+            kind = "all_reduce" if out is None else "reduce_scatter"
+            self.events.append(_Event(position, kind, "forward", nbytes, f"sum of {where}"))
+            if out is not None and slot.requires_grad:
+                self.events.append(
+                    _Event(position, "all_gather", "backward", nbytes, f"gradient of the sum of {where}")
+                )
         if outcome.reduce or outcome.collectives:
             self.ended |= sources
             if node.name in _SUMS or node.name.startswith(("conv", "multi_head", "embedding")):
                 self.paired |= sources
-        self._set(node, outcome.out, sources)
+        self._set(node, out, sources if outcome.out is not None else frozenset())
 
     def collectives(self, shorten: Callable[[str], str]) -> tuple[CollectivePlan, ...]:
         """Collectives of the step, those of like submodules together."""
@@ -414,6 +440,8 @@ def _weight(node: Node) -> tuple[Slot, int, str] | None:
         dim = len(weight.shape) - 1 if isinstance(weight, Slot) else 0
     elif node.name in ("conv1d", "conv2d", "conv3d") and given(6, "groups") in (None, 1):
         weight = given(1, "weight")
+    elif node.name in ("_grouped_mm", "grouped_mm"):
+        weight, dim = given(1, "mat2"), 2
     elif node.name.startswith("conv_transpose") and given(6, "groups") in (None, 1):
         weight, dim = given(1, "weight"), 1
     if not isinstance(weight, Slot) or len(weight.shape) < 2:

@@ -62,10 +62,14 @@ class Operand:
 
 @dataclass(eq=False)
 class Need:
-    """How an operand enters the local computation; ``raw`` is a whole tensor used where ranks compute the same."""
+    """How an operand enters the local computation.
+
+    ``keep``: as it lies. ``whole``: a whole tensor in a split computation. ``part``: a slice of a whole tensor.
+    ``raw``: a whole tensor where all ranks compute the same. ``gather``: a split tensor, put together.
+    """
 
     operand: Operand
-    how: Literal["keep", "whole", "part", "raw"]
+    how: Literal["keep", "whole", "part", "raw", "gather"]
     layout: Layout | None
 
 
@@ -96,6 +100,7 @@ class Call:
         kwargs: Keyword arguments, likewise.
         size: Number of tensor ranks.
         inplace: Whether the first operand is overwritten.
+        sequence: Activations may be split along the sequence, to be gathered where features are split.
         planning: Nothing is run; parameters and buffers may still change their layout.
     """
 
@@ -106,6 +111,7 @@ class Call:
     size: int
     inplace: bool = False
     planning: bool = False
+    sequence: bool = False
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument given by position or by name."""

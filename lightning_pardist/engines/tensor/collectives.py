@@ -107,7 +107,7 @@ class TensorGroup:
         return entered
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' parts, as a whole tensor. ``partial`` is overwritten."""
+        """The sum of all ranks' parts, as a whole tensor. ``partial`` may be overwritten."""
         result: Tensor = _Reduce.apply(partial, self)
         return result
 
@@ -154,8 +154,11 @@ class _Enter(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: TensorGroup) -> Tensor:
+        if partial._is_view() or not partial.is_contiguous():
+            return group.all_reduce_(partial.clone(memory_format=torch.contiguous_format))
         # In place: the operators that end in a sum over ranks do not keep their output for backward.
-        return group.all_reduce_(partial.detach().contiguous())
+        ctx.mark_dirty(partial)
+        return group.all_reduce_(partial)
 
     @staticmethod
     @once_differentiable

@@ -61,8 +61,9 @@ class Layout:
         """The whole tensor of its parts, in the order of ranks."""
         if self.segments == 1:
             return torch.cat(list(parts), self.dim)
-        split = [part.unflatten(self.dim, (self.segments, -1)) for part in parts]
-        return torch.cat(split, self.dim + 1).flatten(self.dim, self.dim + 1)
+        step = parts[0].shape[self.dim] // self.segments
+        runs = [part.narrow(self.dim, index * step, step) for index in range(self.segments) for part in parts]
+        return torch.cat(runs, self.dim)
 
     def chunks(self, shape: Sequence[int], rank: int, size: int) -> list[tuple[int, int, int]]:
         """Runs of the split dim that this rank holds, for checkpoint formats that store contiguous pieces.

@@ -73,8 +73,9 @@ def resolve_overrides(
 def _indivisible(pattern: str, way: str, name: str, shape: tuple[int, ...], dim: int, tp_size: int) -> str:
     sizes = ", ".join(str(size) for size in range(1, shape[dim] + 1) if shape[dim] % size == 0)
     return (
-        f"plan[{pattern!r}]={way!r} splits {name} of shape {shape} along dim {dim}, but tensor_parallel_size={tp_size} does"
-        f" not divide {shape[dim]}. Use one of {sizes}, or on_indivisible='replicate'."
+        f"plan[{pattern!r}]={way!r} splits {name} of shape {shape} along dim {dim}, but"
+        f" tensor_parallel_size={tp_size} does not divide {shape[dim]}. Use one of {sizes}, or"
+        " on_indivisible='replicate'."
     )
 
 
@@ -115,8 +116,10 @@ def _uses(found: Trace) -> dict[str, str]:
     uses: dict[str, str] = {}
     for node in found.nodes:
         for arg in (*node.args, *node.kwargs.values()):
-            if isinstance(arg, Slot) and arg.name and node.name not in ("t", "to", "transpose"):
-                uses.setdefault(arg.name, node.name)
+            weight = isinstance(arg, Slot) and arg.name and node.name not in ("t", "to", "transpose")
+            # A tied weight is named after its head: for an embedding, columns would be something else.
+            if weight and uses.get(arg.name) in (None, "embedding"):
+                uses[arg.name] = node.name
     return uses
 
 

@@ -53,6 +53,9 @@ def plan(
     why = resolve_overrides(module, found, overrides or {}, tp_size, on_indivisible, wishes)
     _prepare(found, wishes)
     walk = _settle(found, tp_size, wishes) if tp_size > 1 else Walk(found, tp_size, wishes, {}, decide=False)
+    if sequence_parallel:
+        why_split, walk = walk.why, Walk(found, tp_size, wishes, walk.layouts, decide=False, sequence=True).run()
+        walk.why = why_split
     shorten = _shortener(module)
     return TensorParallelPlan(
         tp_size=tp_size,
@@ -68,19 +71,20 @@ def _prepare(found: Trace, wishes: Wishes) -> None:
     """Which embeddings to split by vocabulary, and which heads to keep split at the price of a gather."""
     total = sum(parameter.numel() for parameter in found.parameters.values()) or 1
     embedded, multiplied = set(), set()
+    last = ""
     for node in found.nodes:
         slots = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Slot) and arg.name]
         if node.name == "embedding":
             embedded |= {slot.name for slot in slots}
         elif node.name in ("linear", "matmul", "mm"):
             multiplied |= {slot.name for slot in slots}
+            last = next((slot.name for slot in slots if slot.name in found.parameters), last)
     for name, parameter in found.parameters.items():
         share = parameter.numel() / total
         if name in embedded and (name in multiplied or share >= _SMALL):
             wishes.lookups.add(name)
         tied = name in embedded and name in multiplied
-        head = name in multiplied and parameter.ndim == 2 and parameter.shape[0] >= 4 * parameter.shape[1]
-        if tied or (head and share >= _LARGE):
+        if tied or (name == last and share >= _LARGE):
             wishes.gather.add(name)
 
 

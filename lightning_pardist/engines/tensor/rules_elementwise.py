@@ -18,7 +18,7 @@ _ELEMENTWISE = frozenset([
     "clone", "detach", "requires_grad_", "cpu", "cuda", "hardswish", "logsigmoid", "where", "masked_fill", "relu",
     "relu6", "elu", "selu", "celu", "silu", "mish", "gelu", "prelu_", "softsign", "tanhshrink", "hardtanh",
     "zeros_like", "ones_like", "full_like", "empty_like", "fill", "zero", "copy", "lerp", "square", "reciprocal",
-    "nan_to_num", "addcmul", "addcdiv", "hardsigmoid", "softplus", "threshold", "leaky_relu", "isin", "bitwise_and",
+    "nan_to_num", "addcmul", "addcdiv", "hardsigmoid", "softplus", "threshold", "leaky_relu", "bitwise_and",
     "bitwise_or", "bitwise_xor", "bitwise_not", "clip", "clamp", "clamp_min", "clamp_max", "threshold",
     "true_divide", "divide", "multiply", "subtract", "positive", "alias", "get:data", "get:real",
 ])  # fmt: skip
@@ -31,7 +31,7 @@ def is_elementwise(name: str) -> bool:
     if name in _ELEMENTWISE or name in _RANDOM:
         return True
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    if packet is None or name in ("frexp", "max", "min"):
         return False
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
@@ -59,6 +59,8 @@ def elementwise(call: Call) -> Outcome:
             raise NoRule(f"operands split along {target.describe()} and {aligned.describe()}", odd)
     if target is None:
         raise NoRule("nothing is split")
+    if call.name == "where" and len(operands) + sum(isinstance(arg, (int, float)) for arg in call.args) < 3:
+        raise NoRule("indices where a condition holds")
     if call.inplace and operands[0].layout is None:
         raise NoRule("a whole tensor is overwritten with a split one")
     if call.kwargs.get("out") is not None:
@@ -79,7 +81,13 @@ def elementwise(call: Call) -> Outcome:
             raise NoRule("conversion to the type of a split tensor")
         # The other operand gives its type alone.
         args = (args[0], *pytree.tree_map_only(Operand, lambda op: op.keep(), call.args[1:]))
-    return Outcome(args, kwargs, out=target, random=call.name in _RANDOM)
+    return Outcome(args, kwargs, out=target, random=_draws(call))
+
+
+def _draws(call: Call) -> bool:
+    if call.name not in _RANDOM:
+        return False
+    return "dropout" not in call.name or bool(call.arg(1, "p", 0.5) and call.arg(2, "training", True))
 
 
 def normalize_dims(dim: Any, ndim: int) -> list[int] | None:

@@ -21,8 +21,15 @@ from lightning_pardist.engines.tensor.layout import Layout
 Indexed = tuple[Operand, Sequence[str]]
 
 
-def contract(operands: Sequence[Indexed], out: Sequence[str]) -> tuple[list[Need], Layout | None, Literal["", "sum"]]:
+def contract(
+    operands: Sequence[Indexed], out: Sequence[str], *, sequence: bool = False
+) -> tuple[list[Need], Layout | None, Literal["", "sum"]]:
     """How each operand is needed, how the result lies, and whether it is a part of a sum.
+
+    Args:
+        operands: Operands and the names of their dims.
+        out: Names of the result's dims.
+        sequence: An operand split along a leading dim gives way to a weight split by features, and is gathered.
 
     Raises:
         NoRule: If operands are split along different indices.
@@ -32,14 +39,18 @@ def contract(operands: Sequence[Indexed], out: Sequence[str]) -> tuple[list[Need
     ]
     if not found:
         raise NoRule("nothing is split")
-    chosen = _choose(found, operands, out)
+    features = [item for item in found if not item[1].startswith("b")]
+    chosen = _choose(features if sequence and features else found, operands, out)
     odd = [operand for operand, index, segments in found if (index, segments) != chosen]
-    if odd:
+    give_way = [operand for operand, index, _ in found if index.startswith("b")] if sequence else []
+    if any(operand not in give_way for operand in odd):
         raise NoRule("operands split along different indices", odd)
     letter, segments = chosen
     needs = []
     for operand, index in operands:
-        if operand.layout is not None:
+        if operand in odd:
+            needs.append(Need(operand, "gather", None))
+        elif operand.layout is not None:
             needs.append(operand.keep())
         elif letter in index and operand.shape[index.index(letter)] > 1:
             needs.append(operand.part(Layout(index.index(letter), segments)))
@@ -80,18 +91,18 @@ def _linear(group: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 def _with_bias(call: Call, operands: list[Indexed], bias: Operand | None, out: list[str], run: Any) -> Outcome:
     position = out.index("o")
     if bias is None:
-        needs, layout, reduce = contract(operands, out)
+        needs, layout, reduce = contract(operands, out, sequence=call.sequence)
         return Outcome((*needs, None), out=layout, reduce=reduce, run=run)
     split = [operand for operand, index in operands if operand.layout and index[operand.layout.dim] in ("i",)]
     if split and bias.layout is None:
-        needs, layout, reduce = contract(operands, out)
+        needs, layout, reduce = contract(operands, out, sequence=call.sequence)
         trailing = len(out) - position - 1
         return Outcome(
             (*needs, None), out=layout, reduce=reduce, run=run,
             after=lambda result, value: result + value.reshape(-1, *[1] * trailing).to(result.dtype),
             after_needs=(Need(bias, "raw", None),),
         )  # fmt: skip
-    needs, layout, reduce = contract([*operands, (bias, ["o"])], out)
+    needs, layout, reduce = contract([*operands, (bias, ["o"])], out, sequence=call.sequence)
     if reduce:
         raise NoRule("a split bias added to a part of a sum", [bias])
     return Outcome(tuple(needs), out=layout, run=run)
@@ -104,8 +115,13 @@ def matmul(call: Call) -> Outcome:
     if min(a.ndim, b.ndim) < 2:
         raise NoRule("a product with a vector")
     out = [*batch_letters(max(a.ndim, b.ndim) - 2), "m", "n"]
+    # Rows are one more leading dim where the other side is a plain weight.
+    rows = "b0" if b.ndim == 2 else "m"
+    out[-2] = rows
     needs, layout, reduce = contract(
-        [(a, [*batch_letters(a.ndim - 2), "m", "k"]), (b, [*batch_letters(b.ndim - 2), "k", "n"])], out
+        [(a, [*batch_letters(a.ndim - 2), rows, "k"]), (b, [*batch_letters(b.ndim - 2), "k", "n"])],
+        out,
+        sequence=call.sequence,
     )
     return Outcome(tuple(needs), out=layout, reduce=reduce)
 
@@ -122,17 +138,48 @@ def addmm(call: Call) -> Outcome:
     if summed:
         if not plain or bias.layout is not None:
             raise NoRule("a scaled sum over the split dim")
-        needs, layout, reduce = contract(operands, out)
+        needs, layout, reduce = contract(operands, out, sequence=call.sequence)
         return Outcome(
             tuple(needs), out=layout, reduce=reduce, run=_matmul,
             after=lambda result, value: result + value.to(result.dtype), after_needs=(Need(bias, "raw", None),),
         )  # fmt: skip
-    needs, layout, reduce = contract([(bias, out[len(out) - bias.ndim :]), *operands], out)
+    needs, layout, reduce = contract([(bias, out[len(out) - bias.ndim :]), *operands], out, sequence=call.sequence)
     return Outcome(tuple(needs), dict(call.kwargs), out=layout, reduce=reduce)
 
 
 def _matmul(group: Any, x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight
+
+
+@rule("_grouped_mm", "grouped_mm")
+def grouped_product(call: Call) -> Outcome:
+    """Rows of one matrix by groups, each with its own weight, as mixtures of experts compute."""
+    x, weight, bias = call.args[0], call.arg(1, "mat2", call.kwargs.get("mat_b")), call.arg(3, "bias")
+    if (x.ndim, weight.ndim) != (2, 3) or bias is not None:
+        raise NoRule("another form than rows by groups")
+    if weight.layout is not None and weight.layout.dim == 0:
+        raise NoRule("split between groups", [weight])
+    needs, layout, reduce = contract([(x, ["b1", "k"]), (weight, ["g", "k", "n"])], ["b1", "n"], sequence=call.sequence)
+    offsets = call.arg(2, "offs")
+    if layout is not None and layout.dim == 0:
+        raise NoRule("rows are split")
+    return Outcome(
+        (*needs, None if offsets is None else offsets.whole()), out=layout, reduce=reduce, run=_with_offsets(call)
+    )
+
+
+def _with_offsets(call: Call) -> Any:
+    def run(group: Any, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Any:
+        # The kernel wants rows of 16 bytes in one of two orders, which slicing may have broken.
+        return call.func(x.contiguous(), weight.transpose(-2, -1).contiguous().transpose(-2, -1), offs=offsets)
+
+    return run
+
+
+def scattered(name: str, shape: Sequence[int], size: int) -> Layout | None:
+    """Where the result of a row-wise layer is left split under sequence parallelism (arXiv 2205.05198)."""
+    fits = len(shape) == 3 and shape[1] >= size and shape[1] % size == 0
+    return Layout(1) if fits and name in ("linear", "matmul", "addmm", "embedding") else None
 
 
 @rule("einsum")

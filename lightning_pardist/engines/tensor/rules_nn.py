@@ -233,7 +233,7 @@ def multi_head_attention(call: Call) -> Outcome:
         for name, op in given.items()
         if isinstance(op, Operand) and name not in mha_layouts(True) | mha_layouts(False)
     ]
-    if any(operand.layout is not None for operand in inputs):
+    if any(operand.layout is not None for operand in inputs) and not call.sequence:
         raise NoRule("inputs are split", [operand for operand in inputs if operand.layout is not None])
     separate = given["use_separate_proj_weight"]
     for name, layout in mha_layouts(separate).items():
@@ -241,6 +241,8 @@ def multi_head_attention(call: Call) -> Outcome:
             raise NoRule("projections are not split by heads", projections)
 
     def need(operand: Operand) -> Need:
+        if operand in inputs and operand.layout is not None:
+            return Need(operand, "gather", None)
         return operand.whole() if operand.layout is None else operand.keep()
 
     needs = {name: pytree.tree_map_only(Operand, need, value) for name, value in given.items()}

@@ -329,7 +329,9 @@ def _without(layout: Layout, dim: int) -> Layout:
 @rule("cat", "concat", "concatenate", "stack", "hstack_")
 def concatenate(call: Call) -> Outcome:
     """Along a dim that is not split; tensors that are whole are sliced to match."""
-    tensors = call.arg(0, "tensors")
+    given = call.arg(0, "tensors")
+    # Empty tensors of one dim join anything, as caches use them; they say nothing.
+    tensors = [operand for operand in given if operand.shape != (0,)]
     stacked = call.name == "stack"
     layouts = {operand.layout for operand in tensors if operand.layout is not None}
     if len(layouts) != 1:

@@ -33,7 +33,16 @@ from lightning_pardist.engines.tensor.collectives import TensorGroup
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
 from lightning_pardist.engines.tensor.rng import apart
 from lightning_pardist.engines.tensor.rules_elementwise import lookup
+from lightning_pardist.engines.tensor.rules_matmul import scattered
 from lightning_pardist.engines.tensor.split import SplitTensor
+
+#: Functions whose result shares memory with their argument.
+_VIEWS = frozenset([
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel",
+    "transpose", "permute", "t", "swapaxes", "swapdims", "movedim", "expand", "expand_as", "split", "chunk",
+    "tensor_split",
+    "unbind", "select", "narrow", "getitem", "diagonal", "unfold", "get:T", "get:mT", "get:data", "detach", "iter",
+])  # fmt: skip
 
 
 @dataclass
@@ -67,6 +76,8 @@ class TensorRuntime:
         self.group = TensorGroup(mesh)
         self.sequence_parallel = sequence_parallel
         self.fallbacks: dict[str, Fallback] = {}
+        # Both sides of views that became copies, by storage, until the step ends.
+        self._copied_views: dict[int, Tensor] = {}
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -79,9 +90,13 @@ class TensorRuntime:
             stack.enter_context(_whole_arguments_for_custom_functions(self))
             stack.enter_context(_without_mha_fast_path())
             stack.enter_context(_Mode(self))
-            stack.callback(self.group.forget)
-            self.group.forget()
+            stack.callback(self._forget)
+            self._forget()
             yield
+
+    def _forget(self) -> None:
+        self.group.forget()
+        self._copied_views.clear()
 
     def whole(self, tree: Any) -> Any:
         """The same with every split tensor gathered. Collective over the tensor group if there are any."""
@@ -136,7 +151,7 @@ class TensorRuntime:
         self, func: Callable[..., Any], name: str, inplace: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         call_args, call_kwargs = pytree.tree_map_only(Tensor, _operand, (args, kwargs))
-        call = Call(func, name, call_args, call_kwargs, self.group.size, inplace)
+        call = Call(func, name, call_args, call_kwargs, self.group.size, inplace, sequence=self.sequence_parallel)
         rule = lookup(name)
         try:
             if rule is None:
@@ -160,7 +175,7 @@ class TensorRuntime:
         if call.inplace:
             return call.args[0].tensor
         if outcome.reduce:
-            layout = self._scattered(call, result)
+            layout = scattered(call.name, result.shape, group.size) if self.sequence_parallel else None
             result = group.reduce(result) if layout is None else group.reduce_into_split(result, layout)
             if outcome.reduce == "mean":
                 result = result / group.size
@@ -176,25 +191,22 @@ class TensorRuntime:
         with _Mode(self):
             return outcome.after(result, *after) if outcome.after is not None else result
 
-    def _scattered(self, call: Call, result: Tensor) -> Layout | None:
-        """Where the result of a row-wise layer is left split along the sequence."""
-        fits = self.sequence_parallel and result.dim() == 3 and result.shape[1] % self.group.size == 0
-        if not fits or call.name not in ("linear", "matmul", "addmm", "embedding") or result.shape[1] < 2:
-            return None
-        return Layout(1)
-
     def _resolve(self, need: Need) -> Tensor:
         tensor: Tensor = need.operand.tensor
         if need.how == "whole":
             return self.group.enter(tensor)
         if need.how == "part" and need.layout is not None:
             return self.group.take(tensor, need.layout)
+        if need.how == "gather" and isinstance(tensor, SplitTensor):
+            return self.group.gather_into_split(tensor.local, tensor.split_layout)
         return tensor.local if isinstance(tensor, SplitTensor) else tensor
 
     def _wrap(self, result: Any, out: Any) -> Any:
         if isinstance(out, list):
             wrapped = [self._wrap(item, layout) for item, layout in zip(result, out, strict=True)]
             return type(result)(wrapped)
+        if isinstance(out, Layout) and isinstance(result, (tuple, list)):
+            raise RuntimeError("A sharding rule for one result was used on several. Please report the operator.")
         if out is None or not isinstance(result, Tensor):
             return result
         return SplitTensor(result, out, self)
@@ -209,19 +221,45 @@ class TensorRuntime:
         reason: str,
     ) -> Any:
         """The net under everything: gather, run as on one process, remember that it happened."""
-        first = args[0] if args else None
-        if (inplace and isinstance(first, SplitTensor)) or isinstance(kwargs.get("out"), SplitTensor):
+        if isinstance(kwargs.get("out"), SplitTensor):
             raise RuntimeError(
-                f"{name} overwrites a tensor that is split over the tensor ranks ({reason}), which would leave other"
-                ' views of it behind. Replicate the parameters that produce it: plan={"pattern": "replicate"}.'
+                f"{name}(out=...) writes into a tensor that is split over the tensor ranks. Replicate the parameters"
+                ' that produce it: plan={"pattern": "replicate"}.'
             )
+        self._remember(name, reason, (args, kwargs))
+        first = args[0] if args else None
+        args, kwargs = self.whole((args, kwargs))
+        result = func(*args, **kwargs)
+        if inplace and isinstance(first, SplitTensor):
+            # Written into the part that was there, so that views of it change as they should.
+            first.local.copy_(self.group.take(args[0], first.split_layout))
+            return first
+        if name in _VIEWS and isinstance(first, SplitTensor):
+            for tensor in (first.local, *(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))):
+                self._copied_views[tensor.untyped_storage()._cdata] = tensor
+        return result
+
+    def check_overwrite(self, tensor: Any, name: str) -> None:
+        """Refuse to overwrite one of two tensors that user code believes to share memory, and that do not.
+
+        Raises:
+            RuntimeError: If a view of ``tensor``, or what it is a view of, was gathered in this step.
+        """
+        local = tensor.local if isinstance(tensor, SplitTensor) else tensor
+        if isinstance(local, DTensor) or not isinstance(local, Tensor):
+            return
+        if local.untyped_storage()._cdata in self._copied_views:
+            raise RuntimeError(
+                f"{name} overwrites a tensor of which a view exists that had to be gathered, so that the view would not"
+                ' change with it. Replicate the parameters that produce it: plan={"pattern": "replicate"}.'
+            )
+
+    def _remember(self, name: str, reason: str, tree: Any) -> None:
         fallback = self.fallbacks.setdefault(name, Fallback(reason))
         fallback.calls += 1
-        for leaf in pytree.tree_leaves((args, kwargs)):
+        for leaf in pytree.tree_leaves(tree):
             if isinstance(leaf, SplitTensor):
                 fallback.bytes_gathered += leaf.local.numel() * leaf.local.element_size() * self.group.size
-        args, kwargs = self.whole((args, kwargs))
-        return func(*args, **kwargs)
 
 
 class _Mode(TorchFunctionMode):
@@ -243,6 +281,10 @@ class _Mode(TorchFunctionMode):
                 )
             with _inside_engine(self):
                 return func(*args, **kwargs)
+        if self.runtime._copied_views and args:
+            name, inplace = plain_name(func)
+            if inplace:
+                self.runtime.check_overwrite(args[0], name)
         if _concerned(args) or (kwargs and _concerned(kwargs.values())):
             return self.runtime.call(func, args, kwargs)
         return func(*args, **kwargs)
@@ -322,12 +364,8 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> Iterator[No
         # DTensor's and fully_shard's own functions know what they are given.
         if _concerned(args) and not cls.__module__.startswith("torch.distributed."):
             opened = pytree.tree_map_only(DTensor, runtime._open, args)
-            found = [leaf for leaf in pytree.tree_leaves(opened) if isinstance(leaf, SplitTensor)]
-            if found:
-                fallback = runtime.fallbacks.setdefault(cls.__name__, Fallback("custom autograd function"))
-                fallback.calls += 1
-                size = runtime.group.size
-                fallback.bytes_gathered += sum(leaf.local.numel() * leaf.local.element_size() * size for leaf in found)
+            if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves(opened)):
+                runtime._remember(cls.__name__, "custom autograd function", opened)
             args = runtime.whole(opened)
         return before.__func__(cls, *args, **kwargs)
 
