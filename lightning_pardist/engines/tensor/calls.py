@@ -194,6 +194,20 @@ def find_rule(name: str) -> Rule | None:
     return _RULES.get(name)
 
 
+def map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply ``function`` to every ``kind`` in nested tuples, lists and dicts: a lean ``tree_map_only``."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, (tuple, list)):
+        items = [map_only(kind, function, item) for item in tree]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*items)
+        return items if type(tree) is list else tuple(items) if type(tree) is tuple else type(tree)(items)
+    if isinstance(tree, dict):
+        return {key: map_only(kind, function, item) for key, item in tree.items()}
+    return tree
+
+
 def iterate_operands(tree: Any) -> Iterator[Operand]:
     """Operands in nested tuples, lists and dicts, in order."""
     if isinstance(tree, Operand):

@@ -7,9 +7,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from lightning_pardist.engines.tensor.calls import Call, NoRule, Operand, Outcome, find_rule, rule
+from lightning_pardist.engines.tensor.calls import Call, NoRule, Operand, Outcome, find_rule, map_only, rule
 from lightning_pardist.engines.tensor.layout import Layout
 
 #: Elementwise functions of Python's surface that are not tagged so among ATen's operators.
@@ -75,12 +74,12 @@ def elementwise(call: Call) -> Outcome:
             return operand.whole()
         return operand.part(Layout(dim, split_dim.segments))
 
-    args, kwargs = pytree.tree_map_only(Operand, need, (call.args, call.kwargs))
+    args, kwargs = map_only(Operand, need, (call.args, call.kwargs))
     if call.name in ("type_as", "to", "zeros_like", "ones_like", "empty_like", "full_like") and call.args:
         if not isinstance(call.args[0], Operand) or call.args[0].layout is None:
             raise NoRule("conversion to the type of a split tensor")
         # The other operand gives its type alone.
-        args = (args[0], *pytree.tree_map_only(Operand, lambda op: op.keep(), call.args[1:]))
+        args = (args[0], *map_only(Operand, lambda op: op.keep(), call.args[1:]))
     return Outcome(args, kwargs, out=target, random=_draws(call))
 
 
@@ -104,7 +103,7 @@ def normalize_dims(dim: Any, ndim: int) -> list[int] | None:
 
 def keep_all(call: Call) -> tuple[Any, Any]:
     """All operands as they lie, whole ones entering the split computation."""
-    args, kwargs = pytree.tree_map_only(
+    args, kwargs = map_only(
         Operand, lambda op: op.keep() if op.layout is not None else op.whole(), (call.args, call.kwargs)
     )
     return args, kwargs

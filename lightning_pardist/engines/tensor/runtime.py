@@ -27,6 +27,7 @@ from lightning_pardist.engines.tensor.calls import (
     NoRule,
     Operand,
     Outcome,
+    map_only,
     plain_name,
 )
 from lightning_pardist.engines.tensor.collectives import TensorGroup
@@ -123,7 +124,7 @@ class TensorRuntime:
             return func(*args, **kwargs)
         if name == "repr" and isinstance(first, SplitTensor):
             return SplitTensor.__repr__(first)
-        args, kwargs = pytree.tree_map_only(DTensor, self._open, (args, kwargs))
+        args, kwargs = map_only(DTensor, self._open, (args, kwargs))
         leaves = pytree.tree_leaves((args, kwargs))
         if not any(isinstance(leaf, SplitTensor) for leaf in leaves):
             return func(*args, **kwargs)
@@ -144,13 +145,13 @@ class TensorRuntime:
                 tensor.local, self.group.mesh, [placement], run_check=False, shape=tensor.shape, stride=_strides(tensor)
             )
 
-        args, kwargs = pytree.tree_map_only(SplitTensor, close, (args, kwargs))
+        args, kwargs = map_only(SplitTensor, close, (args, kwargs))
         return func(*args, **kwargs)
 
     def _on_parts(
         self, func: Callable[..., Any], name: str, inplace: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        call_args, call_kwargs = pytree.tree_map_only(Tensor, _operand, (args, kwargs))
+        call_args, call_kwargs = map_only(Tensor, _operand, (args, kwargs))
         call = Call(func, name, call_args, call_kwargs, self.group.size, inplace, sequence=self.sequence_parallel)
         rule = lookup(name)
         try:
@@ -166,9 +167,7 @@ class TensorRuntime:
 
     def _execute(self, call: Call, outcome: Outcome) -> Any:
         group = self.group
-        args, kwargs, after = pytree.tree_map_only(
-            Need, self._resolve, (outcome.args, outcome.kwargs, outcome.after_needs)
-        )
+        args, kwargs, after = map_only(Need, self._resolve, (outcome.args, outcome.kwargs, outcome.after_needs))
         like = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         with apart(group, outcome.random, like):
             result = call.func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
@@ -363,7 +362,7 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> Iterator[No
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # DTensor's and fully_shard's own functions know what they are given.
         if _concerned(args) and not cls.__module__.startswith("torch.distributed."):
-            opened = pytree.tree_map_only(DTensor, runtime._open, args)
+            opened = map_only(DTensor, runtime._open, args)
             if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves(opened)):
                 runtime._remember(cls.__name__, "custom autograd function", opened)
             args = runtime.whole(opened)
