@@ -1,0 +1,251 @@
+"""Carrying out a plan: parameters become DTensors in place, and leave as plain tensors under their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
+from lightning_pardist.engines.tensor.plan import TensorParallelPlan
+from lightning_pardist.engines.tensor.runtime import TensorRuntime
+
+
+def apply(module: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> TensorRuntime:
+    """Split a module in place. Collective over the mesh; make optimizers afterwards.
+
+    Every parameter becomes a DTensor on ``mesh`` (split or replicated, so that optimizers and gradient norms see
+    one kind), tied ones stay tied, and values are those of the first tensor rank. Buffers that belong to split
+    channels are split, others are made equal.
+
+    Args:
+        module: The module that the plan was made for, whole, on the device it trains on.
+        plan: From :func:`~lightning_pardist.engines.tensor.plan`.
+        mesh: One-dimensional mesh of the tensor ranks.
+
+    Returns:
+        The runtime: ``with runtime.step(): loss = module.training_step(batch, 0); loss.backward()``.
+
+    Raises:
+        ValueError: If the mesh has another size than the plan, or the module other parameters or shapes.
+    """
+    if mesh.size() != plan.tp_size:
+        raise ValueError(
+            f"The plan is for {plan.tp_size} tensor ranks and the mesh has {mesh.size()}. Make the plan with"
+            f" tp_size={mesh.size()}."
+        )
+    _check(module, plan)
+    runtime = TensorRuntime(mesh, sequence_parallel=plan.sequence_parallel)
+    layouts = plan.layouts()
+    made: dict[int, nn.Parameter] = {}
+    for owner, name, full_name in _slots(module, buffers=False):
+        parameter = owner._parameters[name]
+        if parameter is None or isinstance(parameter, DTensor):
+            continue
+        if id(parameter) not in made:
+            split = _distribute(parameter.detach(), layouts.get(full_name), runtime)
+            made[id(parameter)] = nn.Parameter(split, requires_grad=parameter.requires_grad)
+            # Kept alive, so that its id is not given to another tensor meanwhile.
+            made[id(parameter)]._pardist_whole = parameter  # type: ignore[attr-defined]
+        # By attribute, because RNNs keep a list of their weights that follows assignments.
+        setattr(owner, name, made[id(parameter)])
+    for parameter in made.values():
+        del parameter._pardist_whole  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for owner, name, full_name in _slots(module, buffers=True):
+            buffer = owner._buffers[name]
+            if buffer is None or isinstance(buffer, DTensor):
+                continue
+            if full_name in layouts:
+                owner._buffers[name] = _distribute(buffer, layouts[full_name], runtime)
+            elif buffer.numel():
+                _broadcast(buffer, runtime)
+    return runtime
+
+
+def _check(module: nn.Module, plan: TensorParallelPlan) -> None:
+    shapes = {item.name: item.shape for item in plan.parameters}
+    found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    for name in shapes.keys() ^ found.keys():
+        raise ValueError(f"Plan and module do not have the same parameters: {name} is in one of them. Plan it again.")
+    for name, shape in found.items():
+        if shapes[name] != shape:
+            raise ValueError(f"{name} has shape {shape}, and {shapes[name]} in the plan. Plan it again.")
+
+
+def _slots(module: nn.Module, *, buffers: bool) -> Iterator[tuple[nn.Module, str, str]]:
+    """Owner, attribute and full name of every parameter or buffer, tied ones each time."""
+    for prefix, owner in module.named_modules():
+        for name in list(owner._buffers if buffers else owner._parameters):
+            yield owner, name, f"{prefix}.{name}" if prefix else name
+
+
+def _broadcast(tensor: Tensor, runtime: TensorRuntime) -> Tensor:
+    source = dist.get_global_rank(runtime.group.process_group, 0)
+    if not tensor.is_contiguous():
+        whole = tensor.contiguous()
+        dist.broadcast(whole, source, group=runtime.group.process_group)
+        return tensor.copy_(whole)
+    dist.broadcast(tensor, source, group=runtime.group.process_group)
+    return tensor
+
+
+def _distribute(whole: Tensor, layout: Layout | None, runtime: TensorRuntime) -> DTensor:
+    whole = _broadcast(whole.detach(), runtime) if whole.numel() else whole.detach()
+    group = runtime.group
+    local = whole if layout is None else layout.take(whole, group.rank, group.size).clone()
+    return DTensor.from_local(
+        local.contiguous(),
+        group.mesh,
+        [to_placement(layout)],
+        run_check=False,
+        shape=whole.shape,
+        stride=torch.empty(whole.shape, device="meta").stride(),
+    )
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """A parameter, gradient or optimizer state as a plain whole tensor. Collective over its mesh if it is split.
+
+    Args:
+        tensor: A DTensor on a one-dimensional mesh, or a plain tensor, which is returned as it is.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    layout = from_placement(tensor.placements[-1], tensor.ndim)
+    local = tensor.to_local().detach()
+    if layout is None:
+        return local
+    group = tensor.device_mesh.get_group()
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return layout.join(parts)
+
+
+def local_like(whole: Tensor, like: Tensor) -> Tensor:
+    """A plain whole tensor laid out as ``like`` is; the inverse of :func:`whole_tensor`. Not collective.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    if not isinstance(like, DTensor):
+        return whole
+    if tuple(whole.shape) != tuple(like.shape):
+        raise ValueError(f"A tensor of shape {tuple(whole.shape)} was loaded where {tuple(like.shape)} is needed.")
+    mesh, layout = like.device_mesh, from_placement(like.placements[-1], like.ndim)
+    whole = whole.to(like.device)
+    local = whole if layout is None else layout.take(whole, mesh.get_local_rank(), mesh.size())
+    return DTensor.from_local(
+        local.clone().contiguous(), mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def full_state_dict(module: nn.Module, *, keep: bool = True) -> dict[str, Any]:
+    """Parameters and buffers as plain whole tensors on the CPU, one at a time. Collective over the tensor ranks.
+
+    Args:
+        module: A module after :func:`apply`.
+        keep: Whether this rank keeps the result; others take part and return an empty dict.
+    """
+    full: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        whole = whole_tensor(value) if isinstance(value, Tensor) else value
+        if keep:
+            full[name] = whole.cpu().clone() if isinstance(whole, Tensor) else whole
+    return full
+
+
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Load a plain checkpoint: every rank takes its parts of whole tensors. Not collective.
+
+    Args:
+        module: A module after :func:`apply`.
+        state: Whole tensors by the module's own names.
+        strict: As for ``Module.load_state_dict``, whose result is returned.
+    """
+    mine = module.state_dict()
+    local = {
+        name: local_like(value, mine[name]) if name in mine and isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+    return module.load_state_dict(local, strict=strict)
+
+
+def full_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
+) -> dict[str, dict[str, Any]]:
+    """Optimizer state by parameter name, as plain whole tensors on the CPU. Collective over the tensor ranks.
+
+    Args:
+        module: Owner of the parameters' names.
+        optimizer: Any torch optimizer over the module's parameters.
+        keep: Whether this rank keeps the result.
+    """
+    full: dict[str, dict[str, Any]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter not in optimizer.state:
+            continue
+        entry: dict[str, Any] = {}
+        for key, value in optimizer.state[parameter].items():
+            whole = whole_tensor(value) if isinstance(value, Tensor) else value
+            entry[key] = whole.cpu().clone() if isinstance(whole, Tensor) else whole
+        if keep:
+            full[name] = entry
+    return full
+
+
+def load_full_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Load optimizer state keyed by parameter name. Not collective.
+
+    Tensors of the parameter's shape are split as it is; others (step counts) are taken as they are.
+
+    Raises:
+        ValueError: If a name is not among the module's parameters.
+    """
+    parameters = dict(module.named_parameters())
+    for name, entry in state.items():
+        if name not in parameters:
+            raise ValueError(f"Optimizer state for {name!r}, which the module does not have.")
+        parameter = parameters[name]
+        optimizer.state[parameter] = {
+            key: local_like(value, parameter)
+            if isinstance(value, Tensor) and tuple(value.shape) == tuple(parameter.shape) and value.dim()
+            else value
+            for key, value in entry.items()
+        }
+
+
+def local_squared_norm(grads: Iterable[Tensor | None], *, norm_rank: int) -> Tensor:
+    """This rank's share of the squared gradient norm: split gradients on every rank, whole ones on the first alone.
+
+    Summed over the tensor ranks it is the squared norm of the whole gradient, each element counted once. Not
+    collective.
+
+    Args:
+        grads: Gradients as :func:`apply` makes them.
+        norm_rank: This rank's index among the tensor ranks.
+
+    Returns:
+        A scalar in float32 or wider.
+    """
+    total: Tensor | None = None
+    for grad in grads:
+        if grad is None:
+            continue
+        split = isinstance(grad, DTensor) and from_placement(grad.placements[-1], grad.ndim) is not None
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        if total is None:
+            total = torch.zeros((), dtype=torch.float32, device=local.device)
+        if split or norm_rank == 0:
+            total = (
+                total
+                + torch.linalg.vector_norm(local.detach(), dtype=torch.promote_types(local.dtype, torch.float32)) ** 2
+            )
+    return torch.zeros(()) if total is None else total

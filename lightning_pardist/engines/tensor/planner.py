@@ -1,0 +1,143 @@
+"""Deriving a plan from a module and one traced run of its real step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_pardist.engines.tensor.analysis import Walk, Wishes
+from lightning_pardist.engines.tensor.layout import Layout
+from lightning_pardist.engines.tensor.overrides import resolve_overrides
+from lightning_pardist.engines.tensor.plan import TensorParallelPlan, TensorPlan
+from lightning_pardist.engines.tensor.trace import Slot, Trace, trace
+
+#: An unpaired weight smaller than this share of the model is not worth the collectives of splitting it.
+_SMALL = 0.01
+#: A head this large keeps its split even if its outputs have to be gathered.
+_LARGE = 0.1
+
+
+def plan(
+    module: nn.Module,
+    step: Callable[[], Any],
+    *,
+    tp_size: int,
+    overrides: Mapping[str, Any] | None = None,
+    on_indivisible: Literal["error", "replicate"] = "error",
+    sequence_parallel: bool = False,
+) -> TensorParallelPlan:
+    """Decide how to split a module, from its structure and one traced run. Not collective; needs no process group.
+
+    The plan depends on shapes, so ranks that trace batches of the same shapes derive the same plan. Where control flow
+    depends on data (routing, early exits) derive it on one rank and broadcast it: it is plain data.
+
+    Args:
+        module: The user's module, whole, on any device. Left as it was: buffers, gradients and random state too.
+        step: Runs the module as training does, up to the loss, e.g. ``lambda: module.training_step(batch, 0)``.
+        tp_size: Number of tensor ranks.
+        overrides: Glob patterns of module or parameter names to ``"column"``, ``"row"``, ``"vocab"``, ``"replicate"``
+            or a torch ``ParallelStyle``; they win over what is found.
+        on_indivisible: What to do with an override whose size ``tp_size`` does not divide.
+        sequence_parallel: Leave results of row-wise layers split along the sequence.
+
+    Raises:
+        ValueError: If an override matches nothing, names something that has no such split, or does not divide.
+    """
+    if tp_size < 1:
+        raise ValueError(f"tp_size={tp_size} is not a positive number of ranks. Use 1 or more.")
+    found = trace(module, step)
+    wishes = Wishes()
+    why = resolve_overrides(module, found, overrides or {}, tp_size, on_indivisible, wishes)
+    _prepare(found, wishes)
+    walk = _settle(found, tp_size, wishes) if tp_size > 1 else Walk(found, tp_size, wishes, {}, decide=False)
+    if sequence_parallel:
+        why_split, walk = walk.why, Walk(found, tp_size, wishes, walk.layouts, decide=False, sequence=True).run()
+        walk.why = why_split
+    shorten = _shortener(module)
+    return TensorParallelPlan(
+        tp_size=tp_size,
+        parameters=_describe(found, found.parameters, walk, wishes, why, buffer=False),
+        buffers=_describe(found, found.buffers, walk, wishes, why, buffer=True),
+        collectives=walk.collectives(shorten),
+        fallbacks=walk.fallback_plans(shorten),
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def _prepare(found: Trace, wishes: Wishes) -> None:
+    """Which embeddings to split by vocabulary, and which heads to keep split at the price of a gather."""
+    total = sum(parameter.numel() for parameter in found.parameters.values()) or 1
+    embedded, multiplied = set(), set()
+    last = ""
+    for node in found.nodes:
+        slots = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Slot) and arg.name]
+        if node.name == "embedding":
+            embedded |= {slot.name for slot in slots}
+        elif node.name in ("linear", "matmul", "mm"):
+            multiplied |= {slot.name for slot in slots}
+            last = next((slot.name for slot in slots if slot.name in found.parameters), last)
+    for name, parameter in found.parameters.items():
+        share = parameter.numel() / total
+        if name in embedded and (name in multiplied or share >= _SMALL):
+            wishes.lookups.add(name)
+        tied = name in embedded and name in multiplied
+        if tied or (name == last and share >= _LARGE):
+            wishes.gather.add(name)
+
+
+def _settle(found: Trace, tp_size: int, wishes: Wishes) -> Walk:
+    """Walk until nothing new is learnt: first deciding, then once more with everything in place from the start."""
+    total = sum(parameter.numel() for parameter in found.parameters.values()) or 1
+    while True:
+        walk = Walk(found, tp_size, wishes, wishes.fixed, decide=True).run()
+        final = Walk(found, tp_size, wishes, walk.layouts, decide=False).run()
+        learnt = dict(final.problems)
+        if not learnt:
+            # Sources end in a sum; what follows them (biases, norms) is no source of its own.
+            for name in walk.layouts:
+                if name in wishes.fixed or name not in walk.starts:
+                    continue
+                if name not in final.ended:
+                    learnt[name] = "its split outputs end in no sum"
+                elif name not in final.paired and found.parameters[name].numel() < _SMALL * total:
+                    learnt[name] = "too small to be worth a collective"
+        fresh = {
+            name: reason for name, reason in learnt.items() if name not in wishes.whole and name not in wishes.gather
+        }
+        if not fresh:
+            final.why = walk.why
+            return final
+        wishes.whole.update(fresh)
+
+
+def _describe(
+    found: Trace, tensors: Mapping[str, Any], walk: Walk, wishes: Wishes, why: Mapping[str, str], *, buffer: bool
+) -> tuple[TensorPlan, ...]:
+    items = []
+    for name, tensor in tensors.items():
+        layout: Layout | None = walk.layouts.get(name)
+        reason = (
+            why.get(name)
+            or (walk.why.get(name) if layout is not None else wishes.whole.get(name))
+            or "not part of a pair"
+        )
+        items.append(
+            TensorPlan(
+                name=name,
+                aliases=tuple(found.aliases.get(name, ())),
+                shape=tuple(tensor.shape),
+                bytes=tensor.numel() * tensor.element_size(),
+                layout=layout,
+                why=reason,
+                buffer=buffer,
+            )
+        )
+    return tuple(items)
+
+
+def _shortener(module: nn.Module) -> Callable[[str], str]:
+    """Replace the indices of repeated blocks by a star, so that they share a line."""
+    return lambda text: re.sub(r"(?<=\.)\d+(?=\.|$|\s)", "*", text)

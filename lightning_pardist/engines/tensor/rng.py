@@ -1,0 +1,48 @@
+"""Random numbers that differ between tensor ranks, inside a stream that does not.
+
+All tensor ranks run the same program with the same generator state, so dropout on whole tensors agrees by itself. On a
+split tensor every rank draws from a generator seeded by one number of the common stream and its rank; the common stream
+goes on as if that one number were all that was drawn. Activation checkpointing restores the common stream, and with it
+the seeds, so that the second forward drops the same elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_pardist.engines.tensor.collectives import TensorGroup
+
+
+@contextmanager
+def apart(group: TensorGroup, enabled: bool, like: Tensor) -> Iterator[None]:
+    """Draw different random numbers on every tensor rank inside the block.
+
+    Args:
+        group: Tensor ranks.
+        enabled: Whether anything is drawn.
+        like: A tensor on the device whose generator is used.
+    """
+    if not enabled:
+        yield
+        return
+    # From the CPU's generator on every device: no synchronization, and checkpointing restores it.
+    seed = int(torch.randint(0, 2**62, ()).item()) + group.rank
+    if like.device.type == "cpu":
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+        return
+    module = getattr(torch, like.device.type)
+    device_state = module.get_rng_state(like.device)
+    module.manual_seed(seed)
+    try:
+        yield
+    finally:
+        module.set_rng_state(device_state, like.device)

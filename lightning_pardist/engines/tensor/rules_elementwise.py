@@ -1,0 +1,267 @@
+"""Sharding rules: elementwise operators, reductions, and operators along one dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from lightning_pardist.engines.tensor.calls import Call, NoRule, Operand, Outcome, find_rule, map_only, rule
+from lightning_pardist.engines.tensor.layout import Layout
+
+#: Elementwise functions of Python's surface that are not tagged so among ATen's operators.
+_ELEMENTWISE = frozenset([
+    "float", "double", "half", "bfloat16", "int", "long", "short", "bool", "to", "type", "type_as", "contiguous",
+    "clone", "detach", "requires_grad_", "cpu", "cuda", "hardswish", "logsigmoid", "where", "masked_fill", "relu",
+    "relu6", "elu", "selu", "celu", "silu", "mish", "gelu", "prelu_", "softsign", "tanhshrink", "hardtanh",
+    "zeros_like", "ones_like", "full_like", "empty_like", "fill", "zero", "copy", "lerp", "square", "reciprocal",
+    "nan_to_num", "addcmul", "addcdiv", "hardsigmoid", "softplus", "threshold", "leaky_relu", "bitwise_and",
+    "bitwise_or", "bitwise_xor", "bitwise_not", "clip", "clamp", "clamp_min", "clamp_max", "threshold",
+    "true_divide", "divide", "multiply", "subtract", "positive", "alias", "get:data", "get:real",
+])  # fmt: skip
+_RANDOM = frozenset(["dropout", "alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "bernoulli"])
+
+
+@cache
+def is_elementwise(name: str) -> bool:
+    """Whether a function of this plain name acts on every element by itself, after broadcasting."""
+    if name in _ELEMENTWISE or name in _RANDOM:
+        return True
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or name in ("frexp", "max", "min"):
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def lookup(name: str) -> Callable[[Call], Outcome] | None:
+    """The rule for a plain name, elementwise functions included."""
+    return find_rule(name) or (elementwise if is_elementwise(name) else None)
+
+
+def elementwise(call: Call) -> Outcome:
+    """All operands aligned from the right; whole ones are sliced where they reach over the split dim."""
+    operands = call.operands()
+    ndim = max(operand.ndim for operand in operands)
+    target: Layout | None = None
+    first = operands[0]
+    for operand in operands:
+        if operand.layout is None:
+            continue
+        aligned = Layout(operand.layout.dim + ndim - operand.ndim, operand.layout.segments)
+        if target is None:
+            target, first = aligned, operand
+        elif aligned != target:
+            # The one that is split in an odd way is at fault: segments that user code never took apart.
+            odd = [operand] if aligned.segments >= target.segments else [first]
+            raise NoRule(f"operands split along {target.describe()} and {aligned.describe()}", odd)
+    if target is None:
+        raise NoRule("nothing is split")
+    if call.name == "where" and len(operands) + sum(isinstance(arg, (int, float)) for arg in call.args) < 3:
+        raise NoRule("indices where a condition holds")
+    if call.inplace and operands[0].layout is None:
+        raise NoRule("a whole tensor is overwritten with a split one")
+    if call.kwargs.get("out") is not None:
+        raise NoRule("out= with a split tensor")
+    split_dim = target
+
+    def need(operand: Operand) -> Any:
+        if operand.layout is not None:
+            return operand.keep()
+        dim = split_dim.dim - (ndim - operand.ndim)
+        if dim < 0 or operand.shape[dim] == 1:
+            return operand.whole()
+        return operand.part(Layout(dim, split_dim.segments))
+
+    args, kwargs = map_only(Operand, need, (call.args, call.kwargs))
+    if call.name in ("type_as", "to", "zeros_like", "ones_like", "empty_like", "full_like") and call.args:
+        if not isinstance(call.args[0], Operand) or call.args[0].layout is None:
+            raise NoRule("conversion to the type of a split tensor")
+        # The other operand gives its type alone.
+        args = (args[0], *map_only(Operand, lambda op: op.keep(), call.args[1:]))
+    return Outcome(args, kwargs, out=target, random=_draws(call))
+
+
+def _draws(call: Call) -> bool:
+    if call.name not in _RANDOM:
+        return False
+    return "dropout" not in call.name or bool(call.arg(1, "p", 0.5) and call.arg(2, "training", True))
+
+
+def normalize_dims(dim: Any, ndim: int) -> list[int] | None:
+    """Dims counted from the front; None for all."""
+    if dim is None:
+        return None
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    if not dims:
+        return None
+    if not all(isinstance(item, int) for item in dims):
+        raise NoRule("dims by name")
+    return [item % ndim for item in dims]
+
+
+def keep_all(call: Call) -> tuple[Any, Any]:
+    """All operands as they lie, whole ones entering the split computation."""
+    args, kwargs = map_only(
+        Operand, lambda op: op.keep() if op.layout is not None else op.whole(), (call.args, call.kwargs)
+    )
+    return args, kwargs
+
+
+@rule("sum", "mean", "nansum")
+def sums(call: Call) -> Outcome:
+    """Over the split dim: local, then added up."""
+    x = call.only_split()
+    if x is not call.args[0]:
+        raise NoRule("unusual arguments")
+    return _reduction(call, x, call.arg(1, "dim"), call.arg(2, "keepdim", False), addable=call.name != "nansum" or True)
+
+
+@rule("amax", "amin", "prod", "var", "std", "logsumexp", "norm", "vector_norm", "all", "any", "var_mean", "median")
+def other_reductions(call: Call) -> Outcome:
+    """Along other dims only."""
+    x = call.only_split()
+    position = 2 if call.name in ("norm", "vector_norm") else 1
+    dim = call.arg(position, "dim")
+    if isinstance(dim, bool):
+        raise NoRule("unusual arguments")
+    keepdim = call.arg(position + (2 if call.name in ("var", "std") else 1), "keepdim", False)
+    outcome = _reduction(call, x, dim, bool(keepdim), addable=False)
+    if call.name in ("var_mean", "median"):
+        outcome.out = [outcome.out, outcome.out]  # type: ignore[list-item]
+    return outcome
+
+
+@rule("max", "min")
+def max_min(call: Call) -> Outcome:
+    """Elementwise of two tensors, or values and indices along a dim."""
+    other = call.arg(1, "other")
+    if isinstance(other, Operand):
+        return elementwise(call)
+    x = call.only_split()
+    outcome = _reduction(call, x, call.arg(1, "dim"), call.arg(2, "keepdim", False), addable=False)
+    outcome.out = [outcome.out, outcome.out]  # type: ignore[list-item]
+    return outcome
+
+
+@rule("argmax", "argmin")
+def arg_extreme(call: Call) -> Outcome:
+    """Along other dims only."""
+    x = call.only_split()
+    return _reduction(call, x, call.arg(1, "dim"), call.arg(2, "keepdim", False), addable=False)
+
+
+def _reduction(call: Call, x: Operand, dim: Any, keepdim: bool, *, addable: bool) -> Outcome:
+    assert_layout = x.layout
+    if assert_layout is None:
+        raise NoRule("nothing is split")
+    dims = normalize_dims(dim, x.ndim)
+    args, kwargs = keep_all(call)
+    if dims is None or assert_layout.dim in dims:
+        if not addable:
+            raise NoRule(f"{call.name} along the split dim")
+        return Outcome(args, kwargs, reduce="mean" if call.name == "mean" else "sum")
+    return Outcome(args, kwargs, out=drop_dims(assert_layout, [] if keepdim else dims))
+
+
+def drop_dims(layout: Layout, dims: Sequence[int]) -> Layout:
+    """The layout after other dims have gone."""
+    return Layout(layout.dim - sum(dim < layout.dim for dim in dims), layout.segments)
+
+
+@rule(
+    "softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "flip", "sort", "argsort", "topk",
+    "cummax", "cummin", "gumbel_softmax_", "normalize", "kthvalue", "roll", "renorm_",
+)  # fmt: skip
+def along_dim(call: Call) -> Outcome:
+    """Shape kept, or changed along a dim that is not the split one."""
+    x = call.only_split()
+    if x is not call.args[0] or x.layout is None:
+        raise NoRule("unusual arguments")
+    position = {"topk": 2, "normalize": 2, "kthvalue": 2, "roll": 2}.get(call.name, 1)
+    name = {"flip": "dims", "roll": "dims"}.get(call.name, "dim")
+    default = {"normalize": 1}.get(call.name, -1)
+    dim = call.arg(position, name, default)
+    if call.name == "flip" and position == 1 and len(call.args) > 2:
+        dim = call.args[1:]
+    if dim is None or isinstance(dim, bool):
+        raise NoRule("no dim given")
+    dims = normalize_dims(dim, x.ndim)
+    if dims is None or x.layout.dim in dims:
+        raise NoRule(f"{call.name} along the split dim")
+    args, kwargs = keep_all(call)
+    many = call.name in ("sort", "topk", "cummax", "cummin", "kthvalue")
+    return Outcome(args, kwargs, out=[x.layout, x.layout] if many else x.layout)
+
+
+@rule("glu")
+def glu(call: Call) -> Outcome:
+    """Halves of a dim, multiplied: along the split dim it takes two segments."""
+    x = call.only_split()
+    layout = x.layout
+    if layout is None:
+        raise NoRule("nothing is split")
+    args, kwargs = keep_all(call)
+    if call.arg(1, "dim", -1) % x.ndim != layout.dim:
+        return Outcome(args, kwargs, out=layout)
+    if layout.segments % 2:
+        raise NoRule("halves of the split dim", segments=2 if layout.segments == 1 else None)
+    return Outcome(args, kwargs, out=Layout(layout.dim, layout.segments // 2))
+
+
+@rule("tril", "triu", "diagonal_")
+def triangle(call: Call) -> Outcome:
+    """Look at the last two dims."""
+    return beyond(call, 2)
+
+
+def beyond(call: Call, last: int) -> Outcome:
+    """Operators that treat the ``last`` dims together and any before them one by one.
+
+    Raises:
+        NoRule: If one of the last dims is split.
+    """
+    x = call.only_split()
+    if x.layout is None or x.layout.dim >= x.ndim - last:
+        raise NoRule(f"{call.name} along the split dim")
+    args, kwargs = keep_all(call)
+    return Outcome(args, kwargs, out=x.layout)
+
+
+_WINDOWS = {"1d": 1, "2d": 2, "3d": 3}
+
+
+@rule(
+    *(f"{kind}_pool{dims}" for kind in ("max", "avg", "adaptive_avg", "lp") for dims in _WINDOWS),
+    "pixel_shuffle_", "upsample_nearest2d", "upsample_bilinear2d",
+)  # fmt: skip
+def pool(call: Call) -> Outcome:
+    """Windows over the last dims."""
+    return beyond(call, _WINDOWS.get(call.name[-2:], 2))
+
+
+@rule("interpolate", "upsample")
+def interpolate(call: Call) -> Outcome:
+    """All dims after the channels."""
+    x = call.only_split()
+    return beyond(call, x.ndim - 2)
+
+
+@rule("pad")
+def pad(call: Call) -> Outcome:
+    """Pads the last dims, two numbers each."""
+    widths = call.arg(1, "pad")
+    if not isinstance(widths, (tuple, list)):
+        raise NoRule("unusual arguments")
+    return beyond(call, len(widths) // 2)
+
+
+@rule("dropout1d", "dropout2d", "dropout3d", "feature_dropout")
+def channel_dropout(call: Call) -> Outcome:
+    """Whole channels dropped: split along the batch or the channels."""
+    x = call.only_split()
+    if x.layout is None or x.layout.dim > 1:
+        raise NoRule("channels dropped along the split dim")
+    args, kwargs = keep_all(call)
+    return Outcome(args, kwargs, out=x.layout, random=True)

@@ -1,0 +1,251 @@
+"""Sharding rules: everything that is a sum of products, in index notation.
+
+A linear layer is ``bi,oi->bo``. Split along ``o`` (column-wise) every rank has a part of the output; split along ``i``
+(row-wise) every rank has a part of the sum; split along ``b`` (heads, experts) ranks have nothing to do with each
+other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_pardist.engines.tensor.calls import Call, Need, NoRule, Operand, Outcome, rule
+from lightning_pardist.engines.tensor.layout import Layout
+
+#: An operand and the index of each of its dims.
+Indexed = tuple[Operand, Sequence[str]]
+
+
+def contract(
+    operands: Sequence[Indexed], out: Sequence[str], *, sequence: bool = False
+) -> tuple[list[Need], Layout | None, Literal["", "sum"]]:
+    """How each operand is needed, how the result lies, and whether it is a part of a sum.
+
+    Args:
+        operands: Operands and the names of their dims.
+        out: Names of the result's dims.
+        sequence: An operand split along a leading dim gives way to a weight split by features, and is gathered.
+
+    Raises:
+        NoRule: If operands are split along different indices.
+    """
+    found = [
+        (operand, index[operand.layout.dim], operand.layout.segments) for operand, index in operands if operand.layout
+    ]
+    if not found:
+        raise NoRule("nothing is split")
+    features = [item for item in found if not item[1].startswith("b")]
+    chosen = _choose(features if sequence and features else found, operands, out)
+    odd = [operand for operand, index, segments in found if (index, segments) != chosen]
+    give_way = [operand for operand, index, _ in found if index.startswith("b")] if sequence else []
+    if any(operand not in give_way for operand in odd):
+        raise NoRule("operands split along different indices", odd)
+    letter, segments = chosen
+    needs = []
+    for operand, index in operands:
+        if operand in odd:
+            needs.append(Need(operand, "gather", None))
+        elif operand.layout is not None:
+            needs.append(operand.keep())
+        elif letter in index and operand.shape[index.index(letter)] > 1:
+            needs.append(operand.part(Layout(index.index(letter), segments)))
+        else:
+            needs.append(operand.whole())
+    if letter in out:
+        return needs, Layout(list(out).index(letter), segments), ""
+    return needs, None, "sum"
+
+
+def _choose(found: list[tuple[Operand, str, int]], operands: Sequence[Indexed], out: Sequence[str]) -> tuple[str, int]:
+    for _, letter, segments in found:
+        if letter in out and all(letter in index for _, index in operands):
+            return letter, segments
+    # Two dims that only look alike (head_dim against heads): the one with fewer segments is the plainer split.
+    return min(((letter, segments) for _, letter, segments in found), key=lambda item: item[1])
+
+
+def batch_letters(count: int) -> list[str]:
+    """Names of leading dims, aligned from the right."""
+    return [f"b{position}" for position in range(count, 0, -1)]
+
+
+@rule("linear")
+def linear(call: Call) -> Outcome:
+    """``F.linear``: the bias of a row-wise layer is added once, after the sum."""
+    x, weight, bias = call.arg(0, "input"), call.arg(1, "weight"), call.arg(2, "bias")
+    if weight.ndim != 2:
+        raise NoRule("a weight of one dim")
+    batch = batch_letters(x.ndim - 1)
+    return _with_bias(call, [(x, [*batch, "i"]), (weight, ["o", "i"])], bias, [*batch, "o"], _linear)
+
+
+def _linear(group: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _with_bias(call: Call, operands: list[Indexed], bias: Operand | None, out: list[str], run: Any) -> Outcome:
+    position = out.index("o")
+    if bias is None:
+        needs, layout, reduce = contract(operands, out, sequence=call.sequence)
+        return Outcome((*needs, None), out=layout, reduce=reduce, run=run)
+    split = [operand for operand, index in operands if operand.layout and index[operand.layout.dim] in ("i",)]
+    if split and bias.layout is None:
+        needs, layout, reduce = contract(operands, out, sequence=call.sequence)
+        trailing = len(out) - position - 1
+        return Outcome(
+            (*needs, None), out=layout, reduce=reduce, run=run,
+            after=lambda result, value: result + value.reshape(-1, *[1] * trailing).to(result.dtype),
+            after_needs=(Need(bias, "raw", None),),
+        )  # fmt: skip
+    needs, layout, reduce = contract([*operands, (bias, ["o"])], out, sequence=call.sequence)
+    if reduce:
+        raise NoRule("a split bias added to a part of a sum", [bias])
+    return Outcome(tuple(needs), out=layout, run=run)
+
+
+@rule("matmul", "mm", "bmm")
+def matmul(call: Call) -> Outcome:
+    """Batched matrix product, batch dims broadcast."""
+    a, b = call.args[0], call.arg(1, "other", call.kwargs.get("mat2"))
+    if min(a.ndim, b.ndim) < 2:
+        raise NoRule("a product with a vector")
+    out = [*batch_letters(max(a.ndim, b.ndim) - 2), "m", "n"]
+    # Rows are one more leading dim where the other side is a plain weight.
+    rows = "b0" if b.ndim == 2 else "m"
+    out[-2] = rows
+    needs, layout, reduce = contract(
+        [(a, [*batch_letters(a.ndim - 2), rows, "k"]), (b, [*batch_letters(b.ndim - 2), "k", "n"])],
+        out,
+        sequence=call.sequence,
+    )
+    return Outcome(tuple(needs), out=layout, reduce=reduce)
+
+
+@rule("addmm", "baddbmm")
+def addmm(call: Call) -> Outcome:
+    """``bias + x @ weight``, the form of GPT-2's transposed linear."""
+    bias, x, weight = call.args[:3]
+    batch = batch_letters(x.ndim - 2)
+    operands: list[Indexed] = [(x, [*batch, "m", "i"]), (weight, [*batch, "i", "o"])]
+    out = [*batch, "m", "o"]
+    plain = call.kwargs.get("alpha", 1) == 1 and call.kwargs.get("beta", 1) == 1
+    summed = any(operand.layout and index[operand.layout.dim] == "i" for operand, index in operands)
+    if summed:
+        if not plain or bias.layout is not None:
+            raise NoRule("a scaled sum over the split dim")
+        needs, layout, reduce = contract(operands, out, sequence=call.sequence)
+        return Outcome(
+            tuple(needs), out=layout, reduce=reduce, run=_matmul,
+            after=lambda result, value: result + value.to(result.dtype), after_needs=(Need(bias, "raw", None),),
+        )  # fmt: skip
+    needs, layout, reduce = contract([(bias, out[len(out) - bias.ndim :]), *operands], out, sequence=call.sequence)
+    return Outcome(tuple(needs), dict(call.kwargs), out=layout, reduce=reduce)
+
+
+def _matmul(group: Any, x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+@rule("_grouped_mm", "grouped_mm")
+def grouped_product(call: Call) -> Outcome:
+    """Rows of one matrix by groups, each with its own weight, as mixtures of experts compute."""
+    x, weight, bias = call.args[0], call.arg(1, "mat2", call.kwargs.get("mat_b")), call.arg(3, "bias")
+    if (x.ndim, weight.ndim) != (2, 3) or bias is not None:
+        raise NoRule("another form than rows by groups")
+    if weight.layout is not None and weight.layout.dim == 0:
+        raise NoRule("split between groups", [weight])
+    needs, layout, reduce = contract([(x, ["b1", "k"]), (weight, ["g", "k", "n"])], ["b1", "n"], sequence=call.sequence)
+    offsets = call.arg(2, "offs")
+    if layout is not None and layout.dim == 0:
+        raise NoRule("rows are split")
+    return Outcome(
+        (*needs, None if offsets is None else offsets.whole()), out=layout, reduce=reduce, run=_with_offsets(call)
+    )
+
+
+def _with_offsets(call: Call) -> Any:
+    def run(group: Any, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Any:
+        # The kernel wants rows of 16 bytes in one of two orders, which slicing may have broken.
+        return call.func(x.contiguous(), weight.transpose(-2, -1).contiguous().transpose(-2, -1), offs=offsets)
+
+    return run
+
+
+def scattered(name: str, shape: Sequence[int], size: int) -> Layout | None:
+    """Where the result of a row-wise layer is left split under sequence parallelism (arXiv 2205.05198)."""
+    fits = len(shape) == 3 and shape[1] >= size and shape[1] % size == 0
+    return Layout(1) if fits and name in ("linear", "matmul", "addmm", "embedding") else None
+
+
+@rule("einsum")
+def einsum(call: Call) -> Outcome:
+    """Any equation without an ellipsis."""
+    equation = call.args[0]
+    operands = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], (list, tuple)) else call.args[1:]
+    if not isinstance(equation, str) or "..." in equation:
+        raise NoRule("an equation with an ellipsis")
+    left, _, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if "->" not in equation:
+        right = "".join(sorted(letter for letter in set(left) - {","} if left.count(letter) == 1))
+    if any(len(set(term)) != len(term) for term in terms):
+        raise NoRule("an equation with a diagonal")
+    needs, layout, reduce = contract(list(zip(operands, map(list, terms), strict=True)), list(right))
+    return Outcome((equation, *needs), out=layout, reduce=reduce)
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def convolution(call: Call) -> Outcome:
+    """By output channels, by input channels, or group by group."""
+    x, weight, bias = call.arg(0, "input"), call.arg(1, "weight"), call.arg(2, "bias")
+    settings = [
+        call.arg(3, "stride", 1),
+        call.arg(4, "padding", 0),
+        call.arg(5, "dilation", 1),
+        call.arg(6, "groups", 1),
+    ]
+    spatial = [f"s{dim}" for dim in range(weight.ndim - 2)]
+    batch = batch_letters(x.ndim - weight.ndim + 1)
+    groups = settings[3]
+
+    def run(group: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        local_groups = groups if groups == 1 else math.gcd(groups, x.shape[-weight.ndim + 1] // weight.shape[1])
+        return call.func(x, weight, bias, *settings[:3], local_groups)
+
+    kernel = [f"k{dim}" for dim in range(weight.ndim - 2)]
+    if groups == 1:
+        operands: list[Indexed] = [(x, [*batch, "i", *spatial]), (weight, ["o", "i", *kernel])]
+        return _with_bias(call, operands, bias, [*batch, "o", *spatial], run)
+    # Group by group: the output channels are split as the input channels are.
+    split = x.layout or (weight.layout and Layout(len(batch), weight.layout.segments))
+    if split is None or split.dim != len(batch) or groups % (call.size * split.segments):
+        raise NoRule("groups cut through the parts")
+    part = Layout(0, split.segments)
+    needs = [x.part(split), weight.part(part), bias.part(part) if bias is not None else None]
+    return Outcome(tuple(needs), out=split, run=run)
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed_convolution(call: Call) -> Outcome:
+    """By output channels or by input channels."""
+    x, weight, bias = call.arg(0, "input"), call.arg(1, "weight"), call.arg(2, "bias")
+    names = ("stride", "padding", "output_padding", "groups", "dilation")
+    settings = [call.arg(3 + position, name, 0 if "padding" in name else 1) for position, name in enumerate(names)]
+    if settings[3] != 1:
+        raise NoRule("a transposed convolution in groups")
+    spatial = [f"s{dim}" for dim in range(weight.ndim - 2)]
+    batch = batch_letters(x.ndim - weight.ndim + 1)
+    operands: list[Indexed] = [
+        (x, [*batch, "i", *spatial]),
+        (weight, ["i", "o", *(f"k{dim}" for dim in range(weight.ndim - 2))]),
+    ]
+
+    def run(group: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        return call.func(x, weight, bias, *settings)
+
+    return _with_bias(call, operands, bias, [*batch, "o", *spatial], run)

@@ -1,0 +1,331 @@
+"""Sharding rules: norms, attention, embeddings and losses."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_pardist.engines.tensor.calls import Call, Need, NoRule, Operand, Outcome, rule
+from lightning_pardist.engines.tensor.collectives import TensorGroup
+from lightning_pardist.engines.tensor.layout import Layout
+from lightning_pardist.engines.tensor.rng import apart
+from lightning_pardist.engines.tensor.rules_elementwise import keep_all
+
+
+@rule("layer_norm", "rms_norm")
+def layer_norm(call: Call) -> Outcome:
+    """Normalizes the last dims, which are whole."""
+    x, shape = call.arg(0, "input"), call.arg(1, "normalized_shape")
+    if x.layout is None or x.layout.dim >= x.ndim - len(shape):
+        raise NoRule("normalized over the split dim", [x] if x.layout else None)
+    args, kwargs = keep_all(call)
+    return Outcome(args, kwargs, out=x.layout)
+
+
+@rule("batch_norm", "instance_norm")
+def batch_norm(call: Call) -> Outcome:
+    """Channel by channel; running statistics are split with the channels."""
+    names = ("input", "running_mean", "running_var", "weight", "bias")
+    tensors = [call.arg(position, name) for position, name in enumerate(names)]
+    if call.name == "batch_norm":
+        training = call.arg(5, "training", False)
+    else:
+        training = call.arg(5, "use_input_stats", True)
+    x = tensors[0]
+    if x.layout is None or x.layout.dim != 1:
+        raise NoRule("split along another dim than the channels")
+    if training and not call.planning and any(stat is not None and stat.layout is None for stat in tensors[1:3]):
+        raise NoRule("running statistics are whole")
+    part = Layout(0, x.layout.segments)
+    needs = {
+        name: None if value is None else value.part(part) for name, value in zip(names[1:], tensors[1:], strict=True)
+    }
+    rest = {name: value for name, value in call.kwargs.items() if name not in names}
+    return Outcome(
+        (x.keep(), needs["running_mean"], needs["running_var"], needs["weight"], needs["bias"], *call.args[5:]),
+        rest,
+        out=x.layout,
+    )
+
+
+@rule("group_norm")
+def group_norm(call: Call) -> Outcome:
+    """Whole groups on every rank."""
+    x, groups = call.arg(0, "input"), call.arg(1, "num_groups")
+    if x.layout is None or x.layout.dim != 1 or groups % (call.size * x.layout.segments):
+        raise NoRule("groups cut through the parts")
+    part = Layout(0, x.layout.segments)
+    weight, bias = call.arg(2, "weight"), call.arg(3, "bias")
+    return Outcome(
+        (
+            x.keep(),
+            groups // call.size,
+            None if weight is None else weight.part(part),
+            None if bias is None else bias.part(part),
+            call.arg(4, "eps", 1e-5),
+        ),
+        out=x.layout,
+    )
+
+
+@rule("scaled_dot_product_attention")
+def attention(call: Call) -> Outcome:
+    """Head by head (or sample by sample); whole keys and values are sliced, a mask as well where it has heads."""
+    query, key, value = (call.arg(position, name) for position, name in enumerate(("query", "key", "value")))
+    mask, dropout = call.arg(3, "attn_mask"), call.arg(4, "dropout_p", 0.0)
+    layout = query.layout
+    if layout is None:
+        raise NoRule("queries are whole", [op for op in (key, value, mask) if op is not None and op.layout is not None])
+    if layout.dim >= query.ndim - 2 or (layout.segments > 1 and key.shape[layout.dim] != query.shape[layout.dim]):
+        raise NoRule("queries split within a head", [query])
+    odd = [operand for operand in (key, value) if operand.layout not in (None, layout)]
+    if odd:
+        raise NoRule("keys or values split within a head", odd)
+    repeats = query.shape[layout.dim] // key.shape[layout.dim]
+    needs = [query.keep()]
+    for operand in (key, value):
+        # Fewer key heads than ranks: repeated for their queries first, then sliced.
+        few = operand.layout is None and repeats > 1
+        needs.append(operand.whole() if few else operand.part(layout))
+    mask_need = None
+    if mask is not None:
+        dim = layout.dim - (query.ndim - mask.ndim)
+        mask_need = mask.whole() if dim < 0 or mask.shape[dim] == 1 else mask.part(Layout(dim, layout.segments))
+    rest = {name: item for name, item in call.kwargs.items() if name not in ("query", "key", "value", "attn_mask")}
+
+    def run(group: TensorGroup, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        few = repeats > 1 and key.layout is None
+        if few:
+            k = layout.take(k.repeat_interleave(repeats, layout.dim), group.rank, group.size)
+        if repeats > 1 and value.layout is None:
+            v = layout.take(v.repeat_interleave(repeats, layout.dim), group.rank, group.size)
+        if few:
+            kwargs = {**kwargs, "enable_gqa": False}
+        return call.func(q, k, v, *args, **kwargs)
+
+    if (key.layout is None) != (value.layout is None) and repeats > 1:
+        raise NoRule("keys and values split in different ways", [key, value])
+    return Outcome((*needs, mask_need, *call.args[4:]), rest, out=layout, run=run, random=bool(dropout))
+
+
+@rule("embedding")
+def embedding(call: Call) -> Outcome:
+    """By vocabulary: every rank looks up what it holds, and the rest comes with the sum."""
+    ids, weight = call.arg(0, "input"), call.arg(1, "weight")
+    padding, max_norm = call.arg(2, "padding_idx"), call.arg(3, "max_norm")
+    if ids.layout is not None or max_norm is not None:
+        raise NoRule("indices are split, or the weight is renormalized")
+    layout = weight.layout
+    if layout.dim == 1:
+        args, kwargs = keep_all(call)
+        return Outcome(args, kwargs, out=Layout(ids.ndim, layout.segments))
+    if layout.segments > 1:
+        raise NoRule("vocabulary in segments")
+    rows = weight.shape[0] // call.size
+    options = {
+        "scale_grad_by_freq": call.arg(5, "scale_grad_by_freq", False),
+        "sparse": call.arg(6, "sparse", False),
+    }
+
+    def run(group: TensorGroup, ids: Tensor, weight: Tensor) -> Tensor:
+        first = group.rank * rows
+        elsewhere = (ids < first) | (ids >= first + rows)
+        index = _local_padding(padding, total, first, rows)
+        found = F.embedding((ids - first).masked_fill(elsewhere, 0), weight, index, **options)
+        return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+    total = weight.shape[0]
+    return Outcome((ids.whole(), weight.keep()), reduce="sum", run=run)
+
+
+def _local_padding(padding: int | None, total: int, first: int, rows: int) -> int | None:
+    if padding is None:
+        return None
+    index = padding % total - first
+    return index if 0 <= index < rows else None
+
+
+@rule("cross_entropy")
+def cross_entropy(call: Call) -> Outcome:
+    """On logits split by class, without gathering them (Megatron-LM, arXiv 1909.08053, section 3)."""
+    names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    defaults = (None, None, -100, None, "mean", 0.0)
+    weight, size_average, ignored, reduce, reduction, smoothing = (
+        call.arg(2 + position, name, default)
+        for position, (name, default) in enumerate(zip(names, defaults, strict=True))
+    )
+    logits, target = call.arg(0, "input"), call.arg(1, "target")
+    classes = 1 if logits.ndim > 1 else 0
+    if logits.layout != Layout(classes) or target.layout is not None:
+        raise NoRule("split along another dim than the classes")
+    if weight is not None or size_average is not None or reduce is not None or target.dtype.is_floating_point:
+        raise NoRule("class weights or probabilities as targets")
+
+    def run(group: TensorGroup, logits: Tensor, target: Tensor) -> Tensor:
+        dtype = torch.float32 if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+        losses, counted = split_cross_entropy(group, logits.movedim(classes, -1), target, ignored, smoothing)
+        if reduction == "mean":
+            losses = losses.sum() / counted.sum()
+        elif reduction == "sum":
+            losses = losses.sum()
+        return losses.to(dtype)
+
+    samples = math.prod(logits.shape) // logits.shape[classes]
+    return Outcome(
+        (logits.keep(), target.whole()), run=run, collectives=(("all_reduce", samples), ("all_reduce", 3 * samples))
+    )
+
+
+def split_cross_entropy(
+    group: TensorGroup, logits: Tensor, target: Tensor, ignored: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Loss of each sample from logits split along the last dim. Collective over the tensor group.
+
+    Args:
+        group: Tensor ranks.
+        logits: Local, shape ``[..., classes / size]``.
+        target: Class of each sample, shape ``[...]``.
+        ignored: Target that counts nothing.
+        smoothing: Label smoothing, 0 to 1.
+
+    Returns:
+        Losses in at least float32, 0 where ignored, and which samples count.
+    """
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    classes = logits.shape[-1]
+    highest = group.all_reduce_(logits.detach().amax(-1), dist.ReduceOp.MAX)
+    shifted = logits - highest.unsqueeze(-1)
+    counted = target != ignored
+    local = target - group.rank * classes
+    here = counted & (local >= 0) & (local < classes)
+    hit = shifted.gather(-1, local.masked_fill(~here, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+    # One all-reduce for all three sums.
+    parts = [shifted.exp().sum(-1), hit] + ([shifted.sum(-1)] if smoothing else [])
+    sums = group.reduce(torch.stack(parts))
+    log_sum = sums[0].log()
+    losses = log_sum - sums[1]
+    if smoothing:
+        losses = (1 - smoothing) * losses + smoothing * (log_sum - sums[2] / (classes * group.size))
+    return losses.masked_fill(~counted, 0.0), counted
+
+
+@rule("multi_head_attention_forward")
+def multi_head_attention(call: Call) -> Outcome:
+    """Torch's ``nn.MultiheadAttention``: projections by heads, the output projection row-wise."""
+    bound = inspect.signature(F.multi_head_attention_forward).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    projections = [given[name] for name in MHA_PROJECTIONS if given[name] is not None]
+    if given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None:
+        raise NoRule("extra keys", projections)
+    if given["num_heads"] % call.size:
+        raise NoRule(f"{given['num_heads']} heads on {call.size} ranks", projections)
+    inputs = [
+        op
+        for name, op in given.items()
+        if isinstance(op, Operand) and name not in mha_layouts(True) | mha_layouts(False)
+    ]
+    if any(operand.layout is not None for operand in inputs) and not call.sequence:
+        raise NoRule("inputs are split", [operand for operand in inputs if operand.layout is not None])
+    separate = given["use_separate_proj_weight"]
+    for name, layout in mha_layouts(separate).items():
+        if given[name] is not None and given[name].layout != layout:
+            raise NoRule("projections are not split by heads", projections)
+
+    def need(operand: Operand) -> Need:
+        if operand in inputs and operand.layout is not None:
+            return Need(operand, "gather", None)
+        return operand.whole() if operand.layout is None else operand.keep()
+
+    needs = {name: pytree.tree_map_only(Operand, need, value) for name, value in given.items()}
+    if given["out_proj_bias"] is not None:
+        needs["out_proj_bias"] = Need(given["out_proj_bias"], "raw", None)
+    samples = math.prod(given["query"].shape)
+    return Outcome((), needs, out=[None, None], run=_attend, collectives=(("all_reduce", samples),))
+
+
+MHA_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight")
+
+
+def mha_layouts(separate: bool) -> dict[str, Layout]:
+    """How the parameters of ``nn.MultiheadAttention`` lie when it is split by heads."""
+    layouts = {"in_proj_bias": Layout(0, 3), "out_proj_weight": Layout(1)}
+    if separate:
+        layouts.update({name: Layout(0) for name in MHA_PROJECTIONS[1:4]})
+    else:
+        layouts["in_proj_weight"] = Layout(0, 3)
+    return layouts
+
+
+def _attend(group: TensorGroup, **given: Any) -> tuple[Tensor, Tensor | None]:
+    batched = given["query"].dim() == 3
+    query, key, value = (given[name] if batched else given[name].unsqueeze(1) for name in ("query", "key", "value"))
+    heads = given["num_heads"] // group.size
+    q, k, v = (
+        part.reshape(part.shape[0], part.shape[1], heads, -1).permute(1, 2, 0, 3)
+        for part in _project(query, key, value, given)
+    )
+    mask = _mha_mask(group, given, q, k)
+    dropout = given["dropout_p"] if given["training"] else 0.0
+    weights = None
+    with apart(group, dropout > 0, q):
+        if given["need_weights"]:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, dropout) if dropout else weights
+            mixed = weights @ v
+        else:
+            causal = bool(given["is_causal"]) and mask is None
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+    mixed = mixed.permute(2, 0, 1, 3).flatten(2)
+    out = group.reduce(F.linear(mixed, given["out_proj_weight"]))
+    if given["out_proj_bias"] is not None:
+        out = out + given["out_proj_bias"].to(out.dtype)
+    if weights is not None:
+        weights = group.gather(weights, Layout(1))
+        weights = weights.mean(1) if given["average_attn_weights"] else weights
+    if batched:
+        return out, weights
+    return out.squeeze(1), None if weights is None else weights.squeeze(0)
+
+
+def _project(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    bias = given["in_proj_bias"]
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    if given["use_separate_proj_weight"]:
+        parts = [given[name] for name in MHA_PROJECTIONS[1:4]]
+    elif query is key and key is value:
+        return F.linear(query, given["in_proj_weight"], bias).chunk(3, -1)
+    else:
+        parts = given["in_proj_weight"].chunk(3)
+    return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), parts, biases, strict=True))
+
+
+def _mha_mask(group: TensorGroup, given: dict[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
+    """Attention and padding masks added up, broadcast over ``[batch, local heads, queries, keys]``."""
+    total: Tensor | None = None
+    mask, padding = given["attn_mask"], given["key_padding_mask"]
+    if mask is not None:
+        if mask.dim() == 3:
+            mask = mask.view(q.shape[0], -1, *mask.shape[1:])
+            mask = mask if mask.shape[1] == 1 else Layout(1).take(mask, group.rank, group.size)
+        total = _additive(mask, q.dtype)
+    if padding is not None:
+        padding = padding if padding.dim() == 2 else padding.unsqueeze(0)
+        added = _additive(padding, q.dtype)[:, None, None, :]
+        total = added if total is None else total + added
+    return total
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

@@ -1,0 +1,375 @@
+"""Running user code on split tensors: a torch function runs on parts if a rule says how, on whole tensors if not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+import lightning_pardist.engines.tensor.rules_matmul
+import lightning_pardist.engines.tensor.rules_nn
+import lightning_pardist.engines.tensor.rules_shape  # noqa: F401  (rules register themselves)
+from lightning_pardist.engines.tensor.calls import (
+    GLOBAL_PROPERTIES,
+    LOCAL_PROPERTIES,
+    PARAMETER_METHODS,
+    Call,
+    Need,
+    NoRule,
+    Operand,
+    Outcome,
+    map_only,
+    plain_name,
+)
+from lightning_pardist.engines.tensor.collectives import TensorGroup
+from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
+from lightning_pardist.engines.tensor.rng import apart
+from lightning_pardist.engines.tensor.rules_elementwise import lookup
+from lightning_pardist.engines.tensor.rules_matmul import scattered
+from lightning_pardist.engines.tensor.split import SplitTensor
+
+#: Functions whose result shares memory with their argument.
+_VIEWS = frozenset([
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel",
+    "transpose", "permute", "t", "swapaxes", "swapdims", "movedim", "expand", "expand_as", "split", "chunk",
+    "tensor_split",
+    "unbind", "select", "narrow", "getitem", "diagonal", "unfold", "get:T", "get:mT", "get:data", "detach", "iter",
+])  # fmt: skip
+
+
+@dataclass
+class Fallback:
+    """An operator that ran on whole tensors for lack of a rule.
+
+    Attributes:
+        reason: What stood in the way.
+        calls: How often, on this rank.
+        bytes_gathered: Bytes of the whole tensors that were put together for it.
+    """
+
+    reason: str
+    calls: int = 0
+    bytes_gathered: int = 0
+
+
+class TensorRuntime:
+    """Executes a user's step on a module whose parameters are DTensors; made by :func:`apply`.
+
+    Args:
+        mesh: One-dimensional mesh of the tensor ranks.
+        sequence_parallel: Results of row-wise layers stay split along the sequence, dim 1 of three.
+
+    Attributes:
+        group: The tensor ranks, with a count of the collectives.
+        fallbacks: Operators that ran on whole tensors since the start, by name.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
+        self.group = TensorGroup(mesh)
+        self.sequence_parallel = sequence_parallel
+        self.fallbacks: dict[str, Fallback] = {}
+        # Both sides of views that became copies, by storage, until the step ends.
+        self._copied_views: dict[int, Tensor] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around everything that touches the module: forward, loss and backward, and every evaluation step.
+
+        Global shapes hold inside. May be nested. What leaves the block should go through :meth:`whole`.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(implicit_replication())
+            stack.enter_context(_whole_arguments_for_custom_functions(self))
+            stack.enter_context(_without_mha_fast_path())
+            stack.enter_context(_Mode(self))
+            stack.callback(self._forget)
+            self._forget()
+            yield
+
+    def _forget(self) -> None:
+        self.group.forget()
+        self._copied_views.clear()
+
+    def whole(self, tree: Any) -> Any:
+        """The same with every split tensor gathered. Collective over the tensor group if there are any."""
+        return pytree.tree_map_only(SplitTensor, self.gather, tree)
+
+    def gather(self, tensor: SplitTensor) -> Tensor:
+        """A split tensor as a whole one, with autograd. Collective over the tensor group."""
+        return self.group.gather(tensor.local, tensor.split_layout)
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function some of whose arguments are split tensors or parameters."""
+        name, inplace = plain_name(func)
+        if name in GLOBAL_PROPERTIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if name in LOCAL_PROPERTIES and isinstance(first, SplitTensor):
+            return func(first.local, *args[1:], **kwargs)
+        if isinstance(first, DTensor) and (
+            inplace or name in PARAMETER_METHODS or name.startswith(("set:", "delete:"))
+        ):
+            return self._on_parameters(func, args, kwargs)
+        if _only_states(args, kwargs):
+            return func(*args, **kwargs)
+        if name == "repr" and isinstance(first, SplitTensor):
+            return SplitTensor.__repr__(first)
+        args, kwargs = map_only(DTensor, self._open, (args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not any(isinstance(leaf, SplitTensor) for leaf in leaves):
+            return func(*args, **kwargs)
+        return self._on_parts(func, name, inplace, args, kwargs)
+
+    def _open(self, parameter: DTensor) -> Tensor:
+        """A parameter as a plain tensor if it is whole, as a split tensor if not; gradients come back as DTensors."""
+        layout = from_placement(parameter.placements[-1], parameter.ndim)
+        local = parameter.to_local()
+        return local if layout is None else SplitTensor(local, layout, self)
+
+    def _on_parameters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In-place changes and properties of parameters are DTensor's own business."""
+
+        def close(tensor: SplitTensor) -> DTensor:
+            placement = to_placement(tensor.split_layout)
+            return DTensor.from_local(
+                tensor.local, self.group.mesh, [placement], run_check=False, shape=tensor.shape, stride=_strides(tensor)
+            )
+
+        args, kwargs = map_only(SplitTensor, close, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _on_parts(
+        self, func: Callable[..., Any], name: str, inplace: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call_args, call_kwargs = map_only(Tensor, _operand, (args, kwargs))
+        call = Call(func, name, call_args, call_kwargs, self.group.size, inplace, sequence=self.sequence_parallel)
+        rule = lookup(name)
+        try:
+            if rule is None:
+                raise NoRule("no sharding rule")
+            outcome = rule(call)
+        except NoRule as problem:
+            return self._on_whole(func, name, inplace, args, kwargs, problem.reason)
+        except (TypeError, ValueError, IndexError, AttributeError, KeyError) as problem:
+            # A call of a form that the rule does not know; if it is the user's mistake it fails the same way below.
+            return self._on_whole(func, name, inplace, args, kwargs, f"{type(problem).__name__}: {problem}")
+        return self._execute(call, outcome)
+
+    def _execute(self, call: Call, outcome: Outcome) -> Any:
+        group = self.group
+        args, kwargs, after = map_only(Need, self._resolve, (outcome.args, outcome.kwargs, outcome.after_needs))
+        like = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        with apart(group, outcome.random, like):
+            result = call.func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
+        if call.inplace:
+            return call.args[0].tensor
+        if outcome.reduce:
+            layout = scattered(call.name, result.shape, group.size) if self.sequence_parallel else None
+            result = group.reduce(result) if layout is None else group.reduce_into_split(result, layout)
+            if outcome.reduce == "mean":
+                result = result / group.size
+            if layout is not None:
+                wrapped = SplitTensor(result, layout, self)
+                return wrapped if outcome.after is None else self._after(outcome, wrapped, after)
+        if outcome.after is not None:
+            result = outcome.after(result, *after)
+        return self._wrap(result, outcome.out)
+
+    def _after(self, outcome: Outcome, result: SplitTensor, after: tuple[Tensor, ...]) -> Any:
+        # On tensors split along the sequence the bias meets parts: its gradient is summed over ranks.
+        with _Mode(self):
+            return outcome.after(result, *after) if outcome.after is not None else result
+
+    def _resolve(self, need: Need) -> Tensor:
+        tensor: Tensor = need.operand.tensor
+        if need.how == "whole":
+            return self.group.enter(tensor)
+        if need.how == "part" and need.layout is not None:
+            return self.group.take(tensor, need.layout)
+        if need.how == "gather" and isinstance(tensor, SplitTensor):
+            return self.group.gather_into_split(tensor.local, tensor.split_layout)
+        return tensor.local if isinstance(tensor, SplitTensor) else tensor
+
+    def _wrap(self, result: Any, out: Any) -> Any:
+        if isinstance(out, list):
+            wrapped = [self._wrap(item, layout) for item, layout in zip(result, out, strict=True)]
+            return type(result)(wrapped)
+        if isinstance(out, Layout) and isinstance(result, (tuple, list)):
+            raise RuntimeError("A sharding rule for one result was used on several. Please report the operator.")
+        if out is None or not isinstance(result, Tensor):
+            return result
+        return SplitTensor(result, out, self)
+
+    def _on_whole(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        inplace: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reason: str,
+    ) -> Any:
+        """The net under everything: gather, run as on one process, remember that it happened."""
+        if isinstance(kwargs.get("out"), SplitTensor):
+            raise RuntimeError(
+                f"{name}(out=...) writes into a tensor that is split over the tensor ranks. Replicate the parameters"
+                ' that produce it: plan={"pattern": "replicate"}.'
+            )
+        self._remember(name, reason, (args, kwargs))
+        first = args[0] if args else None
+        args, kwargs = self.whole((args, kwargs))
+        result = func(*args, **kwargs)
+        if inplace and isinstance(first, SplitTensor):
+            # Written into the part that was there, so that views of it change as they should.
+            first.local.copy_(self.group.take(args[0], first.split_layout))
+            return first
+        if name in _VIEWS and isinstance(first, SplitTensor):
+            for tensor in (first.local, *(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))):
+                self._copied_views[tensor.untyped_storage()._cdata] = tensor
+        return result
+
+    def check_overwrite(self, tensor: Any, name: str) -> None:
+        """Refuse to overwrite one of two tensors that user code believes to share memory, and that do not.
+
+        Raises:
+            RuntimeError: If a view of ``tensor``, or what it is a view of, was gathered in this step.
+        """
+        local = tensor.local if isinstance(tensor, SplitTensor) else tensor
+        if isinstance(local, DTensor) or not isinstance(local, Tensor):
+            return
+        if local.untyped_storage()._cdata in self._copied_views:
+            raise RuntimeError(
+                f"{name} overwrites a tensor of which a view exists that had to be gathered, so that the view would not"
+                ' change with it. Replicate the parameters that produce it: plan={"pattern": "replicate"}.'
+            )
+
+    def _remember(self, name: str, reason: str, tree: Any) -> None:
+        fallback = self.fallbacks.setdefault(name, Fallback(reason))
+        fallback.calls += 1
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, SplitTensor):
+                fallback.bytes_gathered += leaf.local.numel() * leaf.local.element_size() * self.group.size
+
+
+class _Mode(TorchFunctionMode):
+    """Sends torch functions with parameters or split tensors among their arguments to the runtime."""
+
+    def __init__(self, runtime: TensorRuntime) -> None:
+        super().__init__()
+        self.runtime = runtime
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ENGINE_CALLS:
+            if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+                raise RuntimeError(
+                    "backward() or grad() was called on a tensor that is split over the tensor ranks. Reduce it to a"
+                    " scalar first."
+                )
+            with _inside_engine(self):
+                return func(*args, **kwargs)
+        if self.runtime._copied_views and args:
+            name, inplace = plain_name(func)
+            if inplace:
+                self.runtime.check_overwrite(args[0], name)
+        if _concerned(args) or (kwargs and _concerned(kwargs.values())):
+            return self.runtime.call(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+_ENGINE_CALLS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+@contextmanager
+def _inside_engine(mode: _Mode) -> Iterator[None]:
+    """Have the mode on while the autograd engine runs: activation checkpointing calls user code from there."""
+    before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return before(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
+
+
+def _concerned(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, (SplitTensor, DTensor)):
+            return True
+        if isinstance(value, (tuple, list)) and value and _concerned(value):
+            return True
+    return False
+
+
+def _only_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Gradients, optimizer states and the like: DTensors among themselves, with nothing to differentiate."""
+    grad = torch.is_grad_enabled()
+    found = False
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, SplitTensor):
+            return False
+        if isinstance(leaf, DTensor):
+            if grad and leaf.requires_grad:
+                return False
+            found = True
+        elif isinstance(leaf, Tensor) and leaf.dim():
+            return False
+    return found
+
+
+def _operand(tensor: Tensor) -> Operand:
+    layout = tensor.split_layout if isinstance(tensor, SplitTensor) else None
+    with torch._C.DisableTorchFunctionSubclass():
+        return Operand(tuple(tensor.shape), layout, tensor.dtype, tensor)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(torch.empty(tensor.shape, device="meta").stride())
+
+
+@contextmanager
+def _without_mha_fast_path() -> Iterator[None]:
+    """Torch's fused inference kernel for encoder layers takes plain parameters only."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> Iterator[None]:
+    """Custom autograd functions are no torch functions: without this their input would lose its history."""
+    before = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # DTensor's and fully_shard's own functions know what they are given.
+        if _concerned(args) and not cls.__module__.startswith("torch.distributed."):
+            opened = map_only(DTensor, runtime._open, args)
+            if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves(opened)):
+                runtime._remember(cls.__name__, "custom autograd function", opened)
+            args = runtime.whole(opened)
+        return before.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]
