@@ -49,6 +49,7 @@ from lightning_pardist.strategies.launchers import (
     children,
 )
 from lightning_pardist.strategies.results import EpochResults
+from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
 
 T = TypeVar("T")
 
@@ -315,6 +316,8 @@ class PardistStrategy(ParallelStrategy):
             self.model.to(self.root_device)
 
     def _attach_to(self, trainer: pl.Trainer) -> None:
+        if self.world_size > 1:
+            allow_skipped_steps(trainer)
         if self.dims.data_parallel == 1 or self.lightning_module is None:
             return
         if self.broadcast_buffers:
@@ -333,12 +336,12 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._buffer_sync is None:
-            return super().training_step(*args, **kwargs)
-        self._buffer_sync.before_training_step()
+        if self._buffer_sync is not None:
+            self._buffer_sync.before_training_step()
         output = super().training_step(*args, **kwargs)
-        self._buffer_sync.after_training_step()
-        return output
+        if self._buffer_sync is not None:
+            self._buffer_sync.after_training_step()
+        return skipped_if_none(output, self.lightning_module) if self.world_size > 1 else output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -388,6 +391,9 @@ class PardistStrategy(ParallelStrategy):
             and not self._engine.is_reduced
         ):
             self._engine.reduce()
+            if result is None and any(param.grad is not None for param in module.parameters()):
+                # None tells a gradient scaler to skip this step, which the ranks with a loss will not.
+                return torch.zeros((), device=self.root_device)
         return result
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

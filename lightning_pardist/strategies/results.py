@@ -40,6 +40,7 @@ class EpochResults:
         self.group = group
         self._trainer = trainer
         self._connector: Any = trainer._logger_connector
+        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
 
     def attach(self) -> None:
         """Combine from now on."""
@@ -47,11 +48,24 @@ class EpochResults:
         # may read what was logged, and after them, since they may log.
         self._after("epoch_end_reached", self.combine)
         self._before("on_epoch_end", self.combine)
+        self._epoch_loop._get_monitor_value = self._monitored
 
     def detach(self) -> None:
         """Leave the Trainer as it was."""
         for name in ("epoch_end_reached", "on_epoch_end"):
             self._connector.__dict__.pop(name, None)
+        self._epoch_loop.__dict__.pop("_get_monitor_value", None)
+
+    def _monitored(self, key: str) -> Any:
+        """What a scheduler steps by, the same on every rank: the value of a step is a rank's own until here."""
+        value = self._trainer.callback_metrics.get(key)
+        gathered: list[float | None] = [None] * self.group.size()
+        dist.all_gather_object(gathered, None if value is None else float(value), group=self.group)
+        known = [each for each in gathered if each is not None]
+        if not known:
+            return None
+        mean = torch.tensor(sum(known) / len(known), device=self._trainer.strategy.root_device)
+        return mean if value is None else mean.to(value.dtype)
 
     def combine(self) -> None:
         """Combine what was logged and not combined yet. Collective over the group."""

@@ -248,10 +248,11 @@ class GradientReducer:
 
     def _add_new_parameters(self) -> None:
         """Put parameters that have come to require a gradient (unfrozen layers) into buckets of their own."""
+        sparse = {id(param) for param in self._sparse}
         fresh = [
             param
             for param in self.module.parameters()
-            if param.requires_grad and param not in self._slots and param not in self._sparse
+            if param.requires_grad and param not in self._slots and id(param) not in sparse
         ]
         if fresh:
             # Backward runs in about the reverse order of registration.
