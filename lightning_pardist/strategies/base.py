@@ -322,11 +322,7 @@ class PardistStrategy(ParallelStrategy):
             return
         if self.broadcast_buffers:
             self._buffer_sync = BufferSync(self.lightning_module, group=self.data_group)
-        self._evaluation = ExactEvaluation(
-            trainer,
-            num_replicas=self.distributed_sampler_kwargs["num_replicas"],
-            rank=self.distributed_sampler_kwargs["rank"],
-        )
+        self._evaluation = ExactEvaluation(trainer, group=self.data_group)
         self._evaluation.attach()
         if self.sync_metrics:
             self._epoch_results = EpochResults(trainer, group=self.data_group)
@@ -396,36 +392,18 @@ class PardistStrategy(ParallelStrategy):
                 return torch.zeros((), device=self.root_device)
         return result
 
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._evaluation is not None and self._evaluation.next_is_filler():
-            return None
-        return step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().validation_step, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().test_step, *args, **kwargs)
-
-    def _start_evaluation(self) -> None:
-        if self._buffer_sync is not None:
-            self._buffer_sync.synchronize()
-        if self._evaluation is not None:
-            self._evaluation.start()
-
     @override
     def on_validation_start(self) -> None:
-        self._start_evaluation()
+        if self._buffer_sync is not None:
+            self._buffer_sync.synchronize()
 
     @override
     def on_test_start(self) -> None:
-        self._start_evaluation()
+        self.on_validation_start()
 
     @override
     def on_predict_start(self) -> None:
-        self._start_evaluation()
+        self.on_validation_start()
 
     @override
     def on_train_start(self) -> None:
@@ -440,14 +418,18 @@ class PardistStrategy(ParallelStrategy):
         """Combine a tensor over ``group``, by default the data axis. Collective over it; anything else comes back."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        return reduce(tensor, group=self.data_group if group is None else group, op=reduce_op)
+        return reduce(tensor, group=self._group_of_step() if group is None else group, op=reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor over ``group``, by default the data axis: shape ``[group size, ...]``. Collective over it."""
         if not dist.is_initialized():
             return tensor
-        return all_gather(tensor, group=self.data_group if group is None else group, sync_grads=sync_grads)
+        return all_gather(tensor, group=self._group_of_step() if group is None else group, sync_grads=sync_grads)
+
+    def _group_of_step(self) -> dist.ProcessGroup:
+        """The data axis, in an evaluation step without those of its ranks that have run out of samples."""
+        return self.data_group if self._evaluation is None else self._evaluation.group_of_step()
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
