@@ -118,6 +118,15 @@ class PardistStrategy(ParallelStrategy):
                 f"start_method={start_method!r} is not available here."
                 f" Use one of {', '.join(available_start_methods())}."
             )
+        known = dist.Backend.backend_list
+        for part in (process_group_backend or "").split(","):
+            backend = part.rpartition(":")[2].strip().lower()
+            if backend and backend not in known:
+                raise ValueError(
+                    f"process_group_backend={process_group_backend!r} is not a backend that torch knows."
+                    f" Use one of {', '.join(name for name in known if name != 'undefined')}, 'cpu:gloo,cuda:nccl', or"
+                    " None to choose by device."
+                )
         self.process_group_backend = process_group_backend
         self.timeout_s = timeout_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
@@ -402,10 +411,6 @@ class PardistStrategy(ParallelStrategy):
         self.on_validation_start()
 
     @override
-    def on_predict_start(self) -> None:
-        self.on_validation_start()
-
-    @override
     def on_train_start(self) -> None:
         rank_zero_info(self.describe())
 
@@ -418,17 +423,20 @@ class PardistStrategy(ParallelStrategy):
         """Combine a tensor over ``group``, by default the data axis. Collective over it; anything else comes back."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        return reduce(tensor, group=self._group_of_step() if group is None else group, op=reduce_op)
+        return reduce(tensor, group=self._group_of_step(group), op=reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor over ``group``, by default the data axis: shape ``[group size, ...]``. Collective over it."""
         if not dist.is_initialized():
             return tensor
-        return all_gather(tensor, group=self._group_of_step() if group is None else group, sync_grads=sync_grads)
+        return all_gather(tensor, group=self._group_of_step(group), sync_grads=sync_grads)
 
-    def _group_of_step(self) -> dist.ProcessGroup:
-        """The data axis, in an evaluation step without those of its ranks that have run out of samples."""
+    def _group_of_step(self, group: Any | None) -> dist.ProcessGroup:
+        """``group``; by default the data axis, in an evaluation step less its ranks that have run out of samples."""
+        # LightningModule.all_gather names the world where it means the default.
+        if group is not None and group is not dist.group.WORLD:
+            return group  # type: ignore[no-any-return]
         return self.data_group if self._evaluation is None else self._evaluation.group_of_step()
 
     @override

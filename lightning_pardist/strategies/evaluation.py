@@ -10,13 +10,13 @@ ranks reduce or gather within that step goes over those that have a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs, _update_dataloader
 from torch.utils._pytree import tree_unflatten
@@ -128,6 +128,7 @@ class ExactEvaluation:
         self._original = self._connector._prepare_dataloader
         self._loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
         self._present: list[int] | None = None
+        self._told: LightningModule | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def attach(self) -> None:
@@ -135,6 +136,11 @@ class ExactEvaluation:
         self._connector._prepare_dataloader = self._prepare
         for loop in self._loops:
             loop._evaluation_step = partial(self._step, loop, loop._evaluation_step)
+        module = self._trainer.lightning_module
+        if self._trainer.predicting and not module.allow_zero_length_dataloader_with_multiple_devices:
+            # Where there are fewer samples than ranks, a rank without any has nothing to predict.
+            module.allow_zero_length_dataloader_with_multiple_devices = True
+            self._told = module
 
     def detach(self) -> None:
         """Leave the Trainer as it was."""
@@ -144,6 +150,9 @@ class ExactEvaluation:
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
+        if self._told is not None:
+            self._told.allow_zero_length_dataloader_with_multiple_devices = False
+            self._told = None
 
     def group_of_step(self) -> dist.ProcessGroup:
         """Who takes part in the step that runs now: the data axis, or those of its ranks that have a batch.
@@ -207,17 +216,14 @@ class ExactEvaluation:
         if not isinstance(dataloader, DataLoader) or not self._connector._requires_distributed_sampler(dataloader):
             return self._original(dataloader, shuffle, mode)
         if mode == RunningStage.PREDICTING:
-            self._allow_rank_without_predictions(dataloader)
-            return self._original(dataloader, shuffle, mode)
+            shard = ShardSampler(_order(dataloader), num_replicas=self.num_replicas, rank=self.rank)
+            return _update_dataloader(dataloader, shard, mode=mode)
         if mode not in _EXACT_STAGES:
             return self._original(dataloader, shuffle, mode)
         return self._exact(dataloader, mode)
 
     def _exact(self, dataloader: DataLoader[Any], mode: RunningStage) -> DataLoader[Any]:
-        # As Lightning does: the dataset's own order, unless the user brought a sampler of another kind.
-        own = dataloader.sampler
-        plain = isinstance(own, RandomSampler | SequentialSampler)
-        order: Any = range(len(dataloader.dataset)) if plain else own  # type: ignore[arg-type]
+        order = _order(dataloader)
         if type(dataloader.batch_sampler) is not BatchSampler or dataloader.batch_size is None:
             shard = ShardSampler(order, num_replicas=self.num_replicas, rank=self.rank)
             return _update_dataloader(dataloader, shard, mode=mode)
@@ -231,8 +237,8 @@ class ExactEvaluation:
             kwargs.update(batch_sampler=EvenBatchSampler(shard, batch_size), sampler=None, shuffle=False, batch_size=1)
         return _reinstantiate_wrapped_cls(dataloader, *args, **kwargs)  # type: ignore[no-any-return]
 
-    def _allow_rank_without_predictions(self, dataloader: DataLoader[Any]) -> None:
-        """Fewer samples than ranks: a rank without any has nothing to predict, which Lightning has to be told."""
-        sampler = dataloader.sampler
-        if isinstance(sampler, Iterable) and len(sampler) < self.num_replicas:  # type: ignore[arg-type]
-            self._trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = True
+
+def _order(dataloader: DataLoader[Any]) -> Any:
+    """As in Lightning's evaluation: the dataset's own order, unless the user brought a sampler of another kind."""
+    own = dataloader.sampler
+    return range(len(dataloader.dataset)) if isinstance(own, RandomSampler | SequentialSampler) else own  # type: ignore[arg-type]

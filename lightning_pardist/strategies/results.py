@@ -183,7 +183,7 @@ def _fill_empty_states(module: nn.Module, layouts: _Layouts) -> None:
     """Let lists that stayed empty on this rank join a gather: torchmetrics takes them for one-dimensional floats."""
     for (name, state), (shape, dtype) in layouts.items():
         metric = module.get_submodule(name)
-        if getattr(metric, state) == []:
+        if isinstance(metric, Metric) and getattr(metric, state) == []:
             setattr(metric, state, [torch.empty((0, *shape), dtype=dtype, device=metric.device)])
 
 
