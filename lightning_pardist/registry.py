@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_pardist._other_lightning import refuse_names
 from lightning_pardist.strategies.base import PardistStrategy
 from lightning_pardist.strategies.ddp import DDPStrategy
 from lightning_pardist.strategies.zero import ZeroStrategy
@@ -60,3 +61,4 @@ def register() -> None:
             override=True,
             **entry.preset,
         )
+    refuse_names(entry.name for entry in TABLE)

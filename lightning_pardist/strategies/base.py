@@ -49,6 +49,7 @@ from lightning_pardist.strategies.launchers import (
     children,
 )
 from lightning_pardist.strategies.results import EpochResults
+from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
 
 T = TypeVar("T")
 
@@ -117,6 +118,15 @@ class PardistStrategy(ParallelStrategy):
                 f"start_method={start_method!r} is not available here."
                 f" Use one of {', '.join(available_start_methods())}."
             )
+        known = dist.Backend.backend_list
+        for part in (process_group_backend or "").split(","):
+            backend = part.rpartition(":")[2].strip().lower()
+            if backend and backend not in known:
+                raise ValueError(
+                    f"process_group_backend={process_group_backend!r} is not a backend that torch knows."
+                    f" Use one of {', '.join(name for name in known if name != 'undefined')}, 'cpu:gloo,cuda:nccl', or"
+                    " None to choose by device."
+                )
         self.process_group_backend = process_group_backend
         self.timeout_s = timeout_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
@@ -319,15 +329,13 @@ class PardistStrategy(ParallelStrategy):
             self.model.to(self.root_device)
 
     def _attach_to(self, trainer: pl.Trainer) -> None:
+        if self.world_size > 1:
+            allow_skipped_steps(trainer)
         if self.dims.data_parallel == 1 or self.lightning_module is None:
             return
         if self.broadcast_buffers:
             self._buffer_sync = BufferSync(self.lightning_module, group=self.data_group)
-        self._evaluation = ExactEvaluation(
-            trainer,
-            num_replicas=self.distributed_sampler_kwargs["num_replicas"],
-            rank=self.distributed_sampler_kwargs["rank"],
-        )
+        self._evaluation = ExactEvaluation(trainer, group=self.data_group)
         self._evaluation.attach()
         if self.sync_metrics:
             self._epoch_results = EpochResults(trainer, group=self.data_group)
@@ -337,12 +345,12 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._buffer_sync is None:
-            return super().training_step(*args, **kwargs)
-        self._buffer_sync.before_training_step()
+        if self._buffer_sync is not None:
+            self._buffer_sync.before_training_step()
         output = super().training_step(*args, **kwargs)
-        self._buffer_sync.after_training_step()
-        return output
+        if self._buffer_sync is not None:
+            self._buffer_sync.after_training_step()
+        return skipped_if_none(output, self.lightning_module) if self.world_size > 1 else output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -392,38 +400,19 @@ class PardistStrategy(ParallelStrategy):
             and not self._engine.is_reduced
         ):
             self._engine.reduce()
+            if result is None and any(param.grad is not None for param in module.parameters()):
+                # None tells a gradient scaler to skip this step, which the ranks with a loss will not.
+                return torch.zeros((), device=self.root_device)
         return result
-
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._evaluation is not None and self._evaluation.next_is_filler():
-            return None
-        return step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().validation_step, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().test_step, *args, **kwargs)
-
-    def _start_evaluation(self) -> None:
-        if self._buffer_sync is not None:
-            self._buffer_sync.synchronize()
-        if self._evaluation is not None:
-            self._evaluation.start()
 
     @override
     def on_validation_start(self) -> None:
-        self._start_evaluation()
+        if self._buffer_sync is not None:
+            self._buffer_sync.synchronize()
 
     @override
     def on_test_start(self) -> None:
-        self._start_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._start_evaluation()
+        self.on_validation_start()
 
     @override
     def on_train_end(self) -> None:
@@ -473,14 +462,21 @@ class PardistStrategy(ParallelStrategy):
         """Combine a tensor over ``group``, by default the data axis. Collective over it; anything else comes back."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        return reduce(tensor, group=self.data_group if group is None else group, op=reduce_op)
+        return reduce(tensor, group=self._group_of_step(group), op=reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor over ``group``, by default the data axis: shape ``[group size, ...]``. Collective over it."""
         if not dist.is_initialized():
             return tensor
-        return all_gather(tensor, group=self.data_group if group is None else group, sync_grads=sync_grads)
+        return all_gather(tensor, group=self._group_of_step(group), sync_grads=sync_grads)
+
+    def _group_of_step(self, group: Any | None) -> dist.ProcessGroup:
+        """``group``; by default the data axis, in an evaluation step less its ranks that have run out of samples."""
+        # LightningModule.all_gather names the world where it means the default.
+        if group is not None and group is not dist.group.WORLD:
+            return group  # type: ignore[no-any-return]
+        return self.data_group if self._evaluation is None else self._evaluation.group_of_step()
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

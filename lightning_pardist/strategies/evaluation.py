@@ -3,19 +3,23 @@
 Lightning's sampler repeats samples until the dataset divides by the number of ranks, so that metrics come out wrong by
 the repeated ones. Here no sample is repeated, and every rank still runs the same number of batches: where a rank has a
 sample less, one of its batches is split in two. Only where nothing can be split (batches of one sample) does a rank run
-out a batch early. It then gets a *filler* batch, which the strategy does not hand to the user's step.
+out a batch early. It then gets a *filler* batch, which is not handed to the user's step and hooks, and what the other
+ranks reduce or gather within that step goes over those that have a batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs, _update_dataloader
+from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 _EXACT_STAGES = (RunningStage.SANITY_CHECKING, RunningStage.VALIDATING, RunningStage.TESTING)
@@ -48,7 +52,7 @@ class ShardSampler(Sampler[int]):
                 yield index
 
     def __len__(self) -> int:
-        return (self.total - self.rank + self.num_replicas - 1) // self.num_replicas
+        return _share(self.total, self.rank, self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to the sampler underneath, if it wants it."""
@@ -70,6 +74,12 @@ class EvenBatchSampler(BatchSampler):
         self.num_batches = math.ceil(most / batch_size)
         self.sizes = _batch_sizes(len(sampler), self.num_batches, batch_size)
         self.filler_batches = self.num_batches - len(self.sizes)
+        lengths = [_share(sampler.total, rank, sampler.num_replicas) for rank in range(sampler.num_replicas)]
+        self._real_batches = [len(_batch_sizes(length, self.num_batches, batch_size)) for length in lengths]
+
+    def ranks_with_batch(self, batch_idx: int) -> list[int]:
+        """Ranks whose batch of this index is not a filler; the same answer on every rank."""
+        return [rank for rank, batches in enumerate(self._real_batches) if batch_idx < batches]
 
     def __iter__(self) -> Iterator[list[int]]:
         indices = iter(self.shard)
@@ -80,6 +90,15 @@ class EvenBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return self.num_batches
+
+
+def _even_sampler(loader: object) -> EvenBatchSampler | None:
+    sampler = getattr(loader, "batch_sampler", None)
+    return sampler if isinstance(sampler, EvenBatchSampler) else None
+
+
+def _share(total: int, rank: int, num_replicas: int) -> int:
+    return (total - rank + num_replicas - 1) // num_replicas
 
 
 def _batch_sizes(samples: int, batches: int, batch_size: int) -> list[int]:
@@ -97,58 +116,114 @@ class ExactEvaluation:
 
     Args:
         trainer: Whose loaders are changed, as far as Lightning itself would put a distributed sampler into them.
-        num_replicas: Ranks that see different samples.
-        rank: This rank among them.
+        group: The data axis' process group.
     """
 
-    def __init__(self, trainer: Trainer, *, num_replicas: int, rank: int) -> None:
-        self.num_replicas = num_replicas
-        self.rank = rank
+    def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.num_replicas = group.size()
+        self.rank = group.rank()
         self._trainer = trainer
         self._connector: Any = trainer._data_connector
         self._original = self._connector._prepare_dataloader
-        self._steps = 0
+        self._loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+        self._present: list[int] | None = None
+        self._told: LightningModule | None = None
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def attach(self) -> None:
-        """Change loaders from now on."""
+        """Change loaders and loops from now on."""
         self._connector._prepare_dataloader = self._prepare
+        for loop in self._loops:
+            loop._evaluation_step = partial(self._step, loop, loop._evaluation_step)
+        module = self._trainer.lightning_module
+        if self._trainer.predicting and not module.allow_zero_length_dataloader_with_multiple_devices:
+            # Where there are fewer samples than ranks, a rank without any has nothing to predict.
+            module.allow_zero_length_dataloader_with_multiple_devices = True
+            self._told = module
 
     def detach(self) -> None:
         """Leave the Trainer as it was."""
         self._connector.__dict__.pop("_prepare_dataloader", None)
+        for loop in self._loops:
+            loop.__dict__.pop("_evaluation_step", None)
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+        if self._told is not None:
+            self._told.allow_zero_length_dataloader_with_multiple_devices = False
+            self._told = None
 
-    def start(self) -> None:
-        """An evaluation begins."""
-        self._steps = 0
+    def group_of_step(self) -> dist.ProcessGroup:
+        """Who takes part in the step that runs now: the data axis, or those of its ranks that have a batch.
 
-    def next_is_filler(self) -> bool:
-        """Whether the batch of the next step is a filler; call once a step."""
-        step, self._steps = self._steps, self._steps + 1
-        loop: Any = self._trainer._evaluation_loop
-        if not loop._is_sequential:
-            return False
-        for loader, batches in zip(loop._combined_loader.flattened, loop.max_batches, strict=True):
-            if step < batches:
-                sampler = getattr(loader, "batch_sampler", None)
-                return isinstance(sampler, EvenBatchSampler) and step >= len(sampler.sizes)
-            step -= int(batches)
-        return False
+        Collective over these ranks when they are fewer for the first time.
+        """
+        if self._present is None:
+            return self.group
+        key = tuple(self._present)
+        if key not in self._groups:
+            everyone = dist.get_process_group_ranks(self.group)
+            self._groups[key] = dist.new_group([everyone[rank] for rank in key], use_local_synchronization=True)
+        return self._groups[key]
+
+    def _step(
+        self, loop: Any, original: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any
+    ) -> None:
+        """In place of the loop's step with its hooks and its bookkeeping."""
+        loaders = loop._combined_loader.flattened
+        if loop._is_sequential:
+            sampler = _even_sampler(loaders[dataloader_idx])
+            present = list(range(self.num_replicas)) if sampler is None else sampler.ranks_with_batch(batch_idx)
+        else:
+            batch, present = self._parallel_batch(loop, batch, batch_idx)
+        if self.rank not in present:
+            self._skip(loop, batch, dataloader_idx)
+            return
+        self._present = present if len(present) < self.num_replicas else None
+        try:
+            original(batch, batch_idx, dataloader_idx, *rest)
+        finally:
+            self._present = None
+
+    def _parallel_batch(self, loop: Any, batch: Any, batch_idx: int) -> tuple[Any, list[int]]:
+        """The same for a :class:`CombinedLoader` that takes a batch of each loader at a time."""
+        everyone = range(self.num_replicas)
+        samplers = [_even_sampler(loader) for loader in loop._combined_loader.flattened]
+        have = [list(everyone) if one is None else one.ranks_with_batch(batch_idx) for one in samplers]
+        combined = loop._combined_loader
+        if combined._mode == "min_size":
+            return batch, [rank for rank in everyone if all(rank in ranks for ranks in have)]
+        if combined._mode == "max_size":
+            # A loader that has run out contributes None, as on one process.
+            pieces = combined._spec.flatten_up_to(batch)
+            pieces = [piece if self.rank in ranks else None for piece, ranks in zip(pieces, have, strict=True)]
+            batch = tree_unflatten(pieces, combined._spec)
+        return batch, [rank for rank in everyone if any(rank in ranks for ranks in have)]
+
+    def _skip(self, loop: Any, batch: Any, dataloader_idx: int) -> None:
+        progress = loop.batch_progress
+        progress.increment_ready()
+        self._trainer._logger_connector.on_batch_start(
+            batch, dataloader_idx if loop._is_sequential and loop.num_dataloaders > 1 else None
+        )
+        progress.increment_started()
+        progress.increment_processed()
+        self._trainer._logger_connector.on_batch_end()
+        progress.increment_completed()
 
     def _prepare(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if not isinstance(dataloader, DataLoader) or not self._connector._requires_distributed_sampler(dataloader):
             return self._original(dataloader, shuffle, mode)
         if mode == RunningStage.PREDICTING:
-            self._allow_rank_without_predictions(dataloader)
-            return self._original(dataloader, shuffle, mode)
+            shard = ShardSampler(_order(dataloader), num_replicas=self.num_replicas, rank=self.rank)
+            return _update_dataloader(dataloader, shard, mode=mode)
         if mode not in _EXACT_STAGES:
             return self._original(dataloader, shuffle, mode)
         return self._exact(dataloader, mode)
 
     def _exact(self, dataloader: DataLoader[Any], mode: RunningStage) -> DataLoader[Any]:
-        # As Lightning does: the dataset's own order, unless the user brought a sampler of another kind.
-        own = dataloader.sampler
-        plain = isinstance(own, RandomSampler | SequentialSampler)
-        order: Any = range(len(dataloader.dataset)) if plain else own  # type: ignore[arg-type]
+        order = _order(dataloader)
         if type(dataloader.batch_sampler) is not BatchSampler or dataloader.batch_size is None:
             shard = ShardSampler(order, num_replicas=self.num_replicas, rank=self.rank)
             return _update_dataloader(dataloader, shard, mode=mode)
@@ -162,8 +237,8 @@ class ExactEvaluation:
             kwargs.update(batch_sampler=EvenBatchSampler(shard, batch_size), sampler=None, shuffle=False, batch_size=1)
         return _reinstantiate_wrapped_cls(dataloader, *args, **kwargs)  # type: ignore[no-any-return]
 
-    def _allow_rank_without_predictions(self, dataloader: DataLoader[Any]) -> None:
-        """Fewer samples than ranks: a rank without any has nothing to predict, which Lightning has to be told."""
-        sampler = dataloader.sampler
-        if isinstance(sampler, Iterable) and len(sampler) < self.num_replicas:  # type: ignore[arg-type]
-            self._trainer.lightning_module.allow_zero_length_dataloader_with_multiple_devices = True
+
+def _order(dataloader: DataLoader[Any]) -> Any:
+    """As in Lightning's evaluation: the dataset's own order, unless the user brought a sampler of another kind."""
+    own = dataloader.sampler
+    return range(len(dataloader.dataset)) if isinstance(own, RandomSampler | SequentialSampler) else own  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,16 +21,38 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from torch import nn
+from torchmetrics import Metric
 
-_Share = tuple[_Metadata, float, float]
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """A rank's part of a logged value.
+
+    Attributes:
+        meta: How it was logged.
+        sync_dist: Whether with ``sync_dist=True``.
+        value: The part; None for a torchmetrics object.
+        weight: Samples behind a mean.
+    """
+
+    meta: _Metadata
+    sync_dist: bool
+    value: float | None
+    weight: float = 1.0
+
+
+#: (metric's name, state's name) -> (shape of an element, dtype)
+_Layouts = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
 
 
 class EpochResults:
     """Combines the Trainer's logged values over a group whenever an epoch of training or evaluation ends.
 
-    One collective an epoch end for all plain values. Ranks need not have logged the same keys: a rank that
-    lacks one takes no part in its value, and receives it. Values logged with ``rank_zero_only`` or with a
-    ``sync_dist_group`` of their own are left alone; torchmetrics objects combine themselves.
+    One collective an epoch end, whatever the number of values. Ranks need not have logged the same keys: a rank that
+    lacks one takes no part in its value, and receives it. torchmetrics objects combine themselves, when they are
+    computed here on all ranks in one order. Values logged with ``rank_zero_only`` or with a ``sync_dist_group`` of
+    their own are left alone.
 
     Args:
         trainer: Whose results are combined.
@@ -40,6 +63,7 @@ class EpochResults:
         self.group = group
         self._trainer = trainer
         self._connector: Any = trainer._logger_connector
+        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
 
     def attach(self) -> None:
         """Combine from now on."""
@@ -47,39 +71,69 @@ class EpochResults:
         # may read what was logged, and after them, since they may log.
         self._after("epoch_end_reached", self.combine)
         self._before("on_epoch_end", self.combine)
+        self._epoch_loop._get_monitor_value = self._monitored
 
     def detach(self) -> None:
         """Leave the Trainer as it was."""
         for name in ("epoch_end_reached", "on_epoch_end"):
             self._connector.__dict__.pop(name, None)
+        self._epoch_loop.__dict__.pop("_get_monitor_value", None)
+
+    def _monitored(self, key: str) -> Any:
+        """What a scheduler steps by, the same on every rank: the value of a step is a rank's own until here."""
+        value = self._trainer.callback_metrics.get(key)
+        gathered: list[float | None] = [None] * self.group.size()
+        dist.all_gather_object(gathered, None if value is None else float(value), group=self.group)
+        known = [each for each in gathered if each is not None]
+        if not known:
+            return None
+        mean = torch.tensor(sum(known) / len(known), device=self._trainer.strategy.root_device)
+        return mean if value is None else mean.to(value.dtype)
 
     def combine(self) -> None:
         """Combine what was logged and not combined yet. Collective over the group."""
         results = self._trainer._results
         if results is None:
             return
-        for _, item in results.valid_items():
-            # torchmetrics objects combine themselves when they are computed, and keep the result. Done here, on all
-            # ranks, because later the first rank alone may ask (a progress bar), and would wait for the others.
-            if not item.is_tensor and item.meta.on_epoch:
-                item.compute()
         shares = {key: _share(item) for key, item in results.valid_items() if _wants_combining(item)}
-        gathered: list[dict[str, _Share]] = [{} for _ in range(self.group.size())]
-        dist.all_gather_object(gathered, shares, group=self.group)
+        module = self._trainer.lightning_module
+        gathered: list[tuple[dict[str, _Share], _Layouts]] = [({}, {}) for _ in range(self.group.size())]
+        dist.all_gather_object(gathered, (shares, _list_states(module)), group=self.group)
         combined: dict[str, list[_Share]] = {}
-        for rank_shares in gathered:
+        for rank_shares, layouts in gathered:
+            _fill_empty_states(module, layouts)
             for key, share in rank_shares.items():
                 combined.setdefault(key, []).append(share)
         for key, parts in combined.items():
-            self._set(results, key, parts)
+            if parts[0].value is None:
+                self._compute_metric(results, key, parts[0])
+            else:
+                self._set(results, key, parts)
+
+    def _compute_metric(self, results: _ResultCollection, key: str, share: _Share) -> None:
+        item = results.get(key)
+        if item is None:
+            # This rank saw no samples: its metric object joins with its empty state.
+            item = results[key] = self._new_item(share)
+            item.value = attrgetter(share.meta.metric_attribute or "")(self._trainer.lightning_module)
+        if item.has_reset:
+            # Not logged since: what it computed belongs to an earlier epoch.
+            item._computed = None
+            item.has_reset = False
+        item.compute()
+
+    def _new_item(self, share: _Share) -> _ResultMetric:
+        """An entry for what only other ranks have logged, as if it had been logged here."""
+        meta = dataclasses.replace(share.meta)
+        meta.sync = _Sync(fn=self._trainer.strategy.reduce, _should=share.sync_dist)
+        item = _ResultMetric(meta, is_tensor=share.value is not None)
+        item._update_count = 1
+        return item
 
     def _set(self, results: _ResultCollection, key: str, parts: list[_Share]) -> None:
         item = results.get(key)
         if item is None:
-            meta = parts[0][0]
-            meta.sync = _Sync(fn=_Sync.no_op)
-            item = results[key] = _ResultMetric(meta, is_tensor=True).to(self._trainer.strategy.root_device)
-            item._update_count = 1
+            item = results[key] = self._new_item(parts[0]).to(self._trainer.strategy.root_device)
         item.has_reset = False
         value = torch.tensor(_merge(item.meta, parts), dtype=item.value.dtype, device=item.value.device)
         item._computed = item._pardist_combined = value
@@ -105,23 +159,47 @@ class EpochResults:
 
 def _wants_combining(item: _ResultMetric) -> bool:
     meta = item.meta
-    if not item.is_tensor or not meta.on_epoch or meta.sync.rank_zero_only or meta.sync.group is not None:
+    if not meta.on_epoch or meta.sync.rank_zero_only or meta.sync.group is not None:
         return False
     # Logging again clears the computed value, so this tells whether it is the combined one.
     computed = getattr(item, "_computed", None)
+    if not item.is_tensor:
+        return computed is None
     return computed is None or computed is not getattr(item, "_pardist_combined", None)
 
 
+def _list_states(module: nn.Module) -> _Layouts:
+    """Shape (without the first dim) and dtype of what torchmetrics objects keep in lists, if there is anything."""
+    return {
+        (name, state): (values[0].shape[1:], values[0].dtype)
+        for name, metric in module.named_modules()
+        if isinstance(metric, Metric)
+        for state in metric._defaults
+        if isinstance(values := getattr(metric, state), list) and values and values[0].dim()
+    }
+
+
+def _fill_empty_states(module: nn.Module, layouts: _Layouts) -> None:
+    """Let lists that stayed empty on this rank join a gather: torchmetrics takes them for one-dimensional floats."""
+    for (name, state), (shape, dtype) in layouts.items():
+        metric = module.get_submodule(name)
+        if isinstance(metric, Metric) and getattr(metric, state) == []:
+            setattr(metric, state, [torch.empty((0, *shape), dtype=dtype, device=metric.device)])
+
+
 def _share(item: _ResultMetric) -> _Share:
+    meta = dataclasses.replace(item.meta, _sync=None)
+    if not item.is_tensor:
+        return _Share(meta, item.meta.sync.should, None)
     # Python floats are float64: nothing is lost on the way.
     weight = float(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1.0
-    return dataclasses.replace(item.meta, _sync=None), float(item.value), weight
+    return _Share(meta, item.meta.sync.should, float(item.value), weight)
 
 
 def _merge(meta: _Metadata, parts: list[_Share]) -> float:
-    values = [value for _, value, _ in parts]
+    values = [share.value for share in parts if share.value is not None]
     if meta.is_mean_reduction:
-        total = sum(weight for _, _, weight in parts)
+        total = sum(share.weight for share in parts)
         return sum(values) / total if total else float("nan")
     if meta.is_max_reduction:
         return max(values)

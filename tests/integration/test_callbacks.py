@@ -1,0 +1,234 @@
+"""Callbacks that watch or change the model decide alike on all ranks, and as one process would."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import BATCH, Data, quiet_trainer
+
+
+def _points(length):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(length, 6, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+class Net(pl.LightningModule):
+    def __init__(self, lr=0.1, batch_size=2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr = lr
+        self.batch_size = batch_size
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.log("train", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.mse_loss(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    def train_dataloader(self):
+        return DataLoader(_points(64), batch_size=self.batch_size)
+
+
+class Both(Data):
+    def val_dataloader(self):
+        return DataLoader(_points(7), batch_size=2)
+
+
+CALLBACKS = {
+    "average": (WeightAveraging, {}, {}),
+    "ema": (EMAWeightAveraging, {"decay": 0.8}, {}),
+    "swa": (StochasticWeightAveraging, {"swa_lrs": 0.05, "swa_epoch_start": 1, "device": None}, {}),
+}
+
+
+def _average(name, strategy="pardist_ddp", devices=2):
+    make, kwargs, trainer_kwargs = CALLBACKS[name]
+    torch.manual_seed(11)
+    module = Net()
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, use_distributed_sampler=False, max_epochs=3, callbacks=[make(**kwargs)],
+        limit_val_batches=0, **trainer_kwargs,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Data(_points(BATCH * 3)))
+    return snapshot(module)
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_averages_of_weights(name):
+    want = _average(name, "auto", 1)
+    for got in run_ranks(2, _average, name):
+        assert_close(got, want)
+
+
+def _decide(root, strategy="pardist_ddp", devices=2):
+    torch.manual_seed(11)
+    module = Net(lr=0.4)
+    stop = EarlyStopping("val", patience=0, min_delta=0.02)
+    best = ModelCheckpoint(root, "{epoch}-{val:.4f}", monitor="val", save_top_k=2, save_last=True)
+    by_train = ModelCheckpoint(root, "t-{step}", monitor="train_step", every_n_train_steps=1, save_top_k=1)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, max_epochs=8, callbacks=[stop, best, by_train], num_sanity_val_steps=1,
+        enable_checkpointing=True, use_distributed_sampler=True, log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(_points(24), batch_size=12 // devices), DataLoader(_points(7), batch_size=2))
+    return trainer.current_epoch, best.best_model_path, sorted(best.best_k_models), by_train.best_model_path
+
+
+def test_stopping_and_best_checkpoint_alike(tmp_path):
+    first, second = run_ranks(2, _decide, str(tmp_path))
+    assert first == second
+    assert first[1]
+
+
+def _tune():
+    trainer = quiet_trainer(strategy="pardist_ddp", devices=2)
+    module = Net(lr=1e-3)
+    found = Tuner(trainer).lr_find(module, num_training=12, min_lr=1e-5, max_lr=0.5)
+    trainer.fit(module)
+    return found.suggestion(), module.lr, snapshot(module)
+
+
+def test_lr_find(tmp_path, monkeypatch):
+    (suggestion, lr, weights), other = run_ranks(2, _tune)
+    assert suggestion == other[0]
+    assert lr == other[1]
+    assert_close(other[2], weights)
+
+
+def _scale():
+    trainer = quiet_trainer(strategy="pardist_ddp", devices=2)
+    try:
+        Tuner(trainer).scale_batch_size(Net(), max_trials=2, steps_per_trial=1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_scale_batch_size_is_refused_as_by_lightning():
+    assert all("not supported with distributed" in text for text in run_ranks(2, _scale))
+
+
+def _everything(root):
+    trainer = quiet_trainer(
+        strategy="pardist_ddp", devices=2, max_epochs=2, logger=CSVLogger(root), log_every_n_steps=1,
+        callbacks=[LearningRateMonitor(), Timer(duration={"minutes": 5})], enable_model_summary=True,
+        enable_checkpointing=True,
+    )  # fmt: skip
+    trainer.fit(Net(), datamodule=Both(_points(24)))
+    trainer.test_loop  # noqa: B018
+    return trainer.log_dir, trainer.checkpoint_callback.best_model_path, trainer.estimated_stepping_batches
+
+
+def test_loggers_and_summary(tmp_path):
+    first, second = run_ranks(2, _everything, str(tmp_path))
+    assert first == second
+    text = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+    assert "val" in text.splitlines()[0]
+    assert len(list((tmp_path / "lightning_logs").iterdir())) == 1
+
+
+def _resume(root, strategy="pardist_ddp", devices=2):
+    """Stops in the middle of an epoch and goes on from the file, twice."""
+
+    def fit(ckpt_path=None, **kwargs):
+        torch.manual_seed(11)
+        module = Net()
+        keep = ModelCheckpoint(root, "{step}", every_n_train_steps=2, save_top_k=-1, save_last=True)
+        trainer = quiet_trainer(
+            strategy=strategy, devices=devices, callbacks=[keep], enable_checkpointing=True,
+            use_distributed_sampler=False, **kwargs,
+        )  # fmt: skip
+        trainer.fit(module, datamodule=Data(_points(BATCH * 3)), ckpt_path=ckpt_path)
+        return trainer, snapshot(module)
+
+    trainer, _ = fit(max_steps=4, max_epochs=3)
+    assert trainer.global_step == 4
+    trainer, resumed = fit(ckpt_path=f"{root}/step=4.ckpt", max_epochs=3)
+    assert trainer.global_step == 9
+    again = fit(ckpt_path="last", max_epochs=3)[1]
+    loaded = snapshot(Net.load_from_checkpoint(trainer.checkpoint_callback.last_model_path))
+    whole = fit(max_epochs=3)[1]
+    return resumed, again, loaded, whole
+
+
+def test_save_and_resume_in_the_middle_of_an_epoch(tmp_path):
+    # Lightning goes on with the loader's first batch, on one process as well.
+    want = _resume(str(tmp_path / "one"), "auto", 1)
+    for got in run_ranks(2, _resume, str(tmp_path / "two")):
+        for part, expected in zip(got, want, strict=True):
+            assert_close(part, expected)
+    # A file of two ranks opens in one process, and the other way round.
+    ours = torch.load(tmp_path / "two" / "last.ckpt", weights_only=False)
+    theirs = torch.load(tmp_path / "one" / "last.ckpt", weights_only=False)
+    assert ours.keys() == theirs.keys()
+    assert_close(ours["state_dict"], theirs["state_dict"])
+
+
+def _precision(precision, strategy="pardist_ddp", devices=2):
+    torch.manual_seed(11)
+    module = Net(lr=0.02)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, use_distributed_sampler=False, precision=precision, max_epochs=2,
+        gradient_clip_val=0.5, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Data(_points(BATCH * 3)))
+    return snapshot(module)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rtol"), [("16-mixed", 5e-3), ("bf16-mixed", 5e-3), ("bf16-true", 0.02), ("64-true", 1e-12)]
+)
+def test_precision(precision, rtol):
+    # Half precision rounds each rank's part by itself: the same to a few of its steps.
+    want = _precision(precision, "auto", 1)
+    results = run_ranks(2, _precision, precision)
+    assert_close(results[1], results[0], rtol=0)
+    assert {v.dtype for v in results[0].values()} == {v.dtype for v in want.values()}
+    assert_close(results[0], want, rtol=rtol)
+
+
+def _scaler(strategy="pardist_ddp"):
+    """A gradient scaler's decision to skip a step is the same on all ranks, whoever met the infinity."""
+
+    class Overflows(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 1 and self.global_rank == 1 else loss
+
+    torch.manual_seed(11)
+    module = Overflows()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    trainer = quiet_trainer(strategy=strategy, devices=2, plugins=[plugin], limit_val_batches=0)
+    trainer.fit(module, DataLoader(_points(12), batch_size=2))
+    return snapshot(module), scaler.get_scale()
+
+
+def test_gradient_scaler_decides_alike():
+    (first, scale), (second, other) = run_ranks(2, _scaler)
+    assert scale == other == 4.0
+    assert_close(second, first, rtol=0)
+    assert all(value.isfinite().all() for value in first.values())

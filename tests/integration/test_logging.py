@@ -1,0 +1,190 @@
+"""``self.log`` in its variants: epoch values are those of one process, whatever the ranks logged."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import BATCH, Data, quiet_trainer
+
+
+def _points(length):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(length, 6, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+class Logs(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.metric = torchmetrics.MeanSquaredError()
+        self.values = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self.layer(x)
+        loss = F.mse_loss(out, y)
+        self.log("plain", loss, on_step=False, on_epoch=True)
+        self.log("forked", loss, on_step=True, on_epoch=True)
+        self.log("synced_step", loss, sync_dist=True)
+        self.log("synced", loss, sync_dist=True, on_epoch=True, on_step=True)
+        self.log("sum", out.sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("max", out.max(), reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
+        self.log("min", out.min(), reduce_fx=min, on_step=False, on_epoch=True)
+        self.log("integer", batch_idx, on_step=False, on_epoch=True)
+        self.log("weighted", loss, batch_size=len(x), on_step=False, on_epoch=True)
+        self.metric(out, y)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        self.log_dict({"a": loss, "b": 2 * loss}, on_step=False, on_epoch=True)
+        self.values.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        own = torch.stack(self.values).mean()
+        self.values.clear()
+        self.log("at_end", own)
+        self.log("at_end_gathered", self.all_gather(own).mean())
+        self.log("plain_seen", self.trainer.callback_metrics["plain"])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.mse_loss(self.layer(batch[0]), batch[1]))
+
+    def on_validation_epoch_end(self):
+        self.log("val_end", torch.tensor(3.0))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Both(Data):
+    def val_dataloader(self):
+        return DataLoader(_points(12), batch_size=4)
+
+
+def _log(kwargs, strategy="pardist_ddp", devices=2):
+    torch.manual_seed(11)
+    module = Logs()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, max_epochs=2, **kwargs)
+    trainer.fit(module, datamodule=Both(_points(BATCH * 4)))
+    values = {
+        k: torch.as_tensor(v).clone() for k, v in trainer.callback_metrics.items() if k not in ("forked_step", "forked")
+    }
+    return values | {"weights": module.layer.weight.detach().clone()}
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 2}, {"precision": "64-true"}]
+)
+def test_variants(kwargs):
+    want = _log(kwargs, "auto", 1)
+    assert len(want) > 15
+    for got in run_ranks(2, _log, kwargs):
+        assert_close(got, want)
+
+
+class DifferentKeys(Logs):
+    """Ranks log different keys, in a different order (Lightning mixes the values of the keys then)."""
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self.layer(batch[0]), batch[1])
+        names = ["x", "y"] if self.global_rank == 0 else ["y", "x"]
+        for name in names:
+            self.log(name, float(ord(name)), on_step=False, on_epoch=True, sync_dist=True)
+        self.log(f"only_{self.global_rank}", float(self.global_rank), on_step=False, on_epoch=True, sync_dist=True)
+        self.log("first", 5.0, rank_zero_only=True) if self.global_rank == 0 else None
+        return loss
+
+    def on_train_epoch_end(self):
+        pass
+
+
+def _different():
+    trainer = quiet_trainer(strategy="pardist_ddp", devices=2, max_epochs=2)
+    trainer.fit(DifferentKeys(), DataLoader(_points(8), batch_size=2))
+    return {key: float(value) for key, value in trainer.callback_metrics.items() if key != "first"}
+
+
+def test_ranks_log_different_keys():
+    want = {"x": 120.0, "y": 121.0, "only_0": 0.0, "only_1": 1.0}
+    assert run_ranks(2, _different) == [want, want]
+
+
+def _gather():
+    class Gathers(Logs):
+        def training_step(self, batch, batch_idx):
+            loss = F.mse_loss(self.layer(batch[0]), batch[1])
+            rows = self.all_gather({"a": loss, "b": [loss.detach(), 3]}, sync_grads=True)
+            assert rows["a"].shape == (2,)
+            assert rows["a"].requires_grad
+            assert rows["b"][0][self.global_rank] == loss
+            return rows["a"].mean()
+
+        def on_train_epoch_end(self):
+            pass
+
+    torch.manual_seed(11)
+    module = Gathers()
+    trainer = quiet_trainer(strategy="pardist_ddp", devices=2)
+    trainer.fit(module, DataLoader(_points(8), batch_size=2))
+    return snapshot(module)
+
+
+def test_all_gather_with_gradients():
+    first, second = run_ranks(2, _gather)
+    assert_close(second, first, rtol=0)
+
+
+def _sync_bn(dim, precision, strategy="pardist_ddp", devices=2):
+    """Batches of different sizes on the ranks: 3 and 5 samples, of one process' 8."""
+
+    class Norm(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = (
+                nn.Conv1d(2, 4, 1, bias=False)
+                if dim == 1
+                else (nn.Conv2d if dim == 2 else nn.Conv3d)(2, 4, 1, bias=False)
+            )
+            self.norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dim - 1](4)
+
+        def training_step(self, batch, batch_idx):
+            (x,) = batch
+            # Summed and divided by the whole batch's size over ranks: the mean over ranks of this is one process' mean.
+            return self.norm(self.inner(x)).sin().sum() * self.trainer.world_size / 8
+
+        def validation_step(self, batch, batch_idx):
+            assert type(self.norm) is not nn.SyncBatchNorm
+            self.log("val", self.norm(self.inner(batch[0])).sin().mean())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    torch.manual_seed(11)
+    module = Norm()
+    data = torch.randn(24, 2, *([3] * dim), generator=torch.Generator().manual_seed(9))
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, use_distributed_sampler=False, sync_batchnorm=True, precision=precision
+    )
+    parts = [slice(0, 8)] if devices == 1 else [slice(0, 3), slice(3, 8)]
+    own = [i for batch in range(3) for i in range(8)[parts[trainer.global_rank]] for i in [batch * 8 + i]]
+    loader = DataLoader(TensorDataset(data[own]), batch_size=len(own) // 3)
+    trainer.fit(module, loader, DataLoader(TensorDataset(data), batch_size=8))
+    assert type(module.norm).__name__.startswith("BatchNorm")
+    return snapshot(module) | {"val": trainer.callback_metrics["val"].clone()}
+
+
+@pytest.mark.parametrize(
+    ("dim", "precision", "rtol"),
+    [(1, "32-true", 1e-5), (2, "32-true", 1e-5), (3, "32-true", 1e-5), (2, "bf16-mixed", 2e-2)],
+)
+def test_sync_batchnorm_of_unequal_batches(dim, precision, rtol):
+    want = _sync_bn(dim, precision, "auto", 1)
+    results = run_ranks(2, _sync_bn, dim, precision)
+    assert_close(results[1], results[0], rtol=0)
+    assert_close(results[0], want, rtol=rtol)

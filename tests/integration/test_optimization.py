@@ -1,0 +1,607 @@
+"""Every way of optimizing that Lightning knows, under data parallelism, against one process."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from tests.helpers.models import Base, Classifier
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import BATCH, Data, quiet_trainer
+
+STEPS = 4
+
+
+def _points(length):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(length, 6, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+class Plain(Base):
+    """Two linear layers, and a place for variations."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return self.note(F.mse_loss(self(x), y))
+
+
+class Dict(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "extra": torch.ones(3), "text": "kept"}
+
+
+class Manual(Plain):
+    """Accumulates by hand, steps every second batch, with a scheduler and clipping by value."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        loss = F.mse_loss(self(x), y)
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="value")
+            optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()
+        self.note(loss)
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class ManualTwice(Manual):
+    """Two backward calls before one step, and one by ``loss.backward()`` that Lightning never sees."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = F.mse_loss(self(x), y)
+        self.manual_backward(loss, retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        self.note(loss)
+
+
+class Closure(Manual):
+    """``optimizer.step(closure)`` in manual optimization."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+
+        def closure():
+            loss = F.mse_loss(self(x), y)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.note(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class Lbfgs(Plain):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class ManualLbfgs(Closure):
+    def configure_optimizers(self):
+        optimizer = torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Gan(Base):
+    """Alternation, with a choice of toggling; a shared encoder stays out of the discriminator's step."""
+
+    toggle = True
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.discriminator = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        opt_g, opt_d = self.optimizers()
+        optimizer = (opt_g, opt_d)[batch_idx % 2]
+        if self.toggle:
+            self.toggle_optimizer(optimizer)
+        if optimizer is opt_g:
+            loss = F.softplus(-self.discriminator(self.generator(x))).mean()
+        else:
+            fake = self.discriminator(self.generator(x).detach())
+            loss = F.softplus(fake).mean() + F.softplus(-self.discriminator(y)).mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        if self.toggle:
+            self.untoggle_optimizer(optimizer)
+        self.note(loss)
+
+    def configure_optimizers(self):
+        return [self.make_optimizer(self.generator.parameters()), self.make_optimizer(self.discriminator.parameters())]
+
+
+class GanUntoggled(Gan):
+    toggle = False
+
+
+class WGanGP(Gan):
+    """A gradient penalty: a second derivative through ``torch.autograd.grad``."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        opt_g, opt_d = self.optimizers()
+        real = y.clone().requires_grad_()
+        score = self.discriminator(real)
+        (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
+        loss = (slope.norm(dim=1) - 1).square().mean() - score.mean() + self.discriminator(self.generator(x)).mean()
+        opt_d.zero_grad()
+        self.manual_backward(loss)
+        opt_d.step()
+        self.note(loss)
+        opt_g.step()
+        opt_g.zero_grad()
+
+
+class Checkpointed(Plain):
+    reentrant = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=self.reentrant)
+        hidden = checkpoint(self.first, F.pad(hidden[:, :6], (0, 0)), use_reentrant=self.reentrant)
+        return self.note(F.mse_loss(self.second(hidden.tanh()), y))
+
+
+class CheckpointedReentrant(Checkpointed):
+    reentrant = True
+
+
+class SparseEmbedding(Base):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.embed = nn.Embedding(11, 4, sparse=True)
+        self.bag = nn.EmbeddingBag(11, 4, sparse=True)
+        self.head = nn.Linear(4, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        tokens = (x.abs() * 5).long() % 11
+        loss = F.mse_loss(self.head(self.embed(tokens).mean(1) + self.bag(tokens)), y)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        self.note(loss)
+
+    def configure_optimizers(self):
+        sparse = [*self.embed.parameters(), *self.bag.parameters()]
+        return [torch.optim.SparseAdam(sparse, lr=0.01, eps=1e-3), torch.optim.SGD(self.head.parameters(), lr=0.1)]
+
+
+class OwnHooks(Plain):
+    """``backward``, ``optimizer_step`` and ``configure_gradient_clipping`` overridden."""
+
+    def backward(self, loss, *args, **kwargs):
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + self.global_step)
+        optimizer.step(closure=optimizer_closure)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+class NoneNow(Plain):
+    """Skips whole batches on every rank."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 else loss
+
+
+class LazyLayer(Plain):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.second = nn.LazyLinear(1)
+        with torch.no_grad():
+            self(torch.zeros(1, 6))
+
+
+class LateLayers(Plain):
+    """Layers made in ``configure_model``, as large models do."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first = None
+
+    def configure_model(self):
+        if self.first is None:
+            torch.manual_seed(5)
+            self.first = nn.Linear(6, 8)
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.first)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.first, optimizer, lr=0.05)
+
+
+class Finetuned(Plain):
+    def configure_optimizers(self):
+        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
+
+
+class FreezeByHand(Plain):
+    def on_train_batch_start(self, batch, batch_idx):
+        self.first.requires_grad_(batch_idx >= 2)
+
+
+class StepScheduler(Plain):
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.parameters())
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Plateau(Plain):
+    """The learning rate falls by what was logged, of an epoch or of a step, without ``sync_dist``."""
+
+    def __init__(self, interval="step", monitor="train_loss", **kwargs):
+        super().__init__(**kwargs)
+        self.plateau = {"interval": interval, "monitor": monitor, "strict": True}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.05)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.plateau}}
+
+
+CASES = {
+    "dict": (Dict, {}, {}),
+    "manual": (Manual, {}, {}),
+    "manual_twice": (ManualTwice, {}, {}),
+    "closure": (Closure, {}, {}),
+    "lbfgs": (Lbfgs, {}, {}),
+    "manual_lbfgs": (ManualLbfgs, {}, {}),
+    "gan": (Gan, {}, {}),
+    "gan_untoggled": (GanUntoggled, {}, {}),
+    "wgan_gp": (WGanGP, {}, {}),
+    "checkpoint": (Checkpointed, {}, {}),
+    "checkpoint_reentrant": (CheckpointedReentrant, {}, {}),
+    "sparse": (SparseEmbedding, {}, {}),
+    "own_hooks": (OwnHooks, {}, {}),
+    "none_on_all": (NoneNow, {}, {}),
+    "none_on_all_accumulating": (NoneNow, {}, {"accumulate_grad_batches": 2}),
+    "lazy": (LazyLayer, {}, {}),
+    "configure_model": (LateLayers, {}, {}),
+    "finetuning": (Finetuned, {}, {"max_epochs": 3, "callbacks": (Unfreeze,)}),
+    "finetuning_accumulating": (
+        Finetuned,
+        {},
+        {"max_epochs": 2, "callbacks": (Unfreeze,), "accumulate_grad_batches": 3},
+    ),
+    "freeze_by_hand": (FreezeByHand, {}, {}),
+    "step_scheduler": (StepScheduler, {}, {"max_epochs": 2}),
+    "plateau_epoch": (Plateau, {"interval": "epoch", "monitor": "train_loss_epoch"}, {"max_epochs": 4}),
+    "plateau_step": (Plateau, {"interval": "step", "monitor": "train_loss"}, {"max_epochs": 2}),
+    "accumulation_odd": (Plain, {}, {"accumulate_grad_batches": 3, "max_epochs": 2}),
+    "anomaly": (Plain, {}, {"detect_anomaly": True}),
+    "clip_algorithm_value": (Plain, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+}
+
+
+def _fit(strategy, devices, name):
+    module_class, module_kwargs, trainer_kwargs = CASES[name]
+    trainer_kwargs = dict(trainer_kwargs)
+    callbacks = [make() for make in trainer_kwargs.pop("callbacks", ())]
+    torch.manual_seed(11)
+    module = module_class(**module_kwargs)
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, use_distributed_sampler=False, callbacks=callbacks, **trainer_kwargs
+    )
+    trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    assert not torch.is_inference_mode_enabled()
+    losses = torch.stack(module.losses)
+    if devices > 1:
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
+    return {
+        "losses": {"loss": losses},
+        "weights": snapshot(module),
+        "lr": {str(i): torch.tensor(o.param_groups[0]["lr"]) for i, o in enumerate(trainer.optimizers)},
+        "steps": {"global_step": torch.tensor(trainer.global_step)},
+    }
+
+
+def _one(name):
+    return _fit("pardist_ddp", dist.get_world_size(), name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_as_one_process(name):
+    want = _fit("auto", 1, name)
+    for got in run_ranks(2, _one, name):
+        for part, expected in want.items():
+            assert_close(got[part], expected)
+
+
+class NoneOnSecondRank(Plain):
+    """The second rank skips a batch. One process does what that means: half the loss, of half the samples."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        if batch_idx == 1:
+            if self.trainer.world_size == 1:
+                return F.mse_loss(self(x[::2]), y[::2]) / 2
+            if self.global_rank == 1:
+                return None
+        return loss
+
+
+def _fit_weights(strategy, devices, module_class, trainer_kwargs=None, loader=None):
+    torch.manual_seed(11)
+    module = module_class()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **(trainer_kwargs or {}))
+    if loader is None:
+        trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    else:
+        trainer.fit(module, loader(trainer.global_rank, trainer.world_size))
+    return snapshot(module)
+
+
+def _ddp_weights(*args):
+    return _fit_weights("pardist_ddp", dist.get_world_size(), *args)
+
+
+@pytest.mark.parametrize("trainer_kwargs", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulating"])
+def test_step_without_loss_on_one_rank(trainer_kwargs):
+    want = _fit_weights("auto", 1, NoneOnSecondRank, trainer_kwargs)
+    for got in run_ranks(2, _ddp_weights, NoneOnSecondRank, trainer_kwargs):
+        assert_close(got, want)
+
+
+class Stream(IterableDataset):
+    def __init__(self, rank, world_size):
+        self.samples = [s for i, s in enumerate(_points(BATCH * STEPS)) if i % world_size == rank]
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def _stream_loader(rank, world_size):
+    return DataLoader(Stream(rank, world_size), batch_size=BATCH // world_size)
+
+
+def test_iterable_dataset():
+    want = _fit_weights("auto", 1, Plain, {}, _stream_loader)
+    for got in run_ranks(2, _ddp_weights, Plain, {}, _stream_loader):
+        assert_close(got, want)
+
+
+class Calls(Callback):
+    """Counts all-reduces of large tensors, batch by batch."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_train_batch_start(self, *args):
+        self.patch = mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce)
+        self.spy = self.patch.start()
+
+    def on_train_batch_end(self, *args):
+        self.patch.stop()
+        self.counts.append(sum(call.args[0].numel() > 50 for call in self.spy.call_args_list))
+
+
+def _count(kwargs):
+    calls = Calls()
+    trainer = quiet_trainer(
+        strategy="pardist_ddp", devices=2, callbacks=[calls, *kwargs.pop("callbacks", [])], logger=False, **kwargs
+    )
+    torch.manual_seed(0)
+    trainer.fit(Plain(), DataLoader(_points(14), batch_size=1))
+    return calls.counts
+
+
+def test_accumulation_sends_nothing_before_the_boundary():
+    # 7 batches a rank: the last is a boundary, too.
+    assert run_ranks(2, _count, {"accumulate_grad_batches": 3}) == [[0, 0, 1, 0, 0, 1, 1]] * 2
+    schedule = GradientAccumulationScheduler({0: 1, 1: 4})
+    counts = run_ranks(2, _count, {"callbacks": [schedule], "max_epochs": 2})
+    assert counts == [[1] * 7 + [0, 0, 0, 1, 0, 0, 1]] * 2
+
+
+class SeesGradients(Plain):
+    """Hooks of the module and of callbacks look at gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def look(self):
+        self.seen.append(self.first.weight.grad.clone())
+
+    def on_after_backward(self):
+        self.look()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.look()
+
+    def on_before_zero_grad(self, optimizer):
+        if self.first.weight.grad is not None:
+            self.look()
+
+
+class Looker(Callback):
+    def on_after_backward(self, trainer, pl_module):
+        pl_module.look()
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        pl_module.look()
+
+
+def _seen(strategy="pardist_ddp", devices=2):
+    torch.manual_seed(11)
+    module = SeesGradients()
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, use_distributed_sampler=False, callbacks=[Looker()], gradient_clip_val=0.1
+    )
+    trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    return dict(enumerate(module.seen))
+
+
+def test_hooks_see_averaged_gradients():
+    want = _seen("auto", 1)
+    assert len(want) >= 4 * STEPS
+    for got in run_ranks(2, _seen):
+        assert_close(got, want)
+
+
+def _fit_again(strategy="pardist_ddp", devices=2):
+    torch.manual_seed(11)
+    module = Plain()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
+    trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    other = Classifier()
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(other, datamodule=Data(other.dataset(BATCH * STEPS)))
+    hooks = [p for p in module.parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    assert not hooks
+    return snapshot(module) | snapshot(other)
+
+
+def test_one_trainer_fits_again_and_another_module():
+    want = _fit_again("auto", 1)
+    for got in run_ranks(2, _fit_again):
+        assert_close(got, want)
+
+
+def _empty_init():
+    trainer = quiet_trainer(strategy="pardist_ddp", devices=2)
+    with trainer.init_module(empty_init=True):
+        module = Plain()
+    with torch.no_grad():
+        # Every rank starts from what lay in memory: the first rank's values are what counts.
+        for param in module.parameters():
+            param.fill_(0.1 * (1 + trainer.global_rank))
+    trainer.fit(module, DataLoader(_points(8), batch_size=2))
+    return snapshot(module)
+
+
+def test_init_module_and_one_start_for_all():
+    first, second = run_ranks(2, _empty_init)
+    assert_close(second, first, rtol=0)
+
+
+def _overfit(strategy="pardist_ddp", devices=2):
+    torch.manual_seed(11)
+    module = Plain()
+    module.seen_samples = []
+    points = _points(16)
+    trainer = quiet_trainer(strategy=strategy, devices=devices, overfit_batches=2, max_epochs=2)
+    trainer.fit(module, DataLoader(points, batch_size=4 // devices, shuffle=True), DataLoader(points, batch_size=2))
+    return snapshot(module)
+
+
+def test_overfit_batches():
+    want = _overfit("auto", 1)
+    for got in run_ranks(2, _overfit):
+        assert_close(got, want)
+
+
+def _own_sampler():
+    seen = []
+
+    class Records(Plain):
+        def training_step(self, batch, batch_idx):
+            seen.extend(batch[0][:, 0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    points = _points(12)
+    rank = dist.get_rank()
+    own = DistributedSampler(points, num_replicas=2, rank=rank, shuffle=True, seed=4)
+    trainer = quiet_trainer(strategy="pardist_ddp", devices=2)
+    trainer.fit(Records(), DataLoader(points, batch_size=2, sampler=own))
+    assert trainer.train_dataloader.sampler is own
+    expected = [points[i][0][0].item() for i in own]
+    assert seen == expected
+    seen.clear()
+    quiet_trainer(strategy="pardist_ddp", devices=2, use_distributed_sampler=False).fit(
+        Records(), DataLoader(points, batch_size=2)
+    )
+    assert seen == [point[0][0].item() for point in points]
+    return True
+
+
+def test_samplers_of_the_user_are_kept():
+    assert run_ranks(2, _own_sampler) == [True, True]
+
+
+class Quiet(Plain):
+    """Logs nothing: torch's compiler cannot trace ``self.log`` of lightning 2.6, on one process neither."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+
+class CompiledPart(Quiet):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.compile(self.first, backend="aot_eager")
+
+
+def _fit_compiled(part, strategy="pardist_ddp", devices=2):
+    torch.manual_seed(11)
+    module = CompiledPart() if part else Quiet()
+    fitted = module if part else torch.compile(module, backend="eager")
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
+    trainer.fit(fitted, datamodule=Data(_points(BATCH * STEPS)))
+    trainer.validate(fitted, DataLoader(_points(4)), verbose=False)
+    return {name.replace("_orig_mod.", ""): value for name, value in snapshot(module).items()}
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_compiled(part):
+    want = _fit_weights("auto", 1, Plain)
+    for got in run_ranks(2, _fit_compiled, part):
+        assert_close(got, want)

@@ -1,0 +1,177 @@
+"""Names, instances, class paths, refusals, and what importing costs."""
+
+import re
+import subprocess
+import sys
+import textwrap
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_pardist
+from lightning_pardist import registry
+from tests.helpers.models import Classifier
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+
+
+def _python(code, *flags, path=None):
+    command = [sys.executable, *flags, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=path)
+
+
+@pytest.mark.parametrize("entry", registry.TABLE, ids=lambda entry: entry.name)
+def test_every_name_makes_its_strategy(entry):
+    assert entry.name in StrategyRegistry
+    trainer = quiet_trainer(strategy=entry.name, devices=2)
+    assert type(trainer.strategy) is entry.strategy
+    assert trainer.world_size == 2
+    assert trainer._accelerator_connector.is_distributed
+
+
+def test_registering_again_is_harmless():
+    before = dict(StrategyRegistry)
+    finders = list(sys.meta_path)
+    registry.register()
+    registry.register()
+    assert StrategyRegistry.keys() == before.keys()
+    assert len(sys.meta_path) == len(finders)
+
+
+@pytest.mark.parametrize("name", ["pardist_ddp", "PARDIST_DDP"])
+def test_names_in_any_case(name):
+    assert isinstance(quiet_trainer(strategy=name, devices=2).strategy, lightning_pardist.DDPStrategy)
+
+
+def test_instance_and_nodes():
+    strategy = lightning_pardist.DDPStrategy(bucket_size_mb=1)
+    trainer = quiet_trainer(strategy=strategy, devices=2, num_nodes=4)
+    assert trainer.strategy is strategy
+    assert trainer.num_nodes == 4
+    assert trainer.world_size == 8
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 8, "rank": 0}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"bucket_size_mb": 0}, "bucket_size_mb=0 is not positive"),
+        ({"gradient_compression": "zip"}, "gradient_compression='zip' is unknown"),
+        ({"timeout_s": -1}, "timeout_s=-1 is not positive"),
+        ({"heartbeat_timeout_s": 1}, "heartbeat_timeout_s=1 is too short"),
+        ({"start_method": "thread"}, "start_method='thread' is not available"),
+        ({"process_group_backend": "carrier_pigeon"}, "process_group_backend='carrier_pigeon'"),
+    ],
+)
+def test_bad_settings_are_refused_in_a_sentence(kwargs, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        lightning_pardist.DDPStrategy(**kwargs)
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(TypeError, match="bucket_size"):
+        lightning_pardist.DDPStrategy(bucket_size=3)
+
+
+def _cli(args):
+    return LightningCLI(Classifier, run=False, args=args, save_config_callback=None, seed_everything_default=False)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--trainer.strategy=lightning_pardist.DDPStrategy", "--trainer.strategy.bucket_size_mb=1"],
+        ["--trainer.strategy=lightning_pardist.DDPStrategy", "--trainer.strategy.bucket_size_mb=1",
+         "--trainer.strategy.timeout_s=60", "--trainer.strategy.start_method=spawn"],
+        ["--trainer.strategy={class_path: lightning_pardist.DDPStrategy, init_args: {bucket_size_mb: 1}}"],
+    ],
+    ids=["path", "base_arguments", "yaml"],
+)  # fmt: skip
+def test_class_path_on_the_command_line(args):
+    cli = _cli([*args, "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"])
+    assert isinstance(cli.trainer.strategy, lightning_pardist.DDPStrategy)
+    assert cli.trainer.strategy.bucket_size_mb == 1
+    assert cli.trainer.world_size == 2
+
+
+def test_powersgd_on_the_command_line():
+    cli = _cli(
+        ["--trainer.strategy=lightning_pardist.DDPStrategy", "--trainer.accelerator=cpu", "--trainer.devices=2",
+         "--trainer.strategy.gradient_compression=lightning_pardist.PowerSGD",
+         "--trainer.strategy.gradient_compression.rank=3"]
+    )  # fmt: skip
+    assert cli.trainer.strategy.gradient_compression == lightning_pardist.PowerSGD(rank=3)
+
+
+def _wrong_size():
+    try:
+        quiet_trainer(strategy="pardist_ddp", devices=3).fit(Classifier(), [])
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_world_size_that_does_not_fit_is_refused():
+    assert all("exists already" in text for text in run_ranks(2, _wrong_size))
+
+
+FAKE = """
+class Registry(dict):
+    def register(self, name, strategy, description="", override=False, **params):
+        self[name] = strategy
+StrategyRegistry = Registry()
+"""
+
+
+@pytest.mark.parametrize("first", ["pytorch_lightning.strategies", "lightning_pardist"])
+def test_trainer_of_the_other_package_says_so(tmp_path, first, monkeypatch):
+    """With a stand-in: the package itself need not be installed."""
+    package = tmp_path / "pytorch_lightning"
+    (package / "strategies").mkdir(parents=True)
+    (package / "__init__.py").write_text("from pytorch_lightning import strategies\n")
+    (package / "strategies" / "__init__.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(tmp_path)
+    saved = list(sys.meta_path)
+    for name in ("pytorch_lightning", "pytorch_lightning.strategies"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    try:
+        if first == "lightning_pardist":
+            registry.register()
+            import pytorch_lightning.strategies as other
+        else:
+            import pytorch_lightning.strategies as other
+
+            other.StrategyRegistry.clear()
+            registry.register()
+        assert set(other.StrategyRegistry) == {entry.name for entry in registry.TABLE}
+        with pytest.raises(
+            ValueError, match=r"separate pytorch_lightning package. Use `import lightning.pytorch as pl`"
+        ):
+            other.StrategyRegistry["pardist_ddp"]()
+    finally:
+        sys.meta_path[:] = saved
+        for name in [name for name in sys.modules if name.startswith("pytorch_lightning")]:
+            del sys.modules[name]
+
+
+def test_import_costs_little():
+    best = float("inf")
+    for _ in range(3):
+        result = _python("import lightning.pytorch, lightning_pardist", "-X", "importtime")
+        if result.returncode:  # torchvision has to be mended before lightning is imported
+            result = _python("import lightning_pardist", "-X", "importtime")
+        lines = [line.split("|") for line in result.stderr.splitlines() if line.startswith("import time:")]
+        own = sum(int(line[0].split(":")[1]) for line in lines[1:] if "lightning_pardist" in line[2])
+        assert own > 0
+        best = min(best, own / 1000)
+        if best < 50:
+            break
+    assert best < 50, f"{best:.0f} ms"
+
+
+def test_import_after_trainer_exists():
+    before = pl.Trainer
+    registry.register()
+    assert before is pl.Trainer
