@@ -92,3 +92,24 @@ def test_torchrun():
     assert finished.code == 0, finished.output
     assert len(set(re.findall(r"done \d (\S+)", finished.output))) == 1
     assert not finished.left
+
+
+def test_interactive_session():
+    code = (
+        "import sys; sys.ps1 = '>>> '; sys.argv = ['', 'by_name', '2']\n"
+        "import runpy, lightning_pardist\n"
+        "import lightning.pytorch as pl\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        f"module = runpy.run_path({TRAIN!r})['Module']('none', 0)\n"
+        "import torch\n"
+        "data = TensorDataset(torch.randn(16, 8), torch.randint(0, 3, (16,)))\n"
+        "trainer = pl.Trainer(accelerator='cpu', strategy='pardist_ddp', devices=2, max_epochs=1, logger=False,\n"
+        "    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)\n"
+        "before = module.net.weight.clone()\n"
+        "trainer.fit(module, DataLoader(data, batch_size=4))\n"
+        "print('moved', not torch.equal(before, module.net.weight))\n"
+    )
+    finished = run_script("-c", code)
+    assert finished.code == 0, finished.output
+    assert "moved True" in finished.output
+    assert not finished.left
