@@ -243,7 +243,7 @@ class PardistStrategy(ParallelStrategy):
             )
             self.watchdog.start()
             children.report_to(self.watchdog.blame)
-        self._device_mesh, data_mesh = self.dims.build(self.root_device.type)
+        self._device_mesh, data_mesh = _mesh(self.dims, self.root_device.type)
         self._data_group = data_mesh.get_group()
         if self.lightning_module is not None:
             # What `self.device_mesh` in a module's configure_model refers to.
@@ -547,6 +547,22 @@ class PardistStrategy(ParallelStrategy):
 
 def _plain(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+#: Meshes over the default process group of this moment.
+_meshes: dict[tuple[ParallelDims, str], tuple[DeviceMesh, DeviceMesh]] = {}
+_meshes_world: dist.ProcessGroup | None = None
+
+
+def _mesh(dims: ParallelDims, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """A mesh for every run with these degrees: each new one would leave process groups and their threads behind."""
+    global _meshes_world
+    if _meshes_world is not _world():
+        _meshes.clear()
+        _meshes_world = _world()
+    if (dims, device_type) not in _meshes:
+        _meshes[dims, device_type] = dims.build(device_type)
+    return _meshes[dims, device_type]
 
 
 def _world() -> dist.ProcessGroup:

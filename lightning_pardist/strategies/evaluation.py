@@ -92,6 +92,22 @@ class EvenBatchSampler(BatchSampler):
         return self.num_batches
 
 
+#: Groups by their global ranks, in the default process group of this moment.
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_groups_world: dist.ProcessGroup | None = None
+
+
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group for the life of the default one: torch gives a second one of the same ranks the first one's addresses."""
+    global _groups_world
+    if _groups_world is not dist.group.WORLD:
+        _groups.clear()
+        _groups_world = dist.group.WORLD
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _groups[ranks]
+
+
 def _even_sampler(loader: object) -> EvenBatchSampler | None:
     sampler = getattr(loader, "batch_sampler", None)
     return sampler if isinstance(sampler, EvenBatchSampler) else None
@@ -129,7 +145,6 @@ class ExactEvaluation:
         self._loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
         self._present: list[int] | None = None
         self._told: LightningModule | None = None
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def attach(self) -> None:
         """Change loaders and loops from now on."""
@@ -147,9 +162,6 @@ class ExactEvaluation:
         self._connector.__dict__.pop("_prepare_dataloader", None)
         for loop in self._loops:
             loop.__dict__.pop("_evaluation_step", None)
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups.clear()
         if self._told is not None:
             self._told.allow_zero_length_dataloader_with_multiple_devices = False
             self._told = None
@@ -161,11 +173,8 @@ class ExactEvaluation:
         """
         if self._present is None:
             return self.group
-        key = tuple(self._present)
-        if key not in self._groups:
-            everyone = dist.get_process_group_ranks(self.group)
-            self._groups[key] = dist.new_group([everyone[rank] for rank in key], use_local_synchronization=True)
-        return self._groups[key]
+        everyone = dist.get_process_group_ranks(self.group)
+        return _group_of(tuple(everyone[rank] for rank in self._present))
 
     def _step(
         self, loop: Any, original: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any

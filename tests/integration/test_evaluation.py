@@ -1,6 +1,7 @@
 """Validate, test and predict: one process' metrics for every size of dataset, and no rank left waiting."""
 
 import lightning.pytorch as pl
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -306,3 +307,19 @@ def _limits(strategy="pardist_ddp", devices=2):
 def test_limits_and_sanity_checking():
     # A limit counts batches a rank, as in Lightning: 1 of 5, 2 of 5, then all 9 samples.
     assert run_ranks(2, _limits) == [[2, 4, 9, 9]] * 2
+
+
+def _threads():
+    trainer = quiet_trainer(strategy="pardist_ddp", devices=2)
+    counts = []
+    for _ in range(4):
+        trainer.validate(Plain(), DataLoader(_dataset(4), batch_size=1), verbose=False)
+        counts.append((len(psutil.Process().threads()), len(dist.distributed_c10d._world.pg_map)))
+        trainer = quiet_trainer(strategy="pardist_ddp", devices=2)
+    return counts
+
+
+def test_runs_leave_no_process_groups_behind():
+    for counts in run_ranks(2, _threads):
+        assert len({groups for _, groups in counts}) == 1
+        assert counts[-1][0] <= counts[0][0] + 2
