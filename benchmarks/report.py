@@ -93,19 +93,27 @@ def sentence(row: dict[str, Any]) -> str:
 def markdown(results: dict[str, Any]) -> str:
     """The report as Markdown."""
     run, summary = results["run"], summarize(results)
-    about = run["machine"]
-    any_psi = next(iter(summary.values()))["num_parameters"]
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    head = f"{run['model'].upper()}, {any_psi / 1e6:.1f} million parameters, {run['devices']} ranks"
-    lines = [
-        f"# {head} ({run['date'][:10]})",
-        "",
-        "| candidate | step, ms (quartiles; least) | samples/s | CPU per rank and step, ms | sent per rank and step, Psi |"
-        " model states per rank, MB | peak resident, MB | set-up, s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    psi = next(iter(summary.values()))["num_parameters"] / 1e6
+    head = f"{run['model'].upper()}, {psi:.1f} million parameters, {run['devices']} ranks ({run['date'][:10]})"
+    verdicts = [f"- {sentence(row)}" for row in compare(results)]
+    notes = [f"- {note}" for note in _notes(run, summary)]
+    return "\n".join([f"# {head}", "", *_table(summary), "", *verdicts, "", *notes, ""])
+
+
+def _table(summary: dict[str, dict[str, Any]]) -> list[str]:
+    columns = (
+        "candidate",
+        "step, ms (quartiles; least)",
+        "samples/s",
+        "CPU per rank and step, ms",
+        "sent per rank and step, Psi",
+        "model states per rank, MB",
+        "peak resident, MB",
+        "set-up, s",
+    )
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     for name, row in summary.items():
-        cells = [
+        cells = (
             f"`{name}`",
             f"{row['step_ms']:.1f} ({row['step_ms_low']:.1f}-{row['step_ms_high']:.1f}; {row['step_ms_least']:.1f})",
             f"{row['samples_per_s']:.2f}",
@@ -114,28 +122,31 @@ def markdown(results: dict[str, Any]) -> str:
             f"{row['held_bytes'] / _MB:.1f}",
             f"{row['peak_bytes'] / _MB:.0f}",
             f"{row['setup_s']:.2f}",
-        ]
+        )
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"- {sentence(row)}" for row in compare(results)), ""]
+    return lines
+
+
+def _notes(run: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[str]:
+    about = run["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     sizes = ", ".join(f"{name} {size}" for name, size in run["sizes"].items())
-    first = next(iter(summary.values()))
-    lines += [
-        f"- Model: {run['model']} ({sizes}), AdamW, fp32, {run['batch_size']} samples a rank and step.",
-        f"- {run['rounds']} rounds in turns, {run['steps']} timed steps each after {run['warmup']} dropped ones; a"
+    imported = next(iter(summary.values()))["imported_bytes"] / _MB
+    return [
+        f"Model: {run['model']} ({sizes}), AdamW, fp32, {run['batch_size']} samples a rank and step.",
+        f"{run['rounds']} rounds in turns, {run['steps']} timed steps each after {run['warmup']} dropped ones; the"
         " median over all timed steps, and over rounds where two candidates are compared.",
-        f"- Sent: {_wire_note(run)}",
-        "- Model states: parameters, gradients or the buckets they live in (both, where gradients are copied into"
+        f"Sent: {_wire_note(run)}",
+        "Model states: parameters, gradients or the buckets they live in (both, where gradients are copied into"
         " buckets), optimizer state. Peak resident memory and set-up (from imports done to first step): the largest"
-        f" rank's; {first['imported_bytes'] / _MB:.0f} MB were resident after the imports.",
-        f"- Machine: {about['cpu']}, {about['cores']} cores, {about['memory_gb']} GB, {about['system']}; ranks with"
+        f" rank's; {imported:.0f} MB were resident after the imports.",
+        f"Machine: {about['cpu']}, {about['cores']} cores, {about['memory_gb']} GB, {about['system']}; ranks with"
         " OMP_NUM_THREADS=1.",
-        f"- Load average before {_numbers(run['load_before'])}, after {_numbers(run['load_after'])} (1, 5, 15 minutes)."
+        f"Load average before {_numbers(run['load_before'])}, after {_numbers(run['load_after'])} (1, 5, 15 minutes)."
         f" Cores that other programs used meanwhile, median of the turns: {_foreign(summary)}.",
-        f"- {versions}; commit {about['commit']}.",
-        f"- Command: `{run['command']}`",
-        "",
+        f"{versions}; commit {about['commit']}.",
+        f"Command: `{run['command']}`",
     ]
-    return "\n".join(lines)
 
 
 def write(results: dict[str, Any], folder: Path, stem: str) -> list[Path]:
@@ -196,8 +207,8 @@ def _wire_note(run: dict[str, Any]) -> str:
         return "not counted, since this system has no /proc/net/dev."
     where = "a loopback interface of the ranks' own" if run["own_network"] else "the host's loopback interface"
     return (
-        f"bytes counted on {where}, TCP headers included, over 4 bytes a parameter; of an idle interface"
-        f" ({run['idle_bytes_per_s']:.0f} bytes/s) subtracted."
+        f"bytes counted on {where}, headers included, less the {run['idle_bytes_per_s']:.0f} bytes/s counted while all"
+        " ranks waited, over 4 bytes a parameter."
     )
 
 
