@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -50,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
             {name: candidate.single for name, candidate in candidates.items()},
             own_network=own_network,
             patience_s=options.patience,
+            limit_s=options.limit,
             say=lambda text: print(text, flush=True),
         )
     except RuntimeError as error:
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         "sizes": sizes,
         "batch_size": workloads.batch_size_of(settings),
         "devices": settings.devices,
-        "rounds": settings.rounds,
+        "rounds": min(len(result["rounds"]) for result in results["candidates"].values()),
         "steps": settings.steps,
         "warmup": settings.warmup,
         "strategies": list(options.strategies),
@@ -116,6 +118,13 @@ def _parser() -> argparse.ArgumentParser:
         help="how long to wait before a turn for other programs to be quiet (default: not)",
     )
     parser.add_argument(
+        "--limit",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="begin no further round after this time, and report what there is (default: none)",
+    )
+    parser.add_argument(
         "--network",
         choices=("own", "shared"),
         default="own",
@@ -125,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--suffix", default="", metavar="TEXT", help="added to the files' names, which are DATE-MODEL-DEVICES"
     )
-    return parser  # fmt: skip
+    return parser
 
 
 def _size(text: str) -> tuple[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import multiprocessing
 import socket
 import statistics
@@ -111,6 +112,7 @@ def measure(
     *,
     own_network: bool = False,
     patience_s: float = 0.0,
+    limit_s: float = math.inf,
     round_timeout_s: float = 1800.0,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -121,6 +123,7 @@ def measure(
         candidates: Names in the order of their turns, and whether each runs on one process.
         own_network: Whether the loopback interface is ours alone, see :func:`benchmarks.network.isolate`.
         patience_s: How long to wait before a turn for other programs to be quiet.
+        limit_s: No round is begun after this many seconds of rounds, however many there were to be.
         round_timeout_s: After how long a round is given up.
         say: Called with what goes on.
 
@@ -142,10 +145,14 @@ def measure(
                 results[name] = _set_up(ranks)
                 say(f"{name}: set up in {results[name]['setup_s']:.1f} s")
             run["idle_bytes_per_s"] = _idle_traffic()
+            end = time.monotonic() + limit_s
             for number in range(settings.rounds):
+                if number and time.monotonic() > end:
+                    break
                 for ranks in sets:
                     quiet = machine.wait_until_quiet(patience_s) if patience_s else None
                     turn = _turn(ranks, run["idle_bytes_per_s"], round_timeout_s) | {"waited_for_quiet": quiet}
+                    results[ranks.name]["held"], results[ranks.name]["peak_bytes"] = turn.pop("held"), turn.pop("peak")
                     results[ranks.name]["rounds"].append(turn)
                     median = statistics.median(turn["step_s"])
                     others = turn["foreign_cores"]
@@ -153,8 +160,6 @@ def measure(
                         f"round {number + 1}/{settings.rounds} {ranks.name}: {median * 1e3:.1f} ms a step"
                         + (f", others used {others:.2f} cores" if others is not None else "")
                     )
-            for ranks in sets:
-                results[ranks.name] |= _finish(ranks)
         finally:
             for ranks in sets:
                 ranks.close()
@@ -192,17 +197,8 @@ def _turn(ranks: RankSet, idle_bytes_per_s: float | None, timeout_s: float) -> d
         "cpu_s_per_rank_and_step": statistics.fmean(report["cpu_s"] for report in reports) / len(step_s),
         "sent_bytes_per_rank_and_step": sent,
         "foreign_cores": foreign,
-    }
-
-
-def _finish(ranks: RankSet) -> dict[str, Any]:
-    ranks.go()
-    held = ranks.expect("held", _START_TIMEOUT_S)
-    done = ranks.expect("done", _START_TIMEOUT_S)
-    most = max(held, key=lambda report: report["total"])
-    return {
-        "held": {key: value for key, value in most.items() if key != "event"},
-        "peak_bytes": max(report["peak"] for report in done),
+        "held": max((report["held"] for report in reports), key=lambda held: held["total"]),
+        "peak": max(report["peak"] for report in reports),
     }
 
 

@@ -78,14 +78,11 @@ class Gate:
         index, position = self._index, self._index % self._settings.steps_a_round
         self._index += 1
         if index > 0 and position == 0:
-            self._close_round()
+            self._close_round(held)
         if position == 0:
             if index == 0:
                 self._channel.send("ready", setup_s=time.perf_counter() - self._start)
             self._channel.wait()
-        if index == self._settings.total_steps - 1:
-            self._channel.send("held", **held())
-            return
         if position == self._settings.warmup:
             _barrier()
             self._sent_before, self._worked_before = network.loopback_bytes(), time.process_time()
@@ -93,7 +90,7 @@ class Gate:
         elif position > self._settings.warmup:
             self._stamps.append(time.perf_counter())
 
-    def _close_round(self) -> None:
+    def _close_round(self, held: Callable[[], dict[str, int]]) -> None:
         self._stamps.append(time.perf_counter())
         worked = time.process_time() - self._worked_before
         # Only when all are here has everything been sent that belongs to the round.
@@ -103,6 +100,8 @@ class Gate:
             "round",
             step_s=[after - before for before, after in itertools.pairwise(self._stamps)],
             cpu_s=worked,
+            held=held(),
+            peak=machine.peak_resident_bytes(),
             sent=None if sent_after is None or self._sent_before is None else sent_after - self._sent_before,
         )
 
@@ -136,8 +135,5 @@ def serve(name: str, settings: Settings, connection: Connection, environment: di
         candidate.run(settings, Gate(settings, channel))
     except BaseException:
         channel.send("failed", trace=traceback.format_exc())
-        # Another rank may wait for this one in a collective: the harness ends it.
-        os._exit(1)
-    channel.send("done", peak=machine.peak_resident_bytes())
-    # What comes at exit is not measured, and ranks need not wait for one another to leave.
-    os._exit(0)
+    # Another rank may wait for this one in a collective: the harness ends both.
+    os._exit(1)

@@ -43,5 +43,5 @@ class Settings:
 
     @property
     def total_steps(self) -> int:
-        """Steps that a candidate must be ready to take: all rounds, and one in which the last round is closed."""
+        """Steps that a candidate must be ready to take: all rounds, and the one before which the last is closed."""
         return self.rounds * self.steps_a_round + 1

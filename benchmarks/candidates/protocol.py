@@ -39,7 +39,7 @@ class Candidate(Protocol):
         """Train :attr:`Settings.total_steps` steps in this rank's process, passing the gate before each.
 
         LOCAL_RANK, RANK, WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT are set as by torchrun, unless
-        ``single``. Time until the first step is set-up.
+        ``single``. Time until the first step is set-up. The process is ended at the gate once all has been measured.
         """
         ...
 
