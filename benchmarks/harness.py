@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, network
-from benchmarks.rank import serve
+from benchmarks.rank import harness_ends, serve
 from benchmarks.settings import Settings
 
 #: By fork, ranks share this process' imports, which take longer than many a measurement.
@@ -50,6 +50,7 @@ class RankSet:
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         for rank, log in enumerate(self._logs):
             here, there = context.Pipe()
+            harness_ends.append(here)
             environment = shared if single else shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(target=serve, args=(name, settings, there, environment, log), daemon=True)
             process.start()
@@ -98,6 +99,7 @@ class RankSet:
             process.kill()
             process.join()
         for connection in self._connections:
+            harness_ends.remove(connection)
             connection.close()
 
     def _failure(self, rank: int, text: str) -> RuntimeError:
@@ -195,6 +197,7 @@ def _turn(ranks: RankSet, idle_bytes_per_s: float | None, timeout_s: float) -> d
     return {
         "step_s": step_s,
         "cpu_s_per_rank_and_step": statistics.fmean(report["cpu_s"] for report in reports) / len(step_s),
+        "faults_per_rank_and_step": statistics.fmean(report["faults"] for report in reports) / len(step_s),
         "sent_bytes_per_rank_and_step": sent,
         "foreign_cores": foreign,
         "held": max((report["held"] for report in reports), key=lambda held: held["total"]),

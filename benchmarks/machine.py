@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import subprocess
 import time
 from importlib import metadata
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("torch", "lightning", "lightning_pardist", "numpy", "deepspeed")
+#: Variables that change how often freed memory goes back to the system, and so what a step costs.
+_ALLOCATOR = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 _HZ = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -28,6 +31,7 @@ def describe() -> dict[str, Any]:
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "versions": versions,
+        "allocator": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(_ALLOCATOR)},
         "commit": _commit(),
     }
 
@@ -56,6 +60,11 @@ def process_cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _HZ
 
 
+def page_faults() -> int:
+    """How often this process has been given a page of memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def wait_until_quiet(patience_s: float, *, busy_cores: float = 0.2, watch_s: float = 0.5) -> bool:
     """Wait, at most ``patience_s`` seconds, until all processes together use less than ``busy_cores`` cores."""
     deadline = time.monotonic() + patience_s
@@ -77,8 +86,6 @@ def peak_resident_bytes() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    import resource
-
     # In KiB on Linux, in bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
 

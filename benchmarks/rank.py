@@ -28,6 +28,9 @@ from benchmarks import machine, network
 from benchmarks.candidates import find
 from benchmarks.settings import Settings
 
+#: The harness' ends of all pipes so far, which a forked rank inherits and must not hold open.
+harness_ends: list[Connection] = []
+
 
 class Channel:
     """Reports to the harness, and a single word from it.
@@ -47,7 +50,7 @@ class Channel:
         """Stand still until the harness says "go"; leave if it is gone."""
         try:
             self._connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             # A rank alone is of no use to anybody, and no collective would end.
             os._exit(3)
 
@@ -67,6 +70,7 @@ class Gate:
         self._stamps: list[float] = []
         self._sent_before: int | None = None
         self._worked_before = 0.0
+        self._faults_before = 0
         self._start = time.perf_counter()
 
     def before_step(self, held: Callable[[], dict[str, int]]) -> None:
@@ -86,13 +90,14 @@ class Gate:
         if position == self._settings.warmup:
             _barrier()
             self._sent_before, self._worked_before = network.loopback_bytes(), time.process_time()
+            self._faults_before = machine.page_faults()
             self._stamps = [time.perf_counter()]
         elif position > self._settings.warmup:
             self._stamps.append(time.perf_counter())
 
     def _close_round(self, held: Callable[[], dict[str, int]]) -> None:
         self._stamps.append(time.perf_counter())
-        worked = time.process_time() - self._worked_before
+        worked, faults = time.process_time() - self._worked_before, machine.page_faults() - self._faults_before
         # Only when all are here has everything been sent that belongs to the round.
         _barrier()
         sent_after = network.loopback_bytes()
@@ -100,6 +105,7 @@ class Gate:
             "round",
             step_s=[after - before for before, after in itertools.pairwise(self._stamps)],
             cpu_s=worked,
+            faults=faults,
             held=held(),
             peak=machine.peak_resident_bytes(),
             sent=None if sent_after is None or self._sent_before is None else sent_after - self._sent_before,
@@ -121,6 +127,9 @@ def serve(name: str, settings: Settings, connection: Connection, environment: di
         environment: Who this rank is, in the variables that torchrun sets.
         log: Where to print.
     """
+    for inherited in harness_ends:
+        # Else no rank would notice that the harness has ended.
+        inherited.close()
     os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600)
     for stream in (sys.stdout, sys.stderr):

@@ -35,6 +35,7 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "step_ms_least": min(steps) * 1e3,
             "round_ms": [statistics.median(turn["step_s"]) * 1e3 for turn in result["rounds"]],
             "cpu_ms": statistics.median(turn["cpu_s_per_rank_and_step"] for turn in result["rounds"]) * 1e3,
+            "faults": statistics.median(turn["faults_per_rank_and_step"] for turn in result["rounds"]),
             "samples_per_s": run["batch_size"] * result["world_size"] / median,
             "wire": None if None in sent else statistics.median(sent) / (4 * psi),
             "num_parameters": psi,
@@ -105,7 +106,7 @@ def _table(summary: dict[str, dict[str, Any]]) -> list[str]:
         "candidate",
         "step, ms (quartiles; least)",
         "samples/s",
-        "CPU per rank and step, ms",
+        "CPU per rank and step, ms (page faults)",
         "sent per rank and step, Psi",
         "model states per rank, MB",
         "peak resident, MB",
@@ -117,7 +118,7 @@ def _table(summary: dict[str, dict[str, Any]]) -> list[str]:
             f"`{name}`",
             f"{row['step_ms']:.1f} ({row['step_ms_low']:.1f}-{row['step_ms_high']:.1f}; {row['step_ms_least']:.1f})",
             f"{row['samples_per_s']:.2f}",
-            f"{row['cpu_ms']:.1f}",
+            f"{row['cpu_ms']:.1f} ({row['faults']:.0f})",
             "not counted" if row["wire"] is None else f"{row['wire']:.3f}",
             f"{row['held_bytes'] / _MB:.1f}",
             f"{row['peak_bytes'] / _MB:.0f}",
@@ -144,7 +145,9 @@ def _notes(run: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[str]
         " OMP_NUM_THREADS=1.",
         f"Load average before {_numbers(run['load_before'])}, after {_numbers(run['load_after'])} (1, 5, 15 minutes)."
         f" Cores that other programs used meanwhile, median of the turns: {_foreign(summary)}.",
-        f"{versions}; commit {about['commit']}.",
+        f"{versions}; commit {about['commit']}"
+        + "".join(f"; {name}={value}" for name, value in about["allocator"].items())
+        + ".",
         f"Command: `{run['command']}`",
     ]
 

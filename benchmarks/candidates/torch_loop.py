@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.candidates.protocol import Candidate, PassesBeforeSteps, held_by
 from benchmarks.settings import Settings
 from benchmarks.workloads import make_loader, make_net, make_optimizer
+from lightning_pardist.engines.data_parallel import GradientReducer
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,36 @@ class TorchDDP:
             optimizer.step()
 
 
+@dataclass(frozen=True)
+class ReducerLoop:
+    """A loop by hand around the engine of ``pardist_ddp``: what the strategy costs beside Lightning."""
+
+    name: str = "pardist_reducer"
+    title: str = "GradientReducer, loop by hand"
+    single: bool = False
+
+    def run(self, settings: Settings, gate: PassesBeforeSteps) -> None:
+        """See :class:`Candidate`."""
+        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+        net = make_net(settings)
+        optimizer = make_optimizer(net)
+        reducer = GradientReducer(net, group=dist.distributed_c10d._get_default_group())
+        for batch in make_loader(settings, rank=dist.get_rank(), world_size=dist.get_world_size()):
+            gate.before_step(lambda: held_by(net, [optimizer]))
+            optimizer.zero_grad()
+            loss = net(*batch)
+            with reducer.backward(loss):
+                loss.backward()
+            optimizer.step()
+            reducer.step_done()
+
+
 _ALL: dict[str, Candidate] = {
     candidate.name: candidate
     for candidate in (
         TorchDDP("torch_ddp", "torch DDP, loop by hand"),
         TorchDDP("torch_ddp_views", "torch DDP, loop by hand, gradients as bucket views", gradient_as_bucket_view=True),
+        ReducerLoop(),
     )
 }
 
