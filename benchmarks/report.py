@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _MB = 1e6
-#: Within this, two medians are called equal.
+#: A ratio this near to 1 says nothing; faster and slower need both quartiles beyond it.
 _EQUAL = 0.01
 
 
@@ -63,14 +63,15 @@ def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
             factor = summary[name]["world_size"] / summary[other]["world_size"]
             pairs = zip(summary[name]["round_ms"], summary[other]["round_ms"], strict=True)
             ratios = [factor * theirs / ours for ours, theirs in pairs]
+            low, middle, high = _quartiles(ratios)
             rows.append(
                 {
                     "strategy": name,
                     "baseline": other,
                     "by_medians": summary[name]["samples_per_s"] / summary[other]["samples_per_s"],
-                    "by_rounds": statistics.median(ratios),
-                    "lowest": min(ratios),
-                    "highest": max(ratios),
+                    "by_rounds": middle,
+                    "low": low,
+                    "high": high,
                 }
             )
     return rows
@@ -79,15 +80,17 @@ def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
 def sentence(row: dict[str, Any]) -> str:
     """One comparison in words."""
     ratio = row["by_rounds"]
-    if abs(ratio - 1.0) <= _EQUAL:
-        verdict = "is as fast as"
-    elif ratio > 1.0:
+    if row["low"] > 1.0 + _EQUAL:
         verdict = "is **faster** than"
-    else:
+    elif row["high"] < 1.0 - _EQUAL:
         verdict = "is **slower** than"
+    elif row["high"] - row["low"] <= 4 * _EQUAL:
+        verdict = "is as fast as"
+    else:
+        verdict = "was not told apart, in this run, from"
     return (
-        f"`{row['strategy']}` {verdict} `{row['baseline']}`: {ratio:.3f}x its samples/s (median over rounds;"
-        f" {row['lowest']:.3f} to {row['highest']:.3f}; {row['by_medians']:.3f}x by the medians of all steps)."
+        f"`{row['strategy']}` {verdict} `{row['baseline']}`: {ratio:.3f}x its samples/s (median over rounds; quartiles"
+        f" {row['low']:.3f} to {row['high']:.3f}; {row['by_medians']:.3f}x by the medians of all steps)."
     )
 
 
