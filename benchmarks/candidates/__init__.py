@@ -1,0 +1,29 @@
+"""Everything that can be measured, one file a family.
+
+A family is a module with ``names()``, and ``find(name)``, which returns a :class:`Candidate`, or None where the name is
+not its own. A new one is added to :data:`FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from benchmarks.candidates import lightning_fit, torch_loop
+from benchmarks.candidates.protocol import Candidate
+
+FAMILIES = (torch_loop, lightning_fit)
+
+
+def find(name: str) -> Candidate:
+    """The candidate of this name.
+
+    Raises:
+        ValueError: If no family knows it.
+    """
+    for family in FAMILIES:
+        candidate = family.find(name)
+        if candidate is not None:
+            return candidate
+    known = ", ".join(name for family in FAMILIES for name in family.names())
+    raise ValueError(f"{name!r} is no candidate. Use one of {known}.")
+
+
+__all__ = ["FAMILIES", "Candidate", "find"]

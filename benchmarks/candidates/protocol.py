@@ -1,0 +1,59 @@
+"""What the harness asks of a candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Protocol
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from benchmarks.settings import Settings
+from lightning_pardist.engines.memory import held_bytes
+
+
+class PassesBeforeSteps(Protocol):
+    """The gate, as candidates see it; see :class:`benchmarks.rank.Gate`."""
+
+    def before_step(self, held: object) -> None:
+        """Call before every step with a function that tells the bytes held."""
+        ...
+
+
+class Candidate(Protocol):
+    """One way to train the workload.
+
+    Attributes:
+        name: As on the command line.
+        title: One line for the report: what it is.
+        single: Whether it runs on one process, whatever the number of devices.
+    """
+
+    name: str
+    title: str
+    single: bool
+
+    def run(self, settings: Settings, gate: PassesBeforeSteps) -> None:
+        """Train :attr:`Settings.total_steps` steps in this rank's process, passing the gate before each.
+
+        LOCAL_RANK, RANK, WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT are set as by torchrun, unless
+        ``single``. Time until the first step is set-up. The process is ended at the gate once all has been measured.
+        """
+        ...
+
+
+def held_by(net: nn.Module, optimizers: Iterable[Optimizer], *, wrapper: nn.Module | None = None) -> dict[str, int]:
+    """Bytes of model states of a candidate that does not count by itself.
+
+    Args:
+        net: The module.
+        optimizers: Its optimizers.
+        wrapper: torch DDP's wrapper, which holds gradients a second time unless they are views of its buckets.
+    """
+    held = held_bytes([net], optimizers)
+    copies = 0
+    if isinstance(wrapper, DistributedDataParallel) and not wrapper.gradient_as_bucket_view:
+        copies = sum(p.numel() * p.element_size() for p in net.parameters() if p.requires_grad)
+    return asdict(held) | {"bucket_copies": copies, "total": held.total + copies}

@@ -1,0 +1,235 @@
+"""From measurements to medians, a Markdown table, sentences that say who won, and a picture."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+_MB = 1e6
+#: A ratio this near to 1 says nothing; faster and slower need both quartiles beyond it.
+_EQUAL = 0.01
+
+
+def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Per candidate the numbers of the table.
+
+    Returns:
+        ``step_ms`` is the median over all timed steps, ``step_ms_low`` and ``step_ms_high`` the quartiles,
+        ``step_ms_least`` the fastest step, ``wire``
+        bytes sent per rank and step over bytes of fp32 parameters, memory in bytes.
+    """
+    run = results["run"]
+    summary = {}
+    for name, result in results["candidates"].items():
+        steps = [step for turn in result["rounds"] for step in turn["step_s"]]
+        low, median, high = _quartiles(steps)
+        sent = [turn["sent_bytes_per_rank_and_step"] for turn in result["rounds"]]
+        foreign = [turn["foreign_cores"] for turn in result["rounds"]]
+        psi = result["held"]["num_parameters"]
+        summary[name] = {
+            "step_ms": median * 1e3,
+            "step_ms_low": low * 1e3,
+            "step_ms_high": high * 1e3,
+            "step_ms_least": min(steps) * 1e3,
+            "round_ms": [statistics.median(turn["step_s"]) * 1e3 for turn in result["rounds"]],
+            "cpu_ms": statistics.median(turn["cpu_s_per_rank_and_step"] for turn in result["rounds"]) * 1e3,
+            "faults": statistics.median(turn["faults_per_rank_and_step"] for turn in result["rounds"]),
+            "samples_per_s": run["batch_size"] * result["world_size"] / median,
+            "wire": None if None in sent else statistics.median(sent) / (4 * psi),
+            "num_parameters": psi,
+            "held_bytes": result["held"]["total"],
+            "peak_bytes": result["peak_bytes"],
+            "imported_bytes": result["imported_bytes"],
+            "setup_s": result["setup_s"],
+            "world_size": result["world_size"],
+            "foreign_cores": None if None in foreign else statistics.median(foreign),
+        }
+    return summary
+
+
+def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every strategy against every baseline: throughput over the baseline's, round by round.
+
+    Rounds are neighbours in time, so the ratio within one suffers less from a drift of the load than the medians.
+    """
+    summary, run = summarize(results), results["run"]
+    rows = []
+    for name in run["strategies"]:
+        for other in run["baselines"]:
+            if name == other:
+                continue
+            factor = summary[name]["world_size"] / summary[other]["world_size"]
+            pairs = zip(summary[name]["round_ms"], summary[other]["round_ms"], strict=True)
+            ratios = [factor * theirs / ours for ours, theirs in pairs]
+            low, middle, high = _quartiles(ratios)
+            rows.append(
+                {
+                    "strategy": name,
+                    "baseline": other,
+                    "by_medians": summary[name]["samples_per_s"] / summary[other]["samples_per_s"],
+                    "by_rounds": middle,
+                    "low": low,
+                    "high": high,
+                }
+            )
+    return rows
+
+
+def sentence(row: dict[str, Any]) -> str:
+    """One comparison in words."""
+    ratio = row["by_rounds"]
+    if row["low"] > 1.0 + _EQUAL:
+        verdict = "is **faster** than"
+    elif row["high"] < 1.0 - _EQUAL:
+        verdict = "is **slower** than"
+    elif row["high"] - row["low"] <= 4 * _EQUAL:
+        verdict = "is as fast as"
+    else:
+        verdict = "was not told apart, in this run, from"
+    return (
+        f"`{row['strategy']}` {verdict} `{row['baseline']}`: {ratio:.3f}x its samples/s (median over rounds; quartiles"
+        f" {row['low']:.3f} to {row['high']:.3f}; {row['by_medians']:.3f}x by the medians of all steps)."
+    )
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    run, summary = results["run"], summarize(results)
+    psi = next(iter(summary.values()))["num_parameters"] / 1e6
+    head = f"{run['model'].upper()}, {psi:.1f} million parameters, {run['devices']} ranks ({run['date'][:10]})"
+    verdicts = [f"- {sentence(row)}" for row in compare(results)]
+    notes = [f"- {note}" for note in _notes(run, summary)]
+    return "\n".join([f"# {head}", "", *_table(summary), "", *verdicts, "", *notes, ""])
+
+
+def _table(summary: dict[str, dict[str, Any]]) -> list[str]:
+    columns = (
+        "candidate",
+        "step, ms (quartiles; least)",
+        "samples/s",
+        "CPU per rank and step, ms (page faults)",
+        "sent per rank and step, Psi",
+        "model states per rank, MB",
+        "peak resident, MB",
+        "set-up, s",
+    )
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    for name, row in summary.items():
+        cells = (
+            f"`{name}`",
+            f"{row['step_ms']:.1f} ({row['step_ms_low']:.1f}-{row['step_ms_high']:.1f}; {row['step_ms_least']:.1f})",
+            f"{row['samples_per_s']:.2f}",
+            f"{row['cpu_ms']:.1f} ({row['faults']:.0f})",
+            "not counted" if row["wire"] is None else f"{row['wire']:.3f}",
+            f"{row['held_bytes'] / _MB:.1f}",
+            f"{row['peak_bytes'] / _MB:.0f}",
+            f"{row['setup_s']:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _notes(run: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[str]:
+    about = run["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    sizes = ", ".join(f"{name} {size}" for name, size in run["sizes"].items())
+    imported = next(iter(summary.values()))["imported_bytes"] / _MB
+    return [
+        f"Model: {run['model']} ({sizes}), AdamW, fp32, {run['batch_size']} samples a rank and step.",
+        f"{run['rounds']} rounds in turns, {run['steps']} timed steps each after {run['warmup']} dropped ones; the"
+        " median over all timed steps, and over rounds where two candidates are compared.",
+        f"Sent: {_wire_note(run)}",
+        "Model states: parameters, gradients or the buckets they live in (both, where gradients are copied into"
+        " buckets), optimizer state. Peak resident memory and set-up (from imports done to first step): the largest"
+        f" rank's; {imported:.0f} MB were resident after the imports.",
+        f"Machine: {about['cpu']}, {about['cores']} cores, {about['memory_gb']} GB, {about['system']}; ranks with"
+        " OMP_NUM_THREADS=1.",
+        f"Load average before {_numbers(run['load_before'])}, after {_numbers(run['load_after'])} (1, 5, 15 minutes)."
+        f" Cores that other programs used meanwhile, median of the turns: {_foreign(summary)}.",
+        f"{versions}; commit {about['commit']}"
+        + "".join(f"; {name}={value}" for name, value in about["allocator"].items())
+        + ".",
+        f"Command: `{run['command']}`",
+    ]
+
+
+def write(results: dict[str, Any], folder: Path, stem: str) -> list[Path]:
+    """Write ``stem``.json, .md and .png into ``folder``; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{stem}.{ending}" for ending in ("json", "md", "png")]
+    full = {**results, "summary": summarize(results), "comparisons": compare(results)}
+    paths[0].write_text(json.dumps(_rounded(full), indent=1) + "\n")
+    paths[1].write_text(markdown(results) + f"\n![The same as a picture]({paths[2].name})\n")
+    plot(results, paths[2])
+    return paths
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draw throughput, step times, traffic and memory as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    run, summary = results["run"], summarize(results)
+    names = list(summary)
+    colors = ["#d95f02" if name in run["strategies"] else "#7f8fa6" for name in names]
+    figure, axes = plt.subplots(1, 4, figsize=(15, 0.9 + 0.55 * len(names) + 0.6), sharey=True)
+    axes[0].barh(names, [summary[name]["samples_per_s"] for name in names], color=colors)
+    axes[0].set_title("samples/s")
+    for position, name in enumerate(names):
+        times = [step * 1e3 for turn in results["candidates"][name]["rounds"] for step in turn["step_s"]]
+        axes[1].boxplot(times, orientation="horizontal", positions=[position], widths=0.6, showfliers=False)
+    axes[1].set_title("step, ms (box: quartiles)")
+    axes[2].barh(names, [summary[name]["wire"] or 0.0 for name in names], color=colors)
+    axes[2].set_title("sent per rank and step, Psi")
+    held = [summary[name]["held_bytes"] / _MB for name in names]
+    peak = [summary[name]["peak_bytes"] / _MB for name in names]
+    axes[3].barh(names, peak, color="#dcdde1", label="peak resident")
+    axes[3].barh(names, held, color=colors, height=0.4, label="model states")
+    axes[3].set_title("memory per rank, MB (grey: peak resident)")
+    for axis in axes:
+        axis.set_yticks(range(len(names)), names)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    psi = summary[names[0]]["num_parameters"] / 1e6
+    figure.suptitle(f"{run['model']}, {psi:.1f} M parameters, {run['devices']} ranks, {run['machine']['cpu']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _quartiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+def _wire_note(run: dict[str, Any]) -> str:
+    if run["idle_bytes_per_s"] is None:
+        return "not counted, since this system has no /proc/net/dev."
+    where = "a loopback interface of the ranks' own" if run["own_network"] else "the host's loopback interface"
+    return (
+        f"bytes counted on {where}, headers included, less the {run['idle_bytes_per_s']:.0f} bytes/s counted while all"
+        " ranks waited, over 4 bytes a parameter."
+    )
+
+
+def _foreign(summary: dict[str, dict[str, Any]]) -> str:
+    values = {name: row["foreign_cores"] for name, row in summary.items()}
+    return ", ".join("unknown" if value is None else f"`{name}` {value:.2f}" for name, value in values.items())
+
+
+def _numbers(values: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,47 @@
+"""What one benchmark run is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run, as the command line gave it; every rank process gets the same.
+
+    Attributes:
+        model: Name of the workload, see :mod:`benchmarks.workloads`.
+        tiny: Whether the workload is shrunk to test sizes.
+        model_options: Overrides of the workload's sizes, such as ``{"layers": 2}``.
+        devices: Number of ranks of the candidates that run on several.
+        batch_size: Samples a rank and step; 0 for the workload's own.
+        rounds: How often the candidates take turns.
+        steps: Timed steps a round.
+        warmup: Steps at the start of every round that are not timed.
+        seed: Of weights and data.
+    """
+
+    model: str = "gpt"
+    tiny: bool = False
+    model_options: dict[str, int] | None = None
+    devices: int = 2
+    batch_size: int = 0
+    rounds: int = 5
+    steps: int = 10
+    warmup: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("devices", 1), ("rounds", 1), ("steps", 1), ("warmup", 0), ("batch_size", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} is too small. Use {least} or more.")
+
+    @property
+    def steps_a_round(self) -> int:
+        """Timed and dropped steps together."""
+        return self.warmup + self.steps
+
+    @property
+    def total_steps(self) -> int:
+        """Steps that a candidate must be ready to take: all rounds, and the one before which the last is closed."""
+        return self.rounds * self.steps_a_round + 1

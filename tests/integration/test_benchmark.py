@@ -1,0 +1,84 @@
+"""The benchmark's command, on a model of test size: three files with what they promise."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["pardist_ddp", "torch_ddp", "one_process"]
+
+
+def _command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_a_tiny_run_writes_three_files(tmp_path):
+    run = ["--tiny", "--model", "mlp", "--rounds", "2", "--steps", "4", "--warmup", "2", "--batch-size", "3"]
+    done = _command(*run, "--baselines", "torch_ddp", "one_process", "--output", str(tmp_path), "--suffix=-x")
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = {path.suffix: path for path in tmp_path.iterdir()}
+    assert set(files) == {".json", ".md", ".png"}
+    assert all(path.stem.endswith("-mlp-2-x") for path in files.values())
+    results = json.loads(files[".json"].read_text())
+
+    about = results["run"]
+    assert about["machine"]["versions"]["torch"]
+    assert about["command"].startswith("python -m benchmarks --tiny")
+    assert len(about["load_before"]) == len(about["load_after"]) == 3
+
+    assert list(results["candidates"]) == NAMES
+    for name, result in results["candidates"].items():
+        row = results["summary"][name]
+        psi = row["num_parameters"]
+        assert [len(turn["step_s"]) for turn in result["rounds"]] == [4, 4]
+        assert row["step_ms_low"] <= row["step_ms"] <= row["step_ms_high"]
+        ranks = 1 if name == "one_process" else 2
+        assert row["samples_per_s"] == pytest.approx(3 * ranks / row["step_ms"] * 1e3, rel=1e-4)
+        # Parameters, gradients and two moments, and torch DDP's buckets beside the gradients.
+        copies = 5 if name == "torch_ddp" else 4
+        assert row["held_bytes"] == pytest.approx(copies * 4 * psi, rel=0.02)
+        assert row["peak_bytes"] >= row["imported_bytes"] > 0
+        assert row["setup_s"] > 0
+
+    if about["own_network"]:
+        # At this size a small message's headers weigh more than at a real one.
+        for name, expected in (("pardist_ddp", 1.0), ("torch_ddp", 1.0), ("one_process", 0.0)):
+            assert results["summary"][name]["wire"] == pytest.approx(expected, abs=0.1)
+
+    assert [(row["strategy"], row["baseline"]) for row in results["comparisons"]] == [
+        ("pardist_ddp", "torch_ddp"),
+        ("pardist_ddp", "one_process"),
+    ]
+    text = files[".md"].read_text()
+    assert all(f"| `{name}` |" in text for name in NAMES)
+    assert text.count("its samples/s") == 2
+    assert files[".png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_measured_is_refused_by_name(capsys):
+    assert main(["--network", "shared", "--strategies", "pardist_dpp"]) == 2
+    assert "'pardist_dpp' is no candidate. Use one of torch_ddp" in capsys.readouterr().err
+    assert main(["--network", "shared", "--size", "depth=3"]) == 2
+    assert "'depth' is no size of gpt. Use dim, layers" in capsys.readouterr().err
+    assert main(["--network", "shared", "--steps", "0"]) == 2
+    assert "steps=0 is too small. Use 1 or more." in capsys.readouterr().err
+
+
+def test_a_failing_rank_ends_the_run_with_its_trace(tmp_path):
+    done = _command("--tiny", "--strategies", "pardist_ddp@bucket_size_mb=-1", "--output", str(tmp_path))
+    assert done.returncode == 1
+    assert "bucket_size_mb=-1 is not positive" in done.stderr
+    assert not list(tmp_path.iterdir())
