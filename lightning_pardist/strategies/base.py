@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from lightning_pardist.collectives import all_gather, reduce
 from lightning_pardist.engines import sync_batchnorm
+from lightning_pardist.engines.allocator import keep_freed_memory
 from lightning_pardist.engines.api import DataEngine
 from lightning_pardist.engines.data_parallel import BufferSync
 from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
@@ -83,6 +84,8 @@ class PardistStrategy(ParallelStrategy):
         sync_metrics: Whether values logged for an epoch are combined over the ranks that saw different samples, also
             without ``sync_dist=True``.
         broadcast_buffers: Whether buffers follow the first rank's.
+        keep_freed_memory: Whether, on CPU, the allocator of this process keeps what a step frees for the next one: steps
+            are faster, and memory stays resident at the step's peak.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class PardistStrategy(ParallelStrategy):
         start_method: StartMethod | None = None,
         sync_metrics: bool = True,
         broadcast_buffers: bool = True,
+        keep_freed_memory: bool = True,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -133,6 +137,7 @@ class PardistStrategy(ParallelStrategy):
         self.start_method: StartMethod = start_method
         self.sync_metrics = sync_metrics
         self.broadcast_buffers = broadcast_buffers
+        self.keep_freed_memory = keep_freed_memory
         self.dims = ParallelDims()
         self.watchdog: Watchdog | None = None
         self._num_nodes = 1
@@ -217,6 +222,8 @@ class PardistStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        if self.keep_freed_memory and self.root_device.type == "cpu":
+            keep_freed_memory()
         reset_seed()
         self.set_world_ranks()
         if self.cluster_environment is None:
