@@ -84,7 +84,7 @@ class PardistStrategy(ParallelStrategy):
         sync_metrics: Whether values logged for an epoch are combined over the ranks that saw different samples, also
             without ``sync_dist=True``.
         broadcast_buffers: Whether buffers follow the first rank's.
-        keep_freed_memory: Whether, on CPU, the allocator of this process keeps what a step frees for the next one: steps
+        keep_freed_memory: Whether, on CPU, the allocator keeps what a step frees for the next one: steps
             are faster, and memory stays resident at the step's peak.
     """
 
