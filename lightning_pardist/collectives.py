@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -55,3 +56,57 @@ def all_gather(tensor: Tensor, *, group: dist.ProcessGroup, sync_grads: bool = F
     """
     with nullcontext() if sync_grads else torch.no_grad():
         return torch.stack(differentiable_all_gather(tensor.contiguous(), group))
+
+
+def gather_among(tensor: Tensor, *, group: dist.ProcessGroup, ranks: Sequence[int]) -> Tensor:
+    """Stack the tensors of some ranks of ``group``. Only ``ranks`` call it: needs no group of their own.
+
+    Args:
+        tensor: Same shape ``[...]`` on each of ``ranks``.
+        group: Whose connections are used.
+        ranks: Ranks in ``group`` that take part, this one among them.
+
+    Returns:
+        Shape ``[len(ranks), ...]``.
+    """
+    tensor = tensor.detach().contiguous()
+    parts = [tensor if rank == group.rank() else torch.empty_like(tensor) for rank in ranks]
+    works = []
+    for rank, part in zip(ranks, parts, strict=True):
+        if rank != group.rank():
+            works.append(dist.isend(tensor, group=group, group_dst=rank))
+            works.append(dist.irecv(part, group=group, group_src=rank))
+    for work in works:
+        if work is not None:
+            work.wait()
+    return torch.stack(parts)
+
+
+def reduce_among(
+    tensor: Tensor, *, group: dist.ProcessGroup, ranks: Sequence[int], op: dist.ReduceOp | str | None = "mean"
+) -> Tensor:
+    """:func:`reduce` over some ranks of ``group``. Only ``ranks`` call it.
+
+    Args:
+        tensor: Same shape on each of ``ranks``.
+        group: Whose connections are used.
+        ranks: Ranks in ``group`` that take part, this one among them.
+        op: As :func:`reduce` takes it.
+
+    Raises:
+        ValueError: If ``op`` is not known.
+    """
+    parts = gather_among(tensor, group=group, ranks=ranks)
+    names = {known: key for key, known in _OPS.items()} | {None: "sum", dist.ReduceOp.AVG: "mean"}
+    name = op.lower() if isinstance(op, str) else names.get(op, repr(op))  # type: ignore[arg-type]
+    if name == "sum":
+        result = parts.sum(0)
+    elif name in ("mean", "avg"):
+        result = parts.sum(0) / len(ranks)
+    elif name == "product":
+        result = parts.prod(0)
+    elif name in ("max", "min"):
+        result = parts.amax(0) if name == "max" else parts.amin(0)
+    else:
+        raise ValueError(f"reduce_op={op!r} is unknown. Use mean, {', '.join(_OPS)} or a torch ReduceOp.")
+    return result.to(tensor.dtype)

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pardist.collectives import all_gather, reduce
+from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among
 from lightning_pardist.engines import sync_batchnorm
 from lightning_pardist.engines.allocator import keep_freed_memory
 from lightning_pardist.engines.api import DataEngine
@@ -469,21 +469,27 @@ class PardistStrategy(ParallelStrategy):
         """Combine a tensor over ``group``, by default the data axis. Collective over it; anything else comes back."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        return reduce(tensor, group=self._group_of_step(group), op=reduce_op)
+        if (present := self._present_of(group)) is not None:
+            return reduce_among(tensor, group=self.data_group, ranks=present, op=reduce_op)
+        return reduce(tensor, group=self.data_group if group is None else group, op=reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor over ``group``, by default the data axis: shape ``[group size, ...]``. Collective over it."""
         if not dist.is_initialized():
             return tensor
-        return all_gather(tensor, group=self._group_of_step(group), sync_grads=sync_grads)
-
-    def _group_of_step(self, group: Any | None) -> dist.ProcessGroup:
-        """``group``; by default the data axis, in an evaluation step less its ranks that have run out of samples."""
+        if (present := self._present_of(group)) is not None:
+            return gather_among(tensor, group=self.data_group, ranks=present)
         # LightningModule.all_gather names the world where it means the default.
-        if group is not None and group is not dist.group.WORLD:
-            return group  # type: ignore[no-any-return]
-        return self.data_group if self._evaluation is None else self._evaluation.group_of_step()
+        if group is None or group is dist.group.WORLD:
+            group = self.data_group
+        return all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def _present_of(self, group: Any | None) -> list[int] | None:
+        """In an evaluation step that not all ranks have a batch for: those that have. None anywhere else."""
+        if self._evaluation is None or (group is not None and group is not dist.group.WORLD):
+            return None
+        return self._evaluation.present
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

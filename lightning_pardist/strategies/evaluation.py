@@ -92,22 +92,6 @@ class EvenBatchSampler(BatchSampler):
         return self.num_batches
 
 
-#: Groups by their global ranks, in the default process group of this moment.
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_groups_world: dist.ProcessGroup | None = None
-
-
-def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group for the life of the default one: torch gives a second one of the same ranks the first one's addresses."""
-    global _groups_world
-    if _groups_world is not dist.group.WORLD:
-        _groups.clear()
-        _groups_world = dist.group.WORLD
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return _groups[ranks]
-
-
 def _even_sampler(loader: object) -> EvenBatchSampler | None:
     sampler = getattr(loader, "batch_sampler", None)
     return sampler if isinstance(sampler, EvenBatchSampler) else None
@@ -143,7 +127,8 @@ class ExactEvaluation:
         self._connector: Any = trainer._data_connector
         self._original = self._connector._prepare_dataloader
         self._loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-        self._present: list[int] | None = None
+        #: Ranks of the group that have a batch in the step that runs now; None where all have.
+        self.present: list[int] | None = None
         self._told: LightningModule | None = None
 
     def attach(self) -> None:
@@ -166,16 +151,6 @@ class ExactEvaluation:
             self._told.allow_zero_length_dataloader_with_multiple_devices = False
             self._told = None
 
-    def group_of_step(self) -> dist.ProcessGroup:
-        """Who takes part in the step that runs now: the data axis, or those of its ranks that have a batch.
-
-        Collective over these ranks when they are fewer for the first time.
-        """
-        if self._present is None:
-            return self.group
-        everyone = dist.get_process_group_ranks(self.group)
-        return _group_of(tuple(everyone[rank] for rank in self._present))
-
     def _step(
         self, loop: Any, original: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any
     ) -> None:
@@ -189,11 +164,11 @@ class ExactEvaluation:
         if self.rank not in present:
             self._skip(loop, batch, dataloader_idx)
             return
-        self._present = present if len(present) < self.num_replicas else None
+        self.present = present if len(present) < self.num_replicas else None
         try:
             original(batch, batch_idx, dataloader_idx, *rest)
         finally:
-            self._present = None
+            self.present = None
 
     def _parallel_batch(self, loop: Any, batch: Any, batch_idx: int) -> tuple[Any, list[int]]:
         """The same for a :class:`CombinedLoader` that takes a batch of each loader at a time."""
