@@ -13,6 +13,7 @@ import pickle
 import queue
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -133,9 +134,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _leave_with(parent: int) -> None:
+    """A pytest that is killed takes its ranks along."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
     import lightning_pardist  # noqa: F401  (first, as users are told to)
 
     torch.set_num_threads(1)
