@@ -34,10 +34,12 @@ class EpochResults:
     Args:
         trainer: Whose results are combined.
         group: The data axis' process group.
+        before: Called before each collective.
     """
 
-    def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup) -> None:
+    def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup, before: Callable[[], None]) -> None:
         self.group = group
+        self._announce = before
         self._trainer = trainer
         self._connector: Any = trainer._logger_connector
 
@@ -58,6 +60,7 @@ class EpochResults:
         results = self._trainer._results
         if results is None:
             return
+        self._announce()
         for _, item in results.valid_items():
             # torchmetrics objects combine themselves when they are computed, and keep the result. Done here, on all
             # ranks, because later the first rank alone may ask (a progress bar), and would wait for the others.
