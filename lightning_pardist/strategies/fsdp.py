@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -58,8 +59,7 @@ class FSDPStrategy(PardistStrategy):
             ``"unsharded"`` sends once an optimizer step and holds whole gradients until then.
         mp_policy: torch's policy for the dtypes of gathered parameters and of reductions. By default that of the
             Trainer's ``precision``.
-        rank_dependent: Ranks may use different units in a step, or return no loss; costs a small exchange for each
-            unit.
+        rank_dependent: Ranks may use different units in a step; costs a small exchange for each unit.
         watch: When to look for parameters used outside their module's call: in the ``"first"`` run of each step
             function, ``"always"`` or ``"never"``.
         init: For modules on ``meta``: initializes the own parameters of one module, in place of its
@@ -250,7 +250,7 @@ class FSDPStrategy(PardistStrategy):
         """Whole tensors in the first rank's host memory, their names alone on the others. Collective."""
         if self._sharded is None:
             return super().lightning_module_state_dict()
-        return dict(full_state(self._sharded.module))
+        return OrderedDict(full_state(self._sharded.module))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -35,7 +35,6 @@ class ShardedDataEngine:
         self.sharded = sharded
         self.accumulate = accumulate
         self._is_reduced = False
-        self._backwards = 0
         for optimizer in optimizers:
             sharded.attach(optimizer)
 
@@ -47,18 +46,14 @@ class ShardedDataEngine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients accumulate inside. Collective where they stay sharded."""
-        before = self._backwards
         with self.sharded.accumulate(self.accumulate):
             yield
-            if self._backwards == before:
-                self.sharded.join()
         self._is_reduced = False
 
     @contextmanager
     def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
         """Around the call that runs backward from ``loss``. Collective."""
         yield
-        self._backwards += 1
         self._is_reduced = True
 
     def reduce(self) -> None:
