@@ -15,12 +15,14 @@ from lightning_pardist.engines.watchdog import PeerFailedError  # noqa: E402
 from lightning_pardist.mesh import ParallelDims  # noqa: E402
 from lightning_pardist.strategies.base import PardistStrategy  # noqa: E402
 from lightning_pardist.strategies.ddp import DDPStrategy  # noqa: E402
+from lightning_pardist.strategies.fsdp import FSDPStrategy  # noqa: E402
 from lightning_pardist.strategies.zero import ZeroStrategy  # noqa: E402
 
 registry.register()
 
 __all__ = [
     "DDPStrategy",
+    "FSDPStrategy",
     "ParallelDims",
     "PardistStrategy",
     "PeerFailedError",

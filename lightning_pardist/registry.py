@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_pardist._other_lightning import refuse_names
 from lightning_pardist.strategies.base import PardistStrategy
 from lightning_pardist.strategies.ddp import DDPStrategy
+from lightning_pardist.strategies.fsdp import FSDPStrategy
 from lightning_pardist.strategies.zero import ZeroStrategy
 
 
@@ -48,6 +49,12 @@ TABLE: tuple[Entry, ...] = (
           {"zero_stage": 1}),
     Entry("pardist_zero2", ZeroStrategy, "samples, optimizer state, gradients", "parameters fit, the rest does not",
           {"zero_stage": 2}),
+    Entry("pardist_zero3", FSDPStrategy, "samples, optimizer state, gradients, parameters",
+          "parameters do not fit either"),
+    Entry("pardist_fsdp", FSDPStrategy, "samples, optimizer state, gradients, parameters",
+          "the same, with units and policies of your own"),
+    Entry("pardist_hsdp", FSDPStrategy, "samples; the rest inside each node",
+          "nodes are connected slowly: shards inside a node, replicas across", {"data_shard_size": "node"}),
 )  # fmt: skip
 
 

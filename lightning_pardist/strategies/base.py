@@ -291,7 +291,7 @@ class PardistStrategy(ParallelStrategy):
         verify_same_module(self.lightning_module, group=_world())
         if fitting and self._layer_sync is not None:
             self._apply_layer_sync()
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.convert_precision()
         self.model_to_device()
         self.transform_module()
         if fitting:
@@ -300,9 +300,14 @@ class PardistStrategy(ParallelStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._engine = self.make_data_engine(self.lightning_module, self.optimizers)
-            self.precision_plugin.__dict__["clip_grad_by_norm"] = self._clip_grad_by_norm
+            self.precision_plugin.__dict__.update(self.gradient_clipping())
             self.lightning_module.__dict__["zero_grad"] = self._zero_grad
         self._attach_to(trainer)
+
+    def convert_precision(self) -> None:
+        """Bring the module to the dtype that ``Trainer(precision=...)`` stands for. Not collective."""
+        if self.model is not None:
+            self.model = self.precision_plugin.convert_module(self.model)
 
     def transform_module(self) -> None:
         """Make the module what this strategy runs. Collective over the world.
@@ -345,17 +350,22 @@ class PardistStrategy(ParallelStrategy):
         self._evaluation = ExactEvaluation(trainer, group=self.data_group)
         self._evaluation.attach()
         if self.sync_metrics:
-            self._epoch_results = EpochResults(trainer, group=self.data_group)
+            self._epoch_results = EpochResults(trainer, group=self.data_group, before=self.before_collective)
             self._epoch_results.attach()
 
     # --- steps --------------------------------------------------------------------------------------------------
+
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one of the module's four step functions, in the precision plugin's context."""
+        return step(*args, **kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._buffer_sync is not None:
             self._buffer_sync.before_training_step()
-        output = super().training_step(*args, **kwargs)
+        output = self.run_step(super().training_step, *args, **kwargs)
         if self._buffer_sync is not None:
+            self.before_collective()
             self._buffer_sync.after_training_step()
         return skipped_if_none(output, self.lightning_module) if self.world_size > 1 else output
 
@@ -413,13 +423,48 @@ class PardistStrategy(ParallelStrategy):
         return result
 
     @override
-    def on_validation_start(self) -> None:
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run_step(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run_step(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run_step(super().predict_step, *args, **kwargs)
+
+    def _start_evaluation(self) -> None:
+        """An evaluation begins."""
         if self._buffer_sync is not None:
             self._buffer_sync.synchronize()
 
+    def _end_evaluation(self) -> None:
+        """Every batch of this rank has been evaluated, and the epoch's hooks have run."""
+
+    @override
+    def on_validation_start(self) -> None:
+        self._start_evaluation()
+
     @override
     def on_test_start(self) -> None:
-        self.on_validation_start()
+        self._start_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._start_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_evaluation()
 
     @override
     def on_train_end(self) -> None:
@@ -431,6 +476,10 @@ class PardistStrategy(ParallelStrategy):
         rank_zero_info(self.describe())
 
     # --- gradients and optimizer state --------------------------------------------------------------------------
+
+    def gradient_clipping(self) -> dict[str, Callable[[Optimizer, int | float], None]]:
+        """What stands in for methods of the precision plugin during ``fit``, by their name."""
+        return {"clip_grad_by_norm": self._clip_grad_by_norm}
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Stands in for the precision plugin's, which sees only what this rank's optimizer holds."""
@@ -462,6 +511,9 @@ class PardistStrategy(ParallelStrategy):
 
     # --- collectives --------------------------------------------------------------------------------------------
 
+    def before_collective(self) -> None:
+        """Called right before a collective that steps and hooks may lead to, on every rank that takes part."""
+
     @override
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
@@ -469,6 +521,7 @@ class PardistStrategy(ParallelStrategy):
         """Combine a tensor over ``group``, by default the data axis. Collective over it; anything else comes back."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
+        self.before_collective()
         if (present := self._present_of(group)) is not None:
             return reduce_among(tensor, group=self.data_group, ranks=present, op=reduce_op)
         return reduce(tensor, group=self.data_group if group is None else group, op=reduce_op)
@@ -478,6 +531,7 @@ class PardistStrategy(ParallelStrategy):
         """Stack a tensor over ``group``, by default the data axis: shape ``[group size, ...]``. Collective over it."""
         if not dist.is_initialized():
             return tensor
+        self.before_collective()
         if (present := self._present_of(group)) is not None:
             return gather_among(tensor, group=self.data_group, ranks=present)
         # LightningModule.all_gather names the world where it means the default.
@@ -494,6 +548,7 @@ class PardistStrategy(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank) of the world decide so. Collective over the world."""
+        self.before_collective()
         flag = torch.tensor(int(decision), device=self.root_device)
         return bool(reduce(flag, group=_world(), op="min" if all else "max"))
 
@@ -502,6 +557,7 @@ class PardistStrategy(ParallelStrategy):
         """Wait for every rank of the world."""
         if not dist.is_initialized():
             return
+        self.before_collective()
         if "nccl" in dist.get_backend():
             dist.barrier(device_ids=[self.root_device.index])
         else:
@@ -512,6 +568,7 @@ class PardistStrategy(ParallelStrategy):
         """The object of global rank ``src``, on every rank of the world. Collective."""
         if not dist.is_initialized():
             return obj
+        self.before_collective()
         objects: list[T] = [obj]
         dist.broadcast_object_list(objects, src)
         return objects[0]
@@ -544,7 +601,8 @@ class PardistStrategy(ParallelStrategy):
         if self._engine is not None:
             # Kept, since a checkpoint after training asks it for the optimizers' state.
             self._engine.detach()
-            self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+            for name in self.gradient_clipping():
+                self.precision_plugin.__dict__.pop(name, None)
             if self.lightning_module is not None:
                 self.lightning_module.__dict__.pop("zero_grad", None)
         super().teardown()

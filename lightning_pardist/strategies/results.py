@@ -57,10 +57,12 @@ class EpochResults:
     Args:
         trainer: Whose results are combined.
         group: The data axis' process group.
+        before: Called before each collective.
     """
 
-    def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup) -> None:
+    def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup, before: Callable[[], None]) -> None:
         self.group = group
+        self._announce = before
         self._trainer = trainer
         self._connector: Any = trainer._logger_connector
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
@@ -82,6 +84,7 @@ class EpochResults:
     def _monitored(self, key: str) -> Any:
         """What a scheduler steps by, the same on every rank: the value of a step is a rank's own until here."""
         value = self._trainer.callback_metrics.get(key)
+        self._announce()
         gathered: list[float | None] = [None] * self.group.size()
         dist.all_gather_object(gathered, None if value is None else float(value), group=self.group)
         known = [each for each in gathered if each is not None]
@@ -95,6 +98,7 @@ class EpochResults:
         results = self._trainer._results
         if results is None:
             return
+        self._announce()
         shares = {key: _share(item) for key, item in results.valid_items() if _wants_combining(item)}
         module = self._trainer.lightning_module
         gathered: list[tuple[dict[str, _Share], _Layouts]] = [({}, {}) for _ in range(self.group.size())]

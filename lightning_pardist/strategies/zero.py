@@ -40,7 +40,7 @@ class ZeroStrategy(PardistStrategy):
     ) -> None:
         super().__init__(**kwargs)
         if zero_stage not in (1, 2):
-            raise ValueError(f"zero_stage={zero_stage!r} is not available. Use 1 or 2.")
+            raise ValueError(f"zero_stage={zero_stage!r} is not available. Use 1 or 2; FSDPStrategy is stage 3.")
         if bucket_size_mb <= 0:
             raise ValueError(f"bucket_size_mb={bucket_size_mb} is not positive. 25 is a good start.")
         self.zero_stage = zero_stage

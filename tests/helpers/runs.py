@@ -68,7 +68,11 @@ def train(strategy: Any, devices: int, module_name: str, module_kwargs: dict, tr
     steps = STEPS * trainer_kwargs.get("accumulate_grad_batches", 1)
     losses_of = Losses()
     trainer = quiet_trainer(
-        strategy=strategy, devices=devices, use_distributed_sampler=False, callbacks=[losses_of], **trainer_kwargs
+        strategy=strategy() if callable(strategy) else strategy,
+        devices=devices,
+        use_distributed_sampler=False,
+        callbacks=[losses_of],
+        **trainer_kwargs,
     )
     trainer.fit(module, datamodule=Data(module.dataset(BATCH * steps)))
     losses = torch.stack(losses_of.losses)

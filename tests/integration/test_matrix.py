@@ -4,11 +4,12 @@ import functools
 
 import pytest
 
+from lightning_pardist import FSDPStrategy
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import train
 
-#: name of the row -> (registered name, ranks)
+#: name of the row -> (registered name, or what makes the strategy, ranks)
 STRATEGIES = {
     "ddp-2": ("pardist_ddp", 2),
     "ddp-4": ("pardist_ddp", 4),
@@ -17,6 +18,11 @@ STRATEGIES = {
     "zero1-4": ("pardist_zero1", 4),
     "zero2-2": ("pardist_zero2", 2),
     "zero2-4": ("pardist_zero2", 4),
+    "zero3-2": ("pardist_zero3", 2),
+    "zero3-4": ("pardist_zero3", 4),
+    # Small modules: with the usual smallest unit all parameters would be the root's.
+    "fsdp-2": (functools.partial(FSDPStrategy, min_unit_size_mb=0), 2),
+    "hsdp-4": (functools.partial(FSDPStrategy, min_unit_size_mb=0, data_shard_size=2), 4),
 }
 
 #: name of the column -> (modules, module arguments, Trainer arguments)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -101,6 +103,31 @@ def reset_iteration(module: FSDPModule) -> None:
         for group in groups_of(other._modules[0]):
             set_idle(group)
             group._post_forward_indices.clear()
+
+
+def undo(module: FSDPModule) -> None:
+    """Take back what ``fully_shard`` did to one module, parameter by parameter. Collective over its mesh."""
+    state = state_of(module)
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in groups_of(module):
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        for fsdp_param in group.fsdp_params:
+            handles.append(fsdp_param._post_load_hook_handle)
+            shard, info = fsdp_param.sharded_param, fsdp_param._module_info
+            whole = nn.Parameter(shard.detach().full_tensor(), requires_grad=shard.requires_grad)
+            info.module._parameters[info.param_name] = whole
+            for other, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                other._parameters[name] = whole
+    for handle in handles:
+        handle.remove()
+    _module_state_mapping.pop(module, None)  # type: ignore[call-overload]
+    for key in (STATE_KEY, REGISTRY_KEY):
+        module.__dict__.pop(key, None)
+    for child in module.modules():  # type: ignore[attr-defined]
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            child.__dict__.pop(mark, None)
+    module.__class__ = type(module).__mro__[2]
 
 
 def shard_of(fsdp_param: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.fully_sharded import _fsdp2
 from lightning_pardist.engines.fully_sharded.comm import PendingReduction, UnitAllGather, UnitReduceScatter
@@ -132,13 +133,19 @@ class BackwardRuntime:
                 for parameter in group.fsdp_params:
                     self.positions[id(parameter)] = len(self.positions)
         self.replicated_used: set[str] = set()
+        self.handles: list[RemovableHandle] = []
         meeting.answer = self.answer
         for unit in units:
             self._install(unit)
         for name, parameter in replicated.items():
-            _when_gradient_arrives(parameter, functools.partial(self._replicated_arrived, name))
+            self._when_replicated(parameter, name)
 
     # -- installation
+
+    def _when_replicated(self, parameter: nn.Parameter, name: str) -> None:
+        handle = _when_gradient_arrives(parameter, functools.partial(self._replicated_arrived, name))
+        if handle is not None:
+            self.handles.append(handle)
 
     def _install(self, unit: ShardedUnit) -> None:
         state = _fsdp2.state_of(unit.module)
@@ -146,7 +153,8 @@ class BackwardRuntime:
             self._final, state._root_post_backward_final_callback
         )
         state._register_pre_backward_hook = functools.partial(self._on_output, state)
-        unit.unit.module.register_forward_pre_hook(functools.partial(self._before_forward, unit), prepend=True)
+        before = functools.partial(self._before_forward, unit)
+        self.handles.append(unit.unit.module.register_forward_pre_hook(before, prepend=True))
         for group in unit.groups:
             group.post_forward = functools.partial(self._post_forward, unit, group, group.post_forward)
             group.post_backward = functools.partial(self._post_backward, unit, group, group.post_backward)
@@ -253,11 +261,12 @@ class BackwardRuntime:
                     if _has_work(group):
                         _fsdp2.set_idle(group)
             finish()
-            self._finish()
+            self.finish()
         finally:
             self.finalizing = False
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """What ends a backward: reductions in flight, agreement, freeing. Collective over the mesh."""
         self.backwards += 1
         while self.pending:
             self.pending.pop(0).finish()
@@ -358,14 +367,15 @@ def _nothing() -> None:
     """Before an engine says what follows agreement."""
 
 
-def _when_gradient_arrives(parameter: nn.Parameter, act: Callable[[], None]) -> None:
+def _when_gradient_arrives(parameter: nn.Parameter, act: Callable[[], None]) -> RemovableHandle | None:
     """Call ``act`` in every backward that reaches the parameter, also if it is frozen now and is not later."""
     if not (parameter.is_floating_point() or parameter.is_complex()):
-        return
+        return None
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
-    parameter.register_post_accumulate_grad_hook(lambda _: act())
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(lambda _: act())
     parameter.requires_grad_(not frozen)
+    return handle
 
 
 def _has_work(group: Any) -> bool:

@@ -232,10 +232,11 @@ class FullySharded:
         self._runtime = BackwardRuntime(units, replicated, self.meeting, data_size=mesh.size(), check=check)
         self._runtime.agreed = self._learn_order
         self._root.module.set_reshard_after_backward(False, recurse=False)
-        for unit in units:
-            unit.unit.module.register_forward_hook(functools.partial(self._after_forward, unit))
-        module.register_forward_pre_hook(self._enter_by_call, prepend=True)
-        module.register_forward_hook(self._leave_by_call, always_call=True)
+        self._handles = [
+            *(unit.unit.module.register_forward_hook(functools.partial(self._after_forward, unit)) for unit in units),
+            module.register_forward_pre_hook(self._enter_by_call, prepend=True),
+            module.register_forward_hook(self._leave_by_call, always_call=True),
+        ]
         self._call = _trampoline(self._root.module)
         with torch.no_grad():
             # fully_shard takes the first module that runs for the root: let it be the root.
@@ -493,6 +494,50 @@ class FullySharded:
         if self.meeting.active:
             self.meeting.wait_for_all()
 
+    def join(self) -> None:
+        """Take the place of a backward that this rank does not run while others do. Collective over the mesh.
+
+        Raises:
+            RuntimeError: If ranks may not use different units.
+        """
+        if not self.meeting.active and self.meeting.size > 1:
+            raise RuntimeError(
+                "This rank has no loss, and other ranks may have one: they would wait for its part of the parameters."
+                " Set rank_dependent=True, or return a loss on every rank (zero times the output, say)."
+            )
+        self._runtime.finish()
+
+    def follow_requires_grad(self) -> None:
+        """Call after changing ``requires_grad`` of an optimizer's parameters inside :meth:`run`. Local."""
+        for unit in self._units:
+            if unit.gathered:
+                for group in unit.groups:
+                    for parameter in group.fsdp_params:
+                        parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, sharded and whole. Local."""
+        for unit in self._units:
+            for group in unit.groups:
+                for parameter in group.fsdp_params:
+                    gathered = _fsdp2.gathered_parameter(parameter)
+                    if gathered is not None:
+                        gathered.grad = None
+                    parameter.sharded_param.grad = None
+        for replicated in self.replicated.values():
+            replicated.grad = None
+
+    def dissolve(self) -> None:
+        """Make the module what it was before :func:`shard`, with whole parameters on every rank. Collective.
+
+        New parameters take the place of the shards, which optimizers keep. The handle cannot be used afterwards.
+        """
+        for handle in (*self._handles, *self._runtime.handles):
+            handle.remove()
+        for unit in self._units:
+            unit.free()
+            _fsdp2.undo(unit.module)
+
     def reset(self) -> None:
         """After an exception in forward or backward: drop what was in flight, and all gradients."""
         self._runtime.inside = 0
@@ -504,14 +549,7 @@ class FullySharded:
         for unit in self._units:
             unit.open_calls = 0
             unit.free()
-            for group in unit.groups:
-                for parameter in group.fsdp_params:
-                    gathered = _fsdp2.gathered_parameter(parameter)
-                    if gathered is not None:
-                        gathered.grad = None
-                    parameter.sharded_param.grad = None
-        for replicated in self.replicated.values():
-            replicated.grad = None
+        self.zero_grad()
         self._runtime.forget()
 
 

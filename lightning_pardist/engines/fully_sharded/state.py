@@ -173,17 +173,10 @@ def full_optimizer_state(
         ValueError: If a state tensor is neither a scalar nor shaped like its parameter.
     """
     parameters = dict(module.named_parameters())
-    here = dist.get_rank() == writer
     for name in (name for group in parameter_names(module, optimizer) for name in group):
         parameter = parameters[name]
-        for key, value in optimizer.state.get(parameter, {}).items():
-            value = _as_dtensor(name, key, value, parameter)
-            if isinstance(value, DTensor):
-                yield name, key, gather_to(value, writer)
-            elif isinstance(value, torch.Tensor):
-                yield name, key, value.detach().to("cpu", copy=True) if here else None
-            else:
-                yield name, key, value if here else None
+        for key, value in whole_values(name, parameter, optimizer.state.get(parameter, {}), writer):
+            yield name, key, value
 
 
 def load_full_optimizer_state(
@@ -205,17 +198,55 @@ def load_full_optimizer_state(
     if unknown := sorted(set(state) - own):
         raise ValueError(f"The optimizer state names {unknown[:8]}, which the optimizer does not hold.")
     for name, values in state.items():
-        parameter = parameters[name]
-        filled: dict[str, Any] = {}
-        for key, value in values.items():
-            if not isinstance(value, torch.Tensor):
-                filled[key] = value
-            elif isinstance(parameter, DTensor) and value.shape == parameter.shape:
-                part = local_part(value, parameter).to(parameter.to_local().device, copy=True).contiguous()
-                filled[key] = part if local else _wrap(part, parameter)
-            else:
-                filled[key] = value.to(parameter.device if value.dim() else value.device, copy=True)
-        optimizer.state[parameter] = filled
+        optimizer.state[parameters[name]] = own_values(parameters[name], values, local=local)
+
+
+def whole_values(
+    label: str, parameter: torch.Tensor, values: Mapping[str, Any], writer: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """One parameter's optimizer state, whole. Collective over its mesh; every rank must exhaust it.
+
+    Args:
+        label: What to call the parameter in an error.
+        parameter: Whose state it is.
+        values: State name -> this rank's value.
+        writer: Global rank that gets the tensors.
+
+    Yields:
+        State name, and the whole value on the writer; ``None`` in its place elsewhere.
+
+    Raises:
+        ValueError: If a state tensor is neither a scalar nor shaped like its parameter.
+    """
+    here = dist.get_rank() == writer
+    for key, value in values.items():
+        value = _as_dtensor(label, key, value, parameter)
+        if isinstance(value, DTensor):
+            yield key, gather_to(value, writer)
+        elif isinstance(value, torch.Tensor):
+            yield key, value.detach().to("cpu", copy=True) if here else None
+        else:
+            yield key, value if here else None
+
+
+def own_values(parameter: torch.Tensor, values: Mapping[str, Any], *, local: bool) -> dict[str, Any]:
+    """This rank's part of one parameter's optimizer state. Not collective.
+
+    Args:
+        parameter: Whose state it is.
+        values: State name -> whole value.
+        local: Ordinary local tensors instead of ``DTensor``s.
+    """
+    own: dict[str, Any] = {}
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            own[key] = value
+        elif isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            part = local_part(value, parameter).to(parameter.to_local().device, copy=True).contiguous()
+            own[key] = part if local else _wrap(part, parameter)
+        else:
+            own[key] = value.to(parameter.device if value.dim() else value.device, copy=True)
+    return own
 
 
 def _as_dtensor(name: str, key: str, value: Any, parameter: torch.Tensor) -> Any:

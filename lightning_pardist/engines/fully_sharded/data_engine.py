@@ -1,0 +1,146 @@
+"""A sharded module's gradients and optimizer state, as strategies ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullySharded
+from lightning_pardist.engines.fully_sharded.norm import clip_by_norm_, clip_by_value_
+from lightning_pardist.engines.fully_sharded.state import own_values, whole_values
+
+
+class ShardedDataEngine:
+    """A :class:`~lightning_pardist.engines.api.DataEngine` for a module that :func:`~.engine.shard` was applied to.
+
+    Gradients are reduced by the module's own hooks. Optimizers step on shards, and their state is read and written
+    under one process' numbering, also after the module itself was made whole again.
+
+    Args:
+        sharded: The module's handle.
+        optimizers: Made from the module's parameters after it was sharded.
+        accumulate: Where gradients of all but the last micro-batch stay.
+
+    Raises:
+        ValueError: If an optimizer's update of an element depends on other elements.
+    """
+
+    def __init__(self, sharded: FullySharded, optimizers: Sequence[Optimizer], *, accumulate: Accumulate) -> None:
+        self.sharded = sharded
+        self.accumulate = accumulate
+        self._is_reduced = False
+        for optimizer in optimizers:
+            sharded.attach(optimizer)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a backward has run since :meth:`step_done` was called last."""
+        return self._is_reduced
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate inside. Collective where they stay sharded."""
+        with self.sharded.accumulate(self.accumulate):
+            yield
+        self._is_reduced = False
+
+    @contextmanager
+    def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
+        """Around the call that runs backward from ``loss``. Collective."""
+        yield
+        self._is_reduced = True
+
+    def reduce(self) -> None:
+        """Take the place of a backward that this rank does not run. Collective.
+
+        Raises:
+            RuntimeError: If ranks may not use different units.
+        """
+        self.sharded.join()
+        self._is_reduced = True
+
+    def step_done(self) -> None:
+        """The optimizer has stepped."""
+        self._is_reduced = False
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Clip by the norm over all ranks; the norm before. Collective."""
+        return clip_by_norm_(_parameters(optimizer), max_norm)
+
+    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clamp every element of the gradients to ``[-limit, limit]``. Not collective."""
+        clip_by_value_(_parameters(optimizer), limit)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.sharded.zero_grad()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of one process, put together on the first rank one tensor at a time. Collective.
+
+        Returns:
+            On the first rank the whole state in host memory, elsewhere parameter groups without state.
+        """
+        here = dist.get_rank() == 0
+        state: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        number = 0
+        for group in optimizer.param_groups:
+            first = number
+            for parameter in group["params"]:
+                own = optimizer.state.get(parameter, {})
+                values = dict(whole_values(f"parameter {number}", parameter, own))
+                if here and values:
+                    state[number] = values
+                number += 1
+            groups.append({**_settings(group), "params": list(range(first, number))})
+        return {"state": state, "param_groups": groups}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take this rank's part of a state dict of one process. Not collective.
+
+        Raises:
+            ValueError: If the parameter groups differ in number or size.
+        """
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        wanted = [len(group["params"]) for group in optimizer.param_groups]
+        if saved != wanted:
+            raise ValueError(
+                f"The checkpoint's {type(optimizer).__name__} has parameter groups of {saved} parameters, this one of"
+                f" {wanted}. Build the optimizer as it was when the checkpoint was saved."
+            )
+        optimizer.state.clear()
+        for group, settings in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update(_settings(settings))
+            for parameter, index in zip(group["params"], settings["params"], strict=True):
+                if values := state["state"].get(index):
+                    fitted = {key: _in_dtype_of(parameter, value) for key, value in values.items()}
+                    optimizer.state[parameter] = own_values(parameter, fitted, local=True)
+
+    def held_bytes(self) -> int:
+        """Nothing beside what the parameters themselves hold between steps."""
+        return 0
+
+    def detach(self) -> None:
+        """Nothing to do: the hooks belong to the sharded module."""
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _in_dtype_of(parameter: Tensor, value: Any) -> Any:
+    """State shaped like its parameter, in the parameter's dtype, as torch's own loading has it."""
+    if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape and value.is_floating_point():
+        return value.to(parameter.dtype)
+    return value

@@ -1,0 +1,390 @@
+"""What the matrix does not show of ``pardist_zero3``, ``pardist_fsdp`` and ``pardist_hsdp``."""
+
+import contextlib
+import copy
+import functools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+from lightning_pardist import FSDPStrategy, PeerFailedError, ZeroStrategy
+from lightning_pardist.registry import TABLE
+from tests.helpers.models import BatchNormNet, Classifier, Gan, ParamGroups, Text
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import BATCH, Data, quiet_trainer, train
+
+sharded = functools.partial(FSDPStrategy, min_unit_size_mb=0)
+BATCHES = 3
+
+
+def fit(make, strategy, devices, max_epochs, ckpt_path=None, **trainer_kwargs):
+    """Train; the module and its trainer."""
+    torch.manual_seed(11)
+    module = make()
+    options = {"use_distributed_sampler": False, "max_epochs": max_epochs, **trainer_kwargs}
+    trainer = quiet_trainer(strategy=strategy, devices=devices, **options)
+    trainer.fit(module, datamodule=Data(module.dataset(BATCH * BATCHES)), ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def same_checkpoints(first, second):
+    one, two = (torch.load(path, weights_only=False) for path in (first, second))
+    assert type(one["state_dict"]) is type(two["state_dict"])
+    assert_close(one["state_dict"], two["state_dict"])
+    assert one["lr_schedulers"] == two["lr_schedulers"]
+    for mine, theirs in zip(one["optimizer_states"], two["optimizer_states"], strict=True):
+        assert [g["params"] for g in mine["param_groups"]] == [g["params"] for g in theirs["param_groups"]]
+        assert [g["lr"] for g in mine["param_groups"]] == pytest.approx([g["lr"] for g in theirs["param_groups"]])
+        assert mine["state"].keys() == theirs["state"].keys()
+        for number, values in mine["state"].items():
+            assert_close(values, theirs["state"][number])
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def _save_midway(make, folder, devices):
+    _, trainer = fit(make, sharded(), devices, 1)
+    trainer.save_checkpoint(f"{folder}/sharded.ckpt")
+
+
+def _resume(make, folder, devices, path, strategy=sharded):
+    callback = pl.callbacks.ModelCheckpoint(dirpath=folder, filename="last", save_weights_only=False)
+    _, _trainer = fit(
+        make, strategy(), devices, 2, ckpt_path=path, enable_checkpointing=True, callbacks=[callback], logger=False
+    )
+    return callback.best_model_path
+
+
+@pytest.mark.parametrize("make", [ParamGroups, Text])
+def test_a_checkpoint_is_the_plain_one_and_resumes_on_any_number_of_ranks(tmp_path, make):
+    _, trainer = fit(make, "auto", 1, 1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    # Resumed as well: a schedule may depend on the number of epochs.
+    _, trainer = fit(make, "auto", 1, 2, ckpt_path=tmp_path / "one.ckpt")
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    run_ranks(2, _save_midway, make, tmp_path, 2)
+    same_checkpoints(tmp_path / "sharded.ckpt", tmp_path / "one.ckpt")
+    for ranks, path in ((2, "one"), (4, "sharded")):
+        ended = run_ranks(ranks, _resume, make, tmp_path / str(ranks), ranks, tmp_path / f"{path}.ckpt")
+        same_checkpoints(ended[0], tmp_path / "end.ckpt")
+    _, trainer = fit(make, "auto", 1, 2, ckpt_path=tmp_path / "sharded.ckpt")
+    trainer.save_checkpoint(tmp_path / "resumed.ckpt")
+    same_checkpoints(tmp_path / "resumed.ckpt", tmp_path / "end.ckpt")
+
+
+class OnMeta(Classifier):
+    """Built without values, as a module that fits no rank whole."""
+
+    def __init__(self):
+        super().__init__()
+        del self.net, self.head
+
+    def configure_model(self):
+        with torch.device("meta") if dist.is_initialized() else contextlib.nullcontext():
+            built = Classifier()
+        self.net, self.head = built.net, built.head
+
+
+def _on_meta(folder):
+    module, _trainer = fit(OnMeta, sharded(), 2, 1)
+    again, _ = fit(OnMeta, sharded(), 2, 2, ckpt_path=f"{folder}/one.ckpt")
+    return snapshot(module), snapshot(again)
+
+
+def test_a_module_without_values_is_created_shard_by_shard(tmp_path):
+    one, trainer = fit(OnMeta, "auto", 1, 1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    two, _ = fit(OnMeta, "auto", 1, 2)
+    for first, second in run_ranks(2, _on_meta, tmp_path):
+        assert_close(first, snapshot(one))
+        assert_close(second, snapshot(two))
+
+
+# --- after a run ----------------------------------------------------------------------------------------------------
+
+
+def _afterwards():
+    module, trainer = fit(Classifier, sharded(), 2, 1)
+    assert type(module) is Classifier
+    assert type(module.head) is torch.nn.Linear
+    assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    if dist.get_rank() == 0:
+        # Nobody else takes part: it is an ordinary module, without hooks of ours.
+        twin = copy.deepcopy(module)
+        twin(torch.randn(2, 1, 8, 8)).sum().backward()
+        assert all(parameter.grad is not None for parameter in twin.parameters())
+        assert not any(child._forward_hooks or child._forward_pre_hooks for child in twin.modules())
+    whole = snapshot(module)
+    held, trainer = fit(Classifier, sharded(whole_after_run_mb=0), 2, 1)
+    assert all(isinstance(parameter, DTensor) for parameter in held.parameters())
+    state = trainer.strategy.lightning_module_state_dict()
+    if dist.get_rank() == 0:
+        assert_close(state, whole)
+    # Every rank together may still call it, and run it again.
+    images = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert_close({"out": held(images)}, {"out": module(images)})
+    for model in (module, held):
+        other = (
+            trainer if model is held else quiet_trainer(strategy=sharded(), devices=2, use_distributed_sampler=False)
+        )
+        other.fit_loop.max_epochs = 2 if model is held else 1
+        other.fit(model, datamodule=Data(model.dataset(BATCH * BATCHES)))
+    state = trainer.strategy.lightning_module_state_dict()
+    if dist.get_rank() == 0:
+        assert_close(state, snapshot(module))
+
+
+def test_the_module_is_ordinary_afterwards_or_stays_sharded():
+    run_ranks(2, _afterwards)
+
+
+class Fails(Classifier):
+    """Raises in its second batch, once."""
+
+    failed = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and not self.failed:
+            self.failed = True
+            raise KeyError("the user's")
+        return loss
+
+
+def _after_a_failure():
+    torch.manual_seed(11)
+    module = Fails()
+    trainer = quiet_trainer(strategy=sharded(), devices=2)
+    data = DataLoader(module.dataset(BATCH), batch_size=2)
+    with pytest.raises((KeyError, PeerFailedError), match="the user's"):
+        trainer.fit(module, data)
+    assert isinstance(module.head.weight, DTensor)
+    trainer.fit(module, data)
+    assert type(module) is Fails
+
+
+def test_a_failed_run_ends_without_a_collective_and_the_module_can_be_run_again():
+    run_ranks(2, _after_a_failure)
+
+
+# --- evaluation -----------------------------------------------------------------------------------------------------
+
+
+class Samples(Classifier):
+    """Runs itself on the first rank alone when an epoch of validation ends."""
+
+    def on_validation_epoch_end(self):
+        if self.global_rank == 0:
+            self.sampled = self(torch.ones(1, 1, 8, 8))
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y), on_step=True, on_epoch=True, batch_size=len(x))
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+def _evaluate(strategy, devices):
+    torch.manual_seed(11)
+    module = Samples()
+    train_data, data = module.dataset(24), module.dataset(23)
+    trainer = quiet_trainer(strategy=strategy, devices=devices)
+    # One batch, so that the order of its samples does not matter.
+    trainer.fit(module, DataLoader(train_data, batch_size=24 // devices), DataLoader(data, batch_size=1))
+    values = dict(trainer.callback_metrics)
+    predicted = torch.cat(trainer.predict(module, DataLoader(data, batch_size=4)))
+    rank = trainer.global_rank
+    if devices == 2:
+        # A rank with one batch and a rank with many, in a loader that is the user's own business.
+        own = Subset(data, range(1) if rank == 0 else range(1, 23))
+        uneven = quiet_trainer(strategy=sharded(), devices=2, use_distributed_sampler=False)
+        (alone,) = uneven.validate(module, DataLoader(own, batch_size=1), verbose=False)
+    else:
+        (alone,) = trainer.validate(module, DataLoader(data, batch_size=1), verbose=False)
+    return float(values["val_loss_epoch"]), alone["val_loss_epoch"], predicted
+
+
+def test_evaluation_with_different_numbers_of_batches():
+    fitted, alone, predicted = _evaluate("auto", 1)
+    for rank, got in enumerate(run_ranks(2, _evaluate, sharded(), 2)):
+        assert got[0] == pytest.approx(fitted, rel=1e-5)
+        assert got[1] == pytest.approx(alone, rel=1e-5)
+        share = predicted[rank::2]
+        assert_close({"p": got[2][: len(share)]}, {"p": share})
+
+
+# --- what ranks and steps may do ------------------------------------------------------------------------------------
+
+
+class DanglingGan(Gan):
+    """Clears gradients after its steps only, so that toggling must hold."""
+
+    def training_step(self, batch, batch_idx):
+        noise, real = batch
+        opt_g, opt_d = self.optimizers()
+        with self.toggled_optimizer(opt_g):
+            loss_g = F.softplus(-self.discriminator(self.generator(noise))).mean()
+            self.manual_backward(loss_g)
+            opt_g.step()
+            opt_g.zero_grad()
+        with self.toggled_optimizer(opt_d):
+            fake = self.generator(noise)
+            loss_d = F.softplus(self.discriminator(fake)).mean() + F.softplus(-self.discriminator(real)).mean()
+            self.manual_backward(loss_d)
+            opt_d.step()
+            opt_d.zero_grad()
+        return self.note((loss_g + loss_d).detach())
+
+
+class Thaws(Classifier):
+    """The lower part is trained from the second epoch on."""
+
+    def on_train_epoch_start(self):
+        self.net.requires_grad_(self.current_epoch > 0)
+
+
+STEPS = {"gan": DanglingGan, "freezing": Thaws}
+
+
+def _steps(name, devices, strategies):
+    return [snapshot(fit(STEPS[name], strategy, devices, 3)[0]) for strategy in strategies]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_same_weights_as_one_process(name):
+    (expected,) = _steps(name, 1, ["auto"])
+    # All parameters the root's, and units of their own.
+    strategies = [FSDPStrategy(), sharded(), sharded(rank_dependent=True)]
+    for rank_weights in run_ranks(2, _steps, name, 2, strategies):
+        for weights in rank_weights:
+            assert_close(weights, expected)
+
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+def _as_ddp(precision):
+    names = ("mnist", "gpt", "awkward") if precision == "bf16-mixed" else ("mnist",)
+    kwargs = {"precision": precision}
+    return {name: [train(strategy, 2, name, {}, kwargs) for strategy in (sharded(), "pardist_ddp")] for name in names}
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precision_bit_for_bit_as_ddp(precision):
+    for got, want in run_ranks(2, _as_ddp, precision)[0].values():
+        for part in ("losses", "weights", "optimizer"):
+            assert_close(got[part], want[part], rtol=0.0)
+
+
+def _half(precision, dtype):
+    module, _trainer = fit(Classifier, sharded(), 2, 1, precision=precision)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    torch.manual_seed(11)
+    by_hand = Classifier()
+    by_hand.log = lambda *args, **kwargs: None
+    fully_shard(by_hand, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
+    data = by_hand.dataset(BATCH * BATCHES)
+    for x, y in DataLoader(data, batch_size=BATCH // 2, sampler=DistributedSampler(data, shuffle=False)):
+        optimizer.zero_grad()
+        F.cross_entropy(by_hand(x), y).backward()
+        optimizer.step()
+    whole = {name: value.full_tensor() for name, value in by_hand.state_dict().items()}
+    assert_close(snapshot(module), whole, rtol=0.0)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("16-true", torch.float16)])
+def test_half_precision_keeps_fp32_shards(precision, dtype):
+    run_ranks(2, _half, precision, dtype)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+class Lbfgs(Classifier):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+REFUSALS = {
+    "optimizer": (Lbfgs, {}, "LBFGS updates an element with what it knows of others"),
+    "swa": (Classifier, {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}, "StochasticWeightAveraging averages"),
+}
+
+
+def _refused(name):
+    make, kwargs, message = REFUSALS[name]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        fit(make, sharded(), 2, 1, **kwargs)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_work_is_refused_by_name(name):
+    run_ranks(2, _refused, name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"accumulate": "twice"}, "accumulate='twice' is unknown. Use sharded or unsharded."),
+        ({"data_shard_size": "rack"}, "data_shard_size='rack' is unknown. Use auto, node or a number of ranks."),
+        ({"watch": "last"}, "watch='last' is unknown. Use first, always or never."),
+        ({"min_unit_size_mb": -1}, "min_unit_size_mb=-1 is negative. Use 0 for units of any size."),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward='no' is unknown. Use auto, True or False."),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        FSDPStrategy(**settings)
+
+
+def test_stage_three_has_a_class_of_its_own():
+    with pytest.raises(ValueError, match="FSDPStrategy is stage 3"):
+        ZeroStrategy(zero_stage=3)
+
+
+def test_replicas_across_nodes():
+    (entry,) = [entry for entry in TABLE if entry.name == "pardist_hsdp"]
+    strategy = entry.strategy(**entry.preset, parallel_devices=[torch.device("cpu")] * 4)
+    dims = strategy.resolve_dims(12)
+    assert (dims.data_replicate, dims.data_shard) == (3, 4)
+    with pytest.raises(ValueError, match="data_shard_size=5 does not divide world_size=12"):
+        FSDPStrategy(data_shard_size=5).resolve_dims(12)
+
+
+# --- accumulation and batch norm on shards ---------------------------------------------------------------------------
+
+
+def _accumulated(strategies):
+    kwargs = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}
+    return [train(strategy, 4, "gpt", {}, kwargs) for strategy in strategies]
+
+
+def test_accumulation_sends_once_where_asked_to():
+    want = train("auto", 1, "gpt", {}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05})
+    strategies = [sharded(accumulate="unsharded", data_shard_size=size) for size in ("auto", 2)]
+    for got in run_ranks(4, _accumulated, strategies)[0]:
+        for part in ("losses", "weights", "optimizer"):
+            assert_close(got[part], want[part])
+
+
+def _named_units():
+    module, _trainer = fit(Text, FSDPStrategy(units=["Block"]), 2, 1)
+    _norms, _ = fit(BatchNormNet, FSDPStrategy(units=["BatchNorm2d"]), 2, 1)
+    return snapshot(module)
+
+
+def test_units_by_class_name():
+    expected, _ = fit(Text, "auto", 1, 1)
+    for weights in run_ranks(2, _named_units):
+        assert_close(weights, snapshot(expected))
