@@ -14,13 +14,15 @@ from recipes.mnist.model import DigitClassifier
 
 
 class Base(pl.LightningModule):
-    """An optimizer by name, and the loss of every step logged."""
+    """An optimizer by name, and the loss of every step recorded and logged."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__()
         self.optimizer_name = optimizer
+        self.losses: list[Tensor] = []
 
     def note(self, loss: Tensor) -> Tensor:
+        self.losses.append(loss.detach().clone())
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
 
