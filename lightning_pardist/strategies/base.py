@@ -435,20 +435,20 @@ class PardistStrategy(ParallelStrategy):
         return self.run_step(super().predict_step, *args, **kwargs)
 
     def _start_evaluation(self) -> None:
-        """An evaluation begins."""
-        if self._buffer_sync is not None:
-            self._buffer_sync.synchronize()
+        """Validation, test or predict begins on this rank. Not collective: a rank without samples skips predict."""
 
     def _end_evaluation(self) -> None:
         """Every batch of this rank has been evaluated, and the epoch's hooks have run."""
 
     @override
     def on_validation_start(self) -> None:
+        if self._buffer_sync is not None:
+            self._buffer_sync.synchronize()
         self._start_evaluation()
 
     @override
     def on_test_start(self) -> None:
-        self._start_evaluation()
+        self.on_validation_start()
 
     @override
     def on_predict_start(self) -> None:
