@@ -160,9 +160,8 @@ class Children:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._blame: Callable[[int, str], None] | None = None
         self._busy: Callable[[], bool] = lambda: False
-        self._failed: str | None = None
-        #: Whether this process is ending because of an exception that has been shown.
-        self.failure_shown = False
+        #: Whether this process is ending because of an exception, which it shows itself.
+        self.failing = False
 
     def adopt(self, processes: list[subprocess.Popen[bytes]]) -> None:
         """Watch these processes until the script ends."""
@@ -200,8 +199,9 @@ class Children:
                     self._died(index + 1, process)
 
     def _died(self, local_rank: int, process: subprocess.Popen[bytes]) -> None:
-        text = f"Rank {local_rank} (pid {process.pid}) {_cause(process.returncode)}"
-        self._failed = self._failed or text
+        if self.failing:
+            return
+        text = _obituary(local_rank, process)
         if self._blame is not None:
             # If the rank could report by itself, its report stands already and this one is not taken.
             self._blame(local_rank, text)
@@ -213,10 +213,11 @@ class Children:
         os._exit(1)
 
     def _at_exit(self) -> None:
-        self.end(GRACE_S if self.failure_shown else _EXIT_WAIT_S)
-        codes = [process.returncode for process in self._processes]
-        if any(codes) and not self.failure_shown:
-            print(self._failed or f"Exit codes of the other ranks: {codes}.", file=sys.stderr, flush=True)
+        self.end(GRACE_S if self.failing else _EXIT_WAIT_S)
+        failed = [(index + 1, process) for index, process in enumerate(self._processes) if process.returncode]
+        if failed and not self.failing:
+            for local_rank, process in failed:
+                print(_obituary(local_rank, process), file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(1)
 
@@ -240,8 +241,8 @@ def show_failures_last(*, is_first: bool) -> None:
     show = sys.excepthook
 
     def hook(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
+        children.failing = True
         children.end(2 * GRACE_S)
-        children.failure_shown = True
         if isinstance(exception, PeerFailedError):
             # The first rank shows the report, the others point to it, unless it is the first that cannot.
             text = str(exception) if is_first or exception.report.rank == 0 else str(exception).splitlines()[0]
@@ -281,12 +282,13 @@ def _command(local_rank: int) -> tuple[Any, str | None]:
     return _basic_subprocess_cmd(), None
 
 
-def _cause(returncode: int) -> str:
-    if returncode < 0:
-        name = signal.Signals(-returncode).name
+def _obituary(local_rank: int, process: subprocess.Popen[bytes]) -> str:
+    who, code = f"Rank {local_rank} (pid {process.pid})", process.returncode
+    if code < 0:
+        name = signal.Signals(-code).name
         hint = " (the kernel does that when memory runs out)" if name == "SIGKILL" else ""
-        return f"was killed by {name}{hint}."
-    return f"ended with exit code {returncode}."
+        return f"{who} was killed by {name}{hint}."
+    return f"{who} ended with exit code {code}."
 
 
 def available_start_methods() -> list[str]:
