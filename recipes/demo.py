@@ -53,6 +53,8 @@ def run(strategy: str, devices: int, epochs: int, result: Path, data_dir: str) -
         strategy=strategy,
         devices=devices,
         max_epochs=epochs,
+        # In single precision Adam makes full steps of rounding noise, and after some hundred of them two runs part.
+        precision="64-true",
         callbacks=[holdings],
         logger=False,
         enable_checkpointing=False,
