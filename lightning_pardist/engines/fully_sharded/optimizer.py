@@ -31,6 +31,9 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     ]
     try:
         for option in options:
+            if "lr" in option:
+                # That of a warmup's first step may be 0, and would hide what the optimizer does.
+                option["lr"] = 0.1
             whole = _try(optimizer, option, [start], [[g] for g in gradients])
             halves = _try(optimizer, option, list(start.split(2)), [list(g.split(2)) for g in gradients])
             if not torch.allclose(torch.cat(whole), torch.cat(halves), rtol=1e-6, atol=1e-7):

@@ -143,3 +143,7 @@ def test_materialize_shards_a_unit_before_the_next_has_values():
 
     materialize(module, shard_now, is_unit=lambda m: isinstance(m, nn.Linear))
     assert whole == [2, 2, 2]
+
+
+def test_a_learning_rate_of_zero_hides_nothing():
+    assert not is_elementwise(torch.optim.Adafactor([torch.nn.Parameter(torch.ones(4, 4))], lr=0.0))
