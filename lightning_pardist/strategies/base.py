@@ -40,7 +40,7 @@ from lightning_pardist.engines.gradient_norm import clip_grad_norm
 from lightning_pardist.engines.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.process_group import destroy_alone, init_process_group, job_store, verify_same_module
 from lightning_pardist.engines.watchdog import Watchdog
-from lightning_pardist.mesh import DATA_AXIS, ParallelDims
+from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
 from lightning_pardist.strategies.evaluation import ExactEvaluation
 from lightning_pardist.strategies.launchers import (
     MultiProcessLauncher,
@@ -207,6 +207,9 @@ class PardistStrategy(ParallelStrategy):
             ValueError: If they do not fit, with the values and the fix.
         """
         degrees = {axis: size for part in self.parts for axis, size in part.degrees(self.num_processes).items()}
+        if any(degrees.get(axis) == "auto" for axis in ("tensor_parallel", "pipeline_parallel")):
+            # The data axis takes what others leave, and these want everything.
+            degrees = {axis: 1 if axis in DATA_AXES and size == "auto" else size for axis, size in degrees.items()}
         return ParallelDims.resolve(world_size, **degrees)
 
     @override
