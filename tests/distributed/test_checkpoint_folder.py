@@ -76,7 +76,9 @@ def _load_under(layout, path):
 
 
 def _names(world):
-    return ["plain", "rows", "columns", "copies", "flat"] + (["grid", "both", "hybrid", "strided"] if world == 4 else [])
+    return ["plain", "rows", "columns", "copies", "flat"] + (
+        ["grid", "both", "hybrid", "strided"] if world == 4 else []
+    )
 
 
 @pytest.mark.parametrize("world", [2, 4])

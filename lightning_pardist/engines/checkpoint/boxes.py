@@ -1,4 +1,4 @@
-"""Which part of a global tensor this rank holds, as boxes: n-dimensional, axis-aligned, contiguous in the global tensor.
+"""Which part of a global tensor this rank holds, as boxes: n-dimensional, axis-aligned, without gaps.
 
 A checkpoint stores global tensors in boxes, and any rank of any other job reads the boxes that overlap its own. All
 ways of holding a tensor come down to boxes: a whole tensor is one, a ``DTensor`` one for each run of its dims, and a
@@ -118,9 +118,7 @@ def runs_of(tensor: DTensor) -> list[list[Run]]:
     return runs
 
 
-def flat_boxes(
-    shape: Sequence[int], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut elements ``start`` to ``stop`` of a row-major tensor into boxes, in order: at most ``2 * len(shape) - 1``.
 
     Yields:
@@ -151,9 +149,7 @@ def overlap(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The box that two boxes share, in global offsets, or None. Boxes without dims are one element."""
     low = tuple(max(a, b) for a, b in zip(offsets, other_offsets, strict=True))
-    high = tuple(
-        min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
-    )
+    high = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, other_offsets, other_sizes, strict=True))
     if any(a >= b for a, b in zip(low, high, strict=True)):
         return None
     return low, tuple(b - a for a, b in zip(low, high, strict=True))
@@ -176,9 +172,7 @@ def memory_order(tensor: Tensor) -> list[int]:
     return list(range(tensor.dim()))
 
 
-def _in_row(
-    shape: Sequence[int], row: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     for offsets, sizes in flat_boxes(shape[1:], start, stop):
         yield (row, *offsets), (1, *sizes)
 
@@ -207,7 +201,9 @@ def _located(values: Tensor, runs: Sequence[Sequence[Run]], at: Sequence[int] | 
 def _dim_of(placement: Placement) -> int:
     if isinstance(placement, Shard | _StridedShard):
         return int(placement.dim)
-    raise ValueError(f"A tensor with placement {placement} cannot be saved: it is neither replicated nor split by a dim.")
+    raise ValueError(
+        f"A tensor with placement {placement} cannot be saved: it is neither replicated nor split by a dim."
+    )
 
 
 def _split(pieces: list[tuple[int, int]], placement: Placement, size: int, index: int) -> list[tuple[int, int]]:

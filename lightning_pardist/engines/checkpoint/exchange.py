@@ -9,9 +9,15 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError
 
 T = TypeVar("T")
+
+_SAID_ALIKE: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (DamagedCheckpointError, FileNotFoundError, pickle.UnpicklingError)
+}
 
 
 class Exchange(Protocol):
@@ -95,7 +101,7 @@ class StoreExchange:
         """
         number = next(self._rounds)
         if self.rank:
-            self._store.set(f"{number}/{self.rank}", pickle.dumps(value))
+            self._store.set(f"{number}/{self.rank}", pickle.dumps(value))  # type: ignore[arg-type]
             return []
         values = [value]
         for rank in range(1, self.world_size):
@@ -113,7 +119,7 @@ class StoreExchange:
         """
         number = next(self._rounds)
         if self.rank == 0:
-            self._store.set(f"{number}/all", pickle.dumps(value))
+            self._store.set(f"{number}/all", pickle.dumps(value))  # type: ignore[arg-type]
             return value
         self._store.wait([f"{number}/all"], self._timeout)
         answer: T = pickle.loads(self._store.get(f"{number}/all"))
@@ -132,8 +138,9 @@ def together(exchange: Exchange, what: str, run: Callable[[], T]) -> T:
         run: Not collective.
 
     Raises:
-        RuntimeError: On ranks where the function went well, with the first failing rank's reason.
-        BaseException: On ranks where it did not, the error itself.
+        BaseException: On ranks where the function failed, its error.
+        RuntimeError: On the others, with the first failing rank's reason; a missing or damaged checkpoint and one that
+            takes code to load raise what that rank did.
     """
     failure: Exception | None = None
     result: T | None = None
@@ -141,10 +148,13 @@ def together(exchange: Exchange, what: str, run: Callable[[], T]) -> T:
         result = run()
     except Exception as error:
         failure = error
-    reasons = exchange.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+    reasons = exchange.gather(None if failure is None else (type(failure).__name__, str(failure)))
     wrong = exchange.broadcast(next(((rank, reason) for rank, reason in enumerate(reasons) if reason), None))
     if failure is not None:
         raise failure
     if wrong is not None:
-        raise RuntimeError(f"{what} failed on rank {wrong[0]}: {wrong[1]}")
+        rank, (name, reason) = wrong
+        if name in _SAID_ALIKE:
+            raise _SAID_ALIKE[name](reason)
+        raise RuntimeError(f"{what} failed on rank {rank}: {name}: {reason}")
     return result  # type: ignore[return-value]

@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import time
+import zlib
 from collections.abc import Iterator
 from typing import IO, Any, cast
 
@@ -23,7 +24,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 _numbers = itertools.count()
-_TEMPORARY = re.compile(r"^\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<host>.+)-(?P<pid>\d+)-(?P<number>\d+)$")
+_TEMPORARY = re.compile(r"^\.pardist-(?P<kind>tmp|old)-(?P<tag>[0-9a-f]{8})-(?P<host>.+)-(?P<pid>\d+)-(?P<number>\d+)$")
 #: Temporaries of other hosts are taken for abandoned after so many seconds without a change.
 ABANDONED_AFTER_S = 24 * 3600.0
 
@@ -35,10 +36,12 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
 
 
 def temporary_name(path: str, kind: str = "tmp") -> str:
-    """A hidden name beside ``path``, unlike any other process' and any other call's."""
+    """A hidden name beside ``path``, unlike any other process' and any other call's.
+
+    The goal's own name is not in it: programs look for checkpoints by a part of their names.
+    """
     folder, name = os.path.split(path)
-    host = re.sub(r"[^\w.]", "_", socket.gethostname())
-    return os.path.join(folder, f".{name}.{kind}-{host}-{os.getpid()}-{next(_numbers)}")
+    return os.path.join(folder, f".pardist-{kind}-{_tag(name)}-{_host()}-{os.getpid()}-{next(_numbers)}")
 
 
 @contextlib.contextmanager
@@ -93,8 +96,8 @@ def replace_folder(temporary: str, goal: str) -> None:
     """
     if not os.path.lexists(goal):
         os.rename(temporary, goal)
-        return
-    if os.path.islink(goal):
+        _discard_aside(goal)
+    elif os.path.islink(goal):
         os.remove(goal)
         os.rename(temporary, goal)
     elif _exchange(temporary, goal):
@@ -103,7 +106,7 @@ def replace_folder(temporary: str, goal: str) -> None:
         old = temporary_name(goal, "old")
         os.rename(goal, old)
         os.rename(temporary, goal)
-        discard(old)
+        _discard_aside(goal)
     sync_folder(os.path.dirname(goal) or ".")
 
 
@@ -116,11 +119,9 @@ def recover(path: str) -> bool:
     Returns:
         Whether something stands at ``path`` now.
     """
-    folder, name = os.path.split(path)
-    if os.path.lexists(path) or not os.path.isdir(folder or "."):
-        return os.path.lexists(path)
-    aside = [entry for entry in os.listdir(folder or ".") if (m := _TEMPORARY.match(entry)) and m["name"] == name]
-    aside = [os.path.join(folder, entry) for entry in aside if _TEMPORARY.match(entry)["kind"] == "old"]  # type: ignore[index]
+    if os.path.lexists(path):
+        return True
+    aside = _aside(path)
     if not aside:
         return False
     os.rename(max(aside, key=os.path.getmtime), path)
@@ -143,11 +144,9 @@ def remove_abandoned(folder: str) -> None:
     with contextlib.suppress(OSError):
         for entry in os.listdir(folder):
             found = _TEMPORARY.match(entry)
-            if found is None or not _is_abandoned(os.path.join(folder, entry), found):
+            # What was put aside may be all that there is; it goes when its successor is complete.
+            if found is None or found["kind"] == "old" or not _is_abandoned(os.path.join(folder, entry), found):
                 continue
-            if found["kind"] == "old" and recover(os.path.join(folder, found["name"])):
-                # Brought back, or replaced before: in the second case it is still here, and of no use.
-                pass
             discard(os.path.join(folder, entry))
 
 
@@ -163,8 +162,22 @@ def sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
+def _aside(path: str) -> list[str]:
+    folder, name = os.path.split(path)
+    if not os.path.isdir(folder or "."):
+        return []
+    found = [(entry, _TEMPORARY.match(entry)) for entry in os.listdir(folder or ".")]
+    wanted = ("old", _tag(name))
+    return [os.path.join(folder, entry) for entry, m in found if m is not None and (m["kind"], m["tag"]) == wanted]
+
+
+def _discard_aside(path: str) -> None:
+    for old in _aside(path):
+        discard(old)
+
+
 def _is_abandoned(path: str, found: re.Match[str]) -> bool:
-    if found["host"] != re.sub(r"[^\w.]", "_", socket.gethostname()):
+    if found["host"] != _host():
         return time.time() - os.path.getmtime(path) > ABANDONED_AFTER_S
     if int(found["pid"]) == os.getpid():
         return False
@@ -185,6 +198,14 @@ def _exchange(first: str, second: str) -> bool:
     at_cwd, exchange = -100, 2
     result = swap(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange)
     return cast(int, result) == 0
+
+
+def _tag(name: str) -> str:
+    return f"{zlib.crc32(os.fsencode(name)):08x}"
+
+
+def _host() -> str:
+    return re.sub(r"[^\w.]", "_", socket.gethostname())
 
 
 def _libc() -> Any:

@@ -18,7 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from fsspec.core import url_to_fs
@@ -176,7 +176,7 @@ class FolderSave:
             for key, part in self._work:
                 counted.pad_to(_ALIGNMENT)
                 begin = counted.position
-                torch.save(_on_host(part.values), counted)
+                torch.save(_on_host(part.values), cast(IO[bytes], counted))
                 items.append((key, part, begin, counted.position - begin))
             stream.flush()
             if local_path(self._folder) is not None:
@@ -320,8 +320,8 @@ class FolderReader:
         if folder is None:
             filesystem, plain = url_to_fs(self.path)
             end = box.start + numel * dtype.itemsize
-            content = bytearray(filesystem.cat_file(f"{plain.rstrip('/')}/{box.file}", box.start, end))
-            return torch.frombuffer(content, dtype=dtype).view(box.sizes)
+            fetched = bytearray(filesystem.cat_file(f"{plain.rstrip('/')}/{box.file}", box.start, end))
+            return torch.frombuffer(fetched, dtype=dtype).view(box.sizes)
         if box.file not in self._mapped:
             with open(os.path.join(folder, box.file), "rb") as stream:
                 self._mapped[box.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -35,7 +35,7 @@ def save_file(state: Any, path: str | os.PathLike[str]) -> None:
         torch.save(state, stream)
 
 
-def load_file(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> Any:
+def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
     """Read a file of :func:`save_file` or ``torch.save``, tensors in host memory. Not collective.
 
     Tensors of a local file are memory-mapped: a page is read when it is touched, and writing to one leaves the file as
@@ -43,6 +43,7 @@ def load_file(path: str | os.PathLike[str], *, weights_only: bool | None = None)
 
     Args:
         path: Local path or URL.
+        map_location: As ``torch.load`` takes it.
         weights_only: As ``torch.load`` takes it. By default no code from the file is run.
 
     Raises:
@@ -54,9 +55,9 @@ def load_file(path: str | os.PathLike[str], *, weights_only: bool | None = None)
         if plain is None:
             filesystem, remote = url_to_fs(os.fspath(path))
             with filesystem.open(remote, "rb") as stream:
-                return torch.load(stream, map_location="cpu", weights_only=weights_only)
+                return torch.load(stream, map_location=map_location, weights_only=weights_only)
         mapped = _is_zip(plain)
-        return torch.load(plain, map_location="cpu", weights_only=weights_only, mmap=mapped)
+        return torch.load(plain, map_location=map_location, weights_only=weights_only, mmap=mapped)
     except pickle.UnpicklingError as error:
         if not (classes := _classes_that_take_code(path, error)):
             raise DamagedCheckpointError(_damaged(path, "torch cannot read its pickled part")) from error

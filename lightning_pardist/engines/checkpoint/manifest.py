@@ -119,9 +119,9 @@ class Manifest:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a complete checkpoint folder at a local path or URL."""
+    """Whether there is a folder, complete or not, at a local path or URL."""
     filesystem, plain = url_to_fs(os.fspath(path))
-    return bool(filesystem.exists(f"{str(plain).rstrip('/')}/{MANIFEST}"))
+    return bool(filesystem.isdir(plain))
 
 
 def verify_files(folder: str | os.PathLike[str], manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
@@ -160,7 +160,5 @@ def _damaged(folder: str | os.PathLike[str], name: str, reason: str) -> DamagedC
 
 
 def _tensor(value: dict[str, Any]) -> StoredTensor:
-    boxes = (
-        StoredBox(box["file"], box["start"], tuple(box["offsets"]), tuple(box["sizes"])) for box in value["boxes"]
-    )
+    boxes = (StoredBox(box["file"], box["start"], tuple(box["offsets"]), tuple(box["sizes"])) for box in value["boxes"])
     return StoredTensor(value["dtype"], tuple(value["shape"]), tuple(boxes))

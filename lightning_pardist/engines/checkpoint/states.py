@@ -240,7 +240,9 @@ def fill_module(module: nn.Module, state: FolderState, *, strict: bool = True) -
 
 
 @torch.no_grad()
-def fill_optimizer(index: int, optimizer: Optimizer, slots: Slots, saved: Mapping[str, Any], reader: FolderReader) -> None:
+def fill_optimizer(
+    index: int, optimizer: Optimizer, slots: Slots, saved: Mapping[str, Any], reader: FolderReader
+) -> None:
     """Give an optimizer its state and settings from a folder. Not collective.
 
     Args:
@@ -338,4 +340,3 @@ def _state_key(index: int, name: str, key: str) -> str:
 
 def _local_shape(tensor: Tensor) -> torch.Size:
     return tensor.to_local().shape if isinstance(tensor, DTensor) else tensor.shape
-

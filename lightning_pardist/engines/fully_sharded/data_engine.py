@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.checkpoint.states import Slots, whole_slots
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullySharded
 from lightning_pardist.engines.fully_sharded.norm import clip_by_value_, grad_norm, local_gradients
 from lightning_pardist.engines.fully_sharded.state import own_values, whole_values
@@ -133,6 +134,10 @@ class ShardedDataEngine:
                 if values := state["state"].get(index):
                     fitted = {key: _in_dtype_of(parameter, value) for key, value in values.items()}
                     optimizer.state[parameter] = own_values(parameter, fitted, local=True)
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Every parameter itself."""
+        return whole_slots(optimizer)
 
     def held_bytes(self) -> int:
         """Nothing beside what the parameters themselves hold between steps."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pardist.engines.checkpoint.states import Slot, Slots
 from lightning_pardist.engines.data_parallel.reducer import GradientReducer
 from lightning_pardist.engines.gradients import clamp_, scale_, sum_of_squares
 from lightning_pardist.engines.zero.bucket import Piece, ShardedBucket
@@ -194,6 +195,16 @@ class ZeroEngine:
         if self.group.size() > 1:
             state = slice_optimizer_state(optimizer, self._binding(optimizer).originals, self._pieces, state)
         optimizer.load_state_dict(state)
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Slices of parameters, and whole ones that have no gradients yet."""
+        return [
+            [
+                Slot(param, None if pieces is None else tuple((p.start, p.stop, p.shard) for p in pieces))
+                for param, pieces in ((param, self._pieces.get(param)) for param in params)
+            ]
+            for params in self._binding(optimizer).originals
+        ]
 
     # --- binding ------------------------------------------------------------------------------------------------
 
