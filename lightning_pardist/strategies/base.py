@@ -54,6 +54,7 @@ from lightning_pardist.strategies.launchers import (
 )
 from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.results import EpochResults
+from lightning_pardist.strategies.resume import Resume
 from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
 
 T = TypeVar("T")
@@ -158,6 +159,7 @@ class PardistStrategy(ParallelStrategy):
             if part is not None:
                 part.bind(self)
         self.checkpoints = Checkpoints(self, form=checkpoint, async_save=async_save)
+        self.resume = Resume(self)
         self.dims = ParallelDims()
         self._run = 0
         self.watchdog: Watchdog | None = None
@@ -310,6 +312,14 @@ class PardistStrategy(ParallelStrategy):
         if self._data_group is None:
             raise RuntimeError("Process groups exist once ranks are connected: use them in configure_model or later.")
         return self._data_group
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """A training loader of a resumed run goes on where the run was saved."""
+        module = self.lightning_module
+        if module is None or module._trainer is None or not module.trainer.training:
+            return dataloader
+        return self.resume.prepare(module.trainer, dataloader)
 
     # --- the module ---------------------------------------------------------------------------------------------
 
@@ -560,7 +570,9 @@ class PardistStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Check and read a file or a folder. Collective over the world."""
-        return self.checkpoints.load(checkpoint_path, weights_only)
+        checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
+        self.resume.take(checkpoint)
+        return checkpoint
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -597,6 +609,8 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.lightning_module is not None:
+            self.resume.settle(self.lightning_module.trainer)
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise ValueError(
@@ -704,6 +718,7 @@ class PardistStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self.checkpoints.close(well=self.data.ended_well())
+        self.resume.forget()
         for attached in (self._evaluation, self._epoch_results):
             if attached is not None:
                 attached.detach()

@@ -47,6 +47,7 @@ from lightning_pardist.engines.checkpoint.states import (
 )
 from lightning_pardist.engines.process_group import job_store
 from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO
+from lightning_pardist.strategies.resume import KEY
 from lightning_pardist.strategies.settings import one_of
 
 if TYPE_CHECKING:
@@ -179,6 +180,9 @@ class Checkpoints:
         began = time.perf_counter() if self._began is None else self._began
         self._began = None
         self.finish()
+        self.strategy.before_collective()
+        if state := self.strategy.resume.state(self._exchange()):
+            checkpoint[KEY] = state
         job = self._sharded_job if self.sharded else self._full_job
         run = job(checkpoint, os.fspath(path), storage_options)
         if not self._in_background:
@@ -279,7 +283,6 @@ class Checkpoints:
             tensors.update(state.tensors)
         save = FolderSave(tensors, path, aliases=aliases, about=self._about(checkpoint))
         exchange = self._exchange()
-        self.strategy.before_collective()
         if "optimizer_states" in checkpoint:
             small = exchange.gather([state["small"] for state in checkpoint["optimizer_states"]])
             rest["optimizer_states"] = [
