@@ -87,7 +87,7 @@ def _cli(args):
 def test_class_path_on_the_command_line(args):
     cli = _cli([*args, "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"])
     assert isinstance(cli.trainer.strategy, lightning_pardist.DDPStrategy)
-    assert cli.trainer.strategy.bucket_size_mb == 1
+    assert cli.trainer.strategy.data.bucket_size_mb == 1
     assert cli.trainer.world_size == 2
 
 
