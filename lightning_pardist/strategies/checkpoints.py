@@ -23,6 +23,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pardist._version import __version__
@@ -45,6 +46,7 @@ from lightning_pardist.engines.checkpoint.states import (
     optimizer_shards,
     whole_slots,
 )
+from lightning_pardist.engines.fully_sharded.optimizer import is_elementwise
 from lightning_pardist.engines.process_group import job_store
 from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO
 from lightning_pardist.strategies.resume import KEY
@@ -406,7 +408,8 @@ class Checkpoints:
             return False
         engine = self.strategy._engine
         slots = whole_slots(optimizer) if engine is None else engine.slots(optimizer)
-        fill_optimizer(index, optimizer, slots, state, state.reader)
+        split = any(isinstance(slot.param, DTensor) for members in slots for slot in members)
+        fill_optimizer(index, optimizer, slots, state, state.reader, parts=not split or is_elementwise(optimizer))
         return True
 
 

@@ -160,7 +160,7 @@ class Resume:
         samples = done * before
         rank_zero_warn(
             f"The checkpoint was saved in the middle of an epoch with a global batch of {before} samples, now it is"
-            f" {now}: the run goes on at sample {samples // now * now} of the epoch; the first {samples % now} were seen."
+            f" {now}: the run goes on at sample {samples // now * now} of the epoch; {samples % now} come twice."
         )
         for name in ("ready", "started", "processed", "completed"):
             setattr(current, name, samples // now)

@@ -137,7 +137,9 @@ def _seen(strategy, world, settings):
 def _of_all_ranks(world, strategy, settings):
     """For each step its epoch and the samples of all ranks."""
     ranks = run_ranks(world, _seen, strategy, world, settings)
-    return [(step[0][0], sorted(number for _, numbers in step for number in numbers)) for step in zip(*ranks, strict=True)]
+    return [
+        (step[0][0], sorted(number for _, numbers in step for number in numbers)) for step in zip(*ranks, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("first", "second"), [(("ddp", 4), ("zero2", 2)), (("fsdp", 2), ("ddp", 1))], ids=str)

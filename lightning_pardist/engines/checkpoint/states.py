@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,25 +20,29 @@ _MODEL = "model."
 
 @dataclass(frozen=True)
 class Slot:
-    """What an optimizer holds of one of the parameters that the user gave it.
+    """What an optimizer keeps on this rank for one of its parameters.
 
     Attributes:
-        param: The user's parameter, plain or a ``DTensor``.
-        held: Start and stop in the parameter's elements as they lie in memory, and what the optimizer updates there.
-            None if it updates ``param`` itself.
+        param: The parameter, plain or a ``DTensor``; the optimizer's state is keyed by it.
+        held: Start and stop in the parameter's elements as they lie in memory, and what is updated in its place, flat.
+            None if the parameter itself is.
+        here: Whether this rank updates any of it.
     """
 
     param: Tensor
-    held: tuple[tuple[int, int, Tensor], ...] | None = None
+    held: tuple[int, int, Tensor] | None = None
+    here: bool = True
 
-    def targets(self) -> list[tuple[Tensor, Callable[[Tensor], Shards]]]:
-        """The tensors that the optimizer's state is keyed by, each with how state shaped like it lies in ``param``."""
+    @property
+    def like(self) -> Tensor:
+        """What elementwise state looks like on this rank."""
+        return self.param if self.held is None else self.held[2]
+
+    def locate(self, values: Tensor) -> Shards:
+        """The boxes of state that looks like :attr:`like`."""
         if self.held is None:
-            return [(self.param, lambda values: shards_like(self.param, values))]
-        return [
-            (held, lambda values, start=start, stop=stop: shards_of_slice(self.param, start, stop, values))  # type: ignore[misc]
-            for start, stop, held in self.held
-        ]
+            return shards_like(self.param, values)
+        return shards_of_slice(self.param, *self.held[:2], values)
 
 
 Slots = Sequence[Sequence[Slot]]
@@ -50,8 +54,9 @@ def whole_slots(optimizer: Optimizer) -> list[list[Slot]]:
 
 
 def shards_like(param: Tensor, values: Tensor) -> Shards:
-    """The boxes of a tensor that lies as ``param`` does: plain, a ``DTensor``, or the local part of one."""
-    if isinstance(param, DTensor) and not isinstance(values, DTensor):
+    """The boxes of a tensor that lies as ``param`` does, or whole: plain, a ``DTensor``, or the local part of one."""
+    whole = values.shape == param.shape != _local_shape(param)
+    if isinstance(param, DTensor) and not isinstance(values, DTensor) and not whole:
         held = DTensor.from_local(
             values, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
@@ -125,22 +130,18 @@ def optimizer_shards(
 
 def _collected(optimizer: Optimizer, slot: Slot, small: dict[str, Any]) -> dict[str, Shards]:
     found: dict[str, Shards] = {}
-    for held, located in slot.targets():
-        for key, value in optimizer.state.get(held, {}).items():
-            if not isinstance(value, Tensor):
-                small[key] = value
-            elif value.shape == held.shape or value.shape == _local_shape(held):
-                if value.dim() == 0 and held.dim() == 0 and key == "step":
-                    # A count beside a parameter without dims looks like it.
-                    small[key] = value.detach().cpu().clone()
-                    continue
-                boxes = located(value)
-                parts = (*found[key].parts, *boxes.parts) if key in found else boxes.parts
-                found[key] = Shards(boxes.shape, boxes.dtype, parts)
-            elif value.numel() <= 1:
-                small[key] = value.detach().cpu().clone()
-            else:
-                found[key] = shards_of(value)
+    for key, value in optimizer.state.get(slot.param, {}).items() if slot.here else ():
+        if not isinstance(value, Tensor):
+            small[key] = value
+        elif value.dim() == 0 and (slot.like.dim() > 0 or key == "step"):
+            # Beside a parameter without dims a count looks as its moments do.
+            small[key] = value.detach().cpu().clone()
+        elif value.shape in (slot.like.shape, _local_shape(slot.like)):
+            found[key] = slot.locate(value)
+        elif value.numel() <= 1:
+            small[key] = value.detach().cpu().clone()
+        else:
+            found[key] = shards_of(value)
     return found
 
 
@@ -241,7 +242,13 @@ def fill_module(module: nn.Module, state: FolderState, *, strict: bool = True) -
 
 @torch.no_grad()
 def fill_optimizer(
-    index: int, optimizer: Optimizer, slots: Slots, saved: Mapping[str, Any], reader: FolderReader
+    index: int,
+    optimizer: Optimizer,
+    slots: Slots,
+    saved: Mapping[str, Any],
+    reader: FolderReader,
+    *,
+    parts: bool = True,
 ) -> None:
     """Give an optimizer its state and settings from a folder. Not collective.
 
@@ -251,6 +258,8 @@ def fill_optimizer(
         slots: What it holds of the user's parameters.
         saved: The rest that :func:`optimizer_shards` returned.
         reader: The folder.
+        parts: Whether the optimizer keeps parts of state for parts of parameters, as it does if it updates every
+            element by itself; whole state otherwise.
 
     Raises:
         ValueError: If the parameter groups differ in number or size.
@@ -263,15 +272,12 @@ def fill_optimizer(
         for slot, number in zip(members, settings["params"], strict=True):
             stored = keys[saved["names"][number]]
             small = saved["small"].get(number, {})
-            if not stored and not small:
+            if (not stored and not small) or not slot.here or slot.like.is_meta:
                 continue
-            for held, located in slot.targets():
-                if held.is_meta:
-                    continue
-                state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in small.items()}
-                for key, full_key in stored.items():
-                    state[key] = _filled(full_key, slot, held, located, reader)
-                optimizer.state[held] = state
+            state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in small.items()}
+            for key, full_key in stored.items():
+                state[key] = _filled(full_key, slot, reader, parts=parts)
+            optimizer.state[slot.param] = state
 
 
 def require_same_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], wanted: Sequence[int]) -> None:
@@ -306,17 +312,15 @@ def whole_optimizer_state(index: int, saved: Mapping[str, Any], reader: FolderRe
     return {"state": state, "param_groups": saved["param_groups"]}
 
 
-def _filled(
-    full_key: str, slot: Slot, held: Tensor, located: Callable[[Tensor], Shards], reader: FolderReader
-) -> Tensor:
+def _filled(full_key: str, slot: Slot, reader: FolderReader, *, parts: bool) -> Tensor:
     stored = reader.describe(full_key)
-    if stored.shape != tuple(slot.param.shape):
+    if stored.shape != tuple(slot.param.shape) or not parts:
         return reader.read(full_key).clone()
-    local = held.to_local() if isinstance(held, DTensor) else held
+    local = slot.like.to_local() if isinstance(slot.like, DTensor) else slot.like
     floating = getattr(torch, stored.dtype).is_floating_point and local.is_floating_point()
     dtype = local.dtype if floating else getattr(torch, stored.dtype)
     values = torch.empty_like(local, dtype=dtype, requires_grad=False)
-    reader.read_into(full_key, located(values))
+    reader.read_into(full_key, slot.locate(values))
     return values
 
 
