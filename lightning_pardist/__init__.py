@@ -10,10 +10,13 @@ _torchvision.mend()
 
 from lightning_pardist import registry  # noqa: E402
 from lightning_pardist._version import __version__  # noqa: E402
+from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError  # noqa: E402
 from lightning_pardist.engines.data_parallel import PowerSGD  # noqa: E402
 from lightning_pardist.engines.watchdog import PeerFailedError  # noqa: E402
 from lightning_pardist.mesh import ParallelDims  # noqa: E402
 from lightning_pardist.strategies.base import PardistStrategy  # noqa: E402
+from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO  # noqa: E402
+from lightning_pardist.strategies.checkpoint_loading import load_from_checkpoint  # noqa: E402
 from lightning_pardist.strategies.ddp import DDPStrategy  # noqa: E402
 from lightning_pardist.strategies.fsdp import FSDPStrategy  # noqa: E402
 from lightning_pardist.strategies.zero import ZeroStrategy  # noqa: E402
@@ -22,11 +25,14 @@ registry.register()
 
 __all__ = [
     "DDPStrategy",
+    "DamagedCheckpointError",
     "FSDPStrategy",
     "ParallelDims",
+    "PardistCheckpointIO",
     "PardistStrategy",
     "PeerFailedError",
     "PowerSGD",
     "ZeroStrategy",
     "__version__",
+    "load_from_checkpoint",
 ]

@@ -38,6 +38,7 @@ from lightning_pardist.engines.checkpoint.files import local_path, recover
 from lightning_pardist.engines.checkpoint.folder import FolderReader, FolderSave
 from lightning_pardist.engines.checkpoint.manifest import is_folder, verify_files
 from lightning_pardist.engines.checkpoint.states import (
+    ABOUT,
     FolderState,
     can_fill,
     fill_module,
@@ -49,7 +50,6 @@ from lightning_pardist.engines.checkpoint.states import (
 from lightning_pardist.engines.fully_sharded.optimizer import is_elementwise
 from lightning_pardist.engines.process_group import job_store
 from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO
-from lightning_pardist.strategies.resume import KEY
 from lightning_pardist.strategies.settings import one_of
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Checkpoints:
         async_save: Whether training goes on while a checkpoint is written.
 
     Attributes:
-        reports: What the saves of this process cost.
+        reports: What the saves of the run cost.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -132,7 +132,7 @@ class Checkpoints:
         Raises:
             ValueError: With what was set, what was found and the fix.
         """
-        self._closed = False
+        self._closed, self.reports = False, []
         io = self.strategy.checkpoint_io
         if self.sharded and not isinstance(io, PardistCheckpointIO):
             raise ValueError(
@@ -184,7 +184,7 @@ class Checkpoints:
         self.finish()
         self.strategy.before_collective()
         if state := self.strategy.resume.state(self._exchange()):
-            checkpoint[KEY] = state
+            checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
         job = self._sharded_job if self.sharded else self._full_job
         run = job(checkpoint, os.fspath(path), storage_options)
         if not self._in_background:
@@ -246,7 +246,6 @@ class Checkpoints:
                 self._executor = None
         if self.async_save and self.reports:
             rank_zero_info(self.describe())
-            self.reports = []
 
     def describe(self) -> str:
         """What the saves so far cost, in one line."""

@@ -18,12 +18,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pardist.engines.checkpoint.exchange import Exchange
+from lightning_pardist.engines.checkpoint.states import ABOUT
 
 if TYPE_CHECKING:
     from lightning_pardist.strategies.base import PardistStrategy
-
-#: Where in a checkpoint the ranks' states stand; other programs ignore it.
-KEY = "lightning_pardist"
 
 
 class Resume:
@@ -68,7 +66,7 @@ class Resume:
 
     def take(self, checkpoint: Mapping[str, Any]) -> None:
         """Note what a checkpoint says of its ranks. Not collective."""
-        self._saved = dict(checkpoint.get(KEY, {}))
+        self._saved = dict(checkpoint.get(ABOUT, {}))
 
     def settle(self, trainer: pl.Trainer) -> None:
         """Set the restored counters to what a run that was never interrupted has there. Not collective.

@@ -16,6 +16,8 @@ from lightning_pardist.engines.checkpoint.boxes import Shards, shards_of, shards
 from lightning_pardist.engines.checkpoint.folder import FolderReader
 
 _MODEL = "model."
+#: Where in a checkpoint stands what other programs ignore.
+ABOUT = "lightning_pardist"
 
 
 @dataclass(frozen=True)
@@ -294,22 +296,31 @@ def require_same_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]
         )
 
 
-def whole_optimizer_state(index: int, saved: Mapping[str, Any], reader: FolderReader) -> dict[str, Any]:
-    """The state dict that an optimizer of one process would have. Not collective; tensors mapped where they can be.
+def optimizer_keys(index: int, saved: Mapping[str, Any], reader: FolderReader) -> dict[int, dict[str, str]]:
+    """Where a folder keeps an optimizer's tensors: by number of the parameter and name of the state, the key.
 
     Args:
         index: Which of the Trainer's optimizers.
         saved: The rest that :func:`optimizer_shards` returned.
         reader: The folder.
     """
-    keys = _keys_by_name(index, saved["names"].values(), reader)
-    state: dict[int, dict[str, Any]] = {}
-    for number, name in saved["names"].items():
-        found = dict(saved["small"].get(number, {}))
-        found.update({key: reader.read(full_key) for key, full_key in keys[name].items()})
-        if found:
-            state[number] = found
-    return {"state": state, "param_groups": saved["param_groups"]}
+    by_name = _keys_by_name(index, saved["names"].values(), reader)
+    return {number: by_name[name] for number, name in saved["names"].items()}
+
+
+def numbered_optimizer_shards(index: int, state: Mapping[str, Any]) -> tuple[dict[str, Shards], dict[str, Any]]:
+    """As :func:`optimizer_shards`, for a whole state dict, whose parameters have numbers for names."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    named = {number: f"#{number}" for number in numbers}
+    tensors: dict[str, Shards] = {}
+    small: dict[int, dict[str, Any]] = {}
+    for number, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.numel() > 1:
+                tensors[_state_key(index, named[number], key)] = shards_of(value)
+            else:
+                small.setdefault(number, {})[key] = value.clone() if isinstance(value, Tensor) else value
+    return tensors, {"param_groups": state["param_groups"], "names": named, "small": small}
 
 
 def _filled(full_key: str, slot: Slot, reader: FolderReader, *, parts: bool) -> Tensor:
