@@ -52,6 +52,7 @@ from lightning_pardist.strategies.launchers import (
 )
 from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.results import EpochResults
+from lightning_pardist.strategies.scaling import JobWideScaling
 from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
 
 T = TypeVar("T")
@@ -161,6 +162,7 @@ class PardistStrategy(ParallelStrategy):
         self._evaluation: ExactEvaluation | None = None
         self._epoch_results: EpochResults | None = None
         self._user_clipping: JobWideClipping | None = None
+        self._scaling: JobWideScaling | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -334,6 +336,10 @@ class PardistStrategy(ParallelStrategy):
             module.__dict__["zero_grad"] = self._zero_grad
             self._user_clipping = JobWideClipping(module, self._engine, self._model_axes)
             self._user_clipping.attach()
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            if scaler is not None and self.world_size > 1:
+                self._scaling = JobWideScaling(scaler, self._engine, group=_world(), device=self.root_device)
+                self._scaling.attach()
             for wrapped in self._lightning_optimizers:
                 # It took over what the optimizer had before the engine came.
                 if "zero_grad" in wrapped._optimizer.__dict__:
@@ -658,10 +664,11 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        for attached in (self._evaluation, self._epoch_results, self._user_clipping):
+        for attached in (self._evaluation, self._epoch_results, self._user_clipping, self._scaling):
             if attached is not None:
                 attached.detach()
-        self._evaluation = self._epoch_results = self._buffer_sync = self._user_clipping = None
+        self._evaluation = self._epoch_results = self._buffer_sync = None
+        self._user_clipping = self._scaling = None
         for part in reversed(self.parts):
             part.teardown()
         self._revert_layer_sync()
