@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.local_tensors import own_part
+
 
 @torch.no_grad()
 def sum_of_squares(grads: Sequence[Tensor], *, device: torch.device) -> Tensor:
-    """Sum of squares of all elements, a scalar in fp32 or wider on ``device``."""
+    """Sum of squares of all elements on this rank, a scalar in fp32 or wider on ``device``."""
     if not grads:
         return torch.zeros((), device=device)
+    grads = [own_part(grad) for grad in grads]
     widest = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
     norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
     return torch.stack([norm.to(device, widest) for norm in norms]).square().sum()
@@ -36,4 +39,4 @@ def clamp_(optimizer: Optimizer, limit: float) -> None:
 
 def _grads(optimizer: Optimizer) -> list[Tensor]:
     params = (param for group in optimizer.param_groups for param in group["params"])
-    return [param.grad for param in params if param.grad is not None]
+    return [own_part(param.grad) for param in params if param.grad is not None]

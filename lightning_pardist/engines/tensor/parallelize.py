@@ -68,6 +68,31 @@ def apply(module: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> Tens
     return runtime
 
 
+def dissolve(module: nn.Module) -> None:
+    """Take back what :func:`apply` did: plain whole parameters and buffers on every rank. Collective.
+
+    Tied parameters stay tied. Gradients are let go.
+
+    Args:
+        module: A module after :func:`apply`; one that was not split stays as it is.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for owner, name, _ in _slots(module, buffers=False):
+        parameter: Tensor | None = owner._parameters[name]
+        if not isinstance(parameter, DTensor):
+            continue
+        if id(parameter) not in made:
+            made[id(parameter)] = nn.Parameter(whole_tensor(parameter).clone(), requires_grad=parameter.requires_grad)
+            made[id(parameter)]._pardist_split = parameter  # type: ignore[attr-defined]
+        setattr(owner, name, made[id(parameter)])
+    for whole in made.values():
+        del whole._pardist_split  # type: ignore[attr-defined]
+    for owner, name, _ in _slots(module, buffers=True):
+        buffer = owner._buffers[name]
+        if isinstance(buffer, DTensor):
+            owner._buffers[name] = whole_tensor(buffer).clone()
+
+
 def _check(module: nn.Module, plan: TensorParallelPlan) -> None:
     shapes = {item.name: item.shape for item in plan.parameters}
     found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -121,7 +146,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     local = tensor.to_local().detach()
     if layout is None:
         return local
-    group = tensor.device_mesh.get_group()
+    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, local.contiguous(), group=group)
     return layout.join(parts)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 import lightning_pardist.engines.tensor.rules_matmul
 import lightning_pardist.engines.tensor.rules_nn
@@ -79,6 +80,9 @@ class TensorRuntime:
         self.fallbacks: dict[str, Fallback] = {}
         # Both sides of views that became copies, by storage, until the step ends.
         self._copied_views: dict[int, Tensor] = {}
+        self._depth = 0
+        self._called: tuple[nn.Module, ExitStack] | None = None
+        self._handles: list[RemovableHandle] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -92,8 +96,17 @@ class TensorRuntime:
             stack.enter_context(_without_mha_fast_path())
             stack.enter_context(_Mode(self))
             stack.callback(self._forget)
+            stack.enter_context(self._counted())
             self._forget()
             yield
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     def _forget(self) -> None:
         self.group.forget()
@@ -102,6 +115,48 @@ class TensorRuntime:
     def whole(self, tree: Any) -> Any:
         """The same with every split tensor gathered. Collective over the tensor group if there are any."""
         return pytree.tree_map_only(SplitTensor, self.gather, tree)
+
+    def plain(self, tree: Any) -> Any:
+        """The same with every split tensor and every parameter as a plain whole tensor, for code that knows no other.
+
+        Collective over the tensor group if there are any.
+        """
+        return map_only((SplitTensor, DTensor), self._as_plain, tree)
+
+    def _as_plain(self, tensor: SplitTensor | DTensor) -> Tensor:
+        if isinstance(tensor, SplitTensor):
+            return self.gather(tensor)
+        if any(placement.is_partial() for placement in tensor.placements):
+            return tensor.full_tensor()
+        opened = self._open(tensor)
+        return self.gather(opened) if isinstance(opened, SplitTensor) else opened
+
+    def cover(self, module: nn.Module) -> None:
+        """Have calls of the module and its submodules outside of :meth:`step` run as in one, with plain results.
+
+        Hooks of users and callbacks call modules where no step runs. Undone by :meth:`uncover`.
+        """
+        for child in module.modules():
+            self._handles.append(child.register_forward_pre_hook(self._enter_by_call, prepend=True))
+            self._handles.append(child.register_forward_hook(self._leave_by_call, always_call=True))
+
+    def uncover(self) -> None:
+        """Take back :meth:`cover`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter_by_call(self, module: nn.Module, args: Any) -> None:
+        if not self._depth:
+            self._called = module, ExitStack()
+            self._called[1].enter_context(self.step())
+
+    def _leave_by_call(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._called is None or self._called[0] is not module:
+            return None
+        (_, stack), self._called = self._called, None
+        with stack:
+            return self.plain(output)
 
     def gather(self, tensor: SplitTensor) -> Tensor:
         """A split tensor as a whole one, with autograd. Collective over the tensor group."""

@@ -106,6 +106,11 @@ class FullyShardedData(DataPart):
     def broadcasts(self) -> bool:
         return True
 
+    @property
+    @override
+    def steps_on_parts(self) -> bool:
+        return True
+
     @override
     def convert_precision(self, module: pl.LightningModule) -> None:
         plugin = self.strategy.precision_plugin
