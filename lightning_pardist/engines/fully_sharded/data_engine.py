@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullySharded
-from lightning_pardist.engines.fully_sharded.norm import clip_by_value_, grad_norm, local_gradients
+from lightning_pardist.engines.fully_sharded.norm import grad_norm, local_gradients
 from lightning_pardist.engines.fully_sharded.state import own_values, whole_values
+from lightning_pardist.engines.gradients import Counts
+from lightning_pardist.engines.local_tensors import own_shape
 
 
 class ShardedDataEngine:
@@ -74,19 +77,16 @@ class ShardedDataEngine:
         """Gradients are reduced as they come, since there is no place for whole ones."""
         yield
 
-    def squared_grad_norm(self, optimizer: Optimizer, counts: Callable[[nn.Parameter], bool] | None = None) -> Tensor:
-        """Sum of squares of an optimizer's gradients over all ranks. Collective."""
-        parameters = _parameters(optimizer)
-        return grad_norm([param for param in parameters if counts is None or counts(param)]).square()
+    def grad_power(
+        self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
+    ) -> Tensor:
+        """Sum of powers of the gradients of some parameters over all shards. Collective."""
+        norm = grad_norm([param for param in params if counts is None or counts(param)], norm_type)
+        return norm if math.isinf(norm_type) else norm.pow(norm_type)
 
-    def scale_grads(self, optimizer: Optimizer, factor: Tensor) -> None:
-        """Multiply this rank's shards of an optimizer's gradients by a scalar. Not collective."""
-        for gradient in local_gradients(_parameters(optimizer)):
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
-
-    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamp every element of the gradients to ``[-limit, limit]``. Not collective."""
-        clip_by_value_(_parameters(optimizer), limit)
+    def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        """This rank's shards of the gradients of some parameters. Not collective."""
+        return local_gradients(params)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -98,7 +98,8 @@ class ShardedDataEngine:
         Returns:
             On the first rank the whole state in host memory, elsewhere parameter groups without state.
         """
-        here = dist.get_rank() == 0
+        writer = self.sharded.writer
+        here = dist.get_rank() == writer
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         number = 0
@@ -106,7 +107,7 @@ class ShardedDataEngine:
             first = number
             for parameter in group["params"]:
                 own = optimizer.state.get(parameter, {})
-                values = dict(whole_values(f"parameter {number}", parameter, own))
+                values = dict(whole_values(f"parameter {number}", parameter, own, writer))
                 if here and values:
                     state[number] = values
                 number += 1
@@ -142,16 +143,17 @@ class ShardedDataEngine:
         """Nothing to do: the hooks belong to the sharded module."""
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
 def _in_dtype_of(parameter: Tensor, value: Any) -> Any:
     """State shaped like its parameter, in the parameter's dtype, as torch's own loading has it."""
-    if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape and value.is_floating_point():
+    if (
+        isinstance(value, torch.Tensor)
+        and value.dim()
+        and value.shape == own_shape(parameter)
+        and value.is_floating_point()
+    ):
         return value.to(parameter.dtype)
     return value

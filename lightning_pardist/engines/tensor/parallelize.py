@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_pardist.engines.local_tensors import over_tensor_ranks
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
 from lightning_pardist.engines.tensor.plan import TensorParallelPlan
 from lightning_pardist.engines.tensor.runtime import TensorRuntime
@@ -153,7 +154,9 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A plain whole tensor laid out as ``like`` is; the inverse of :func:`whole_tensor`. Not collective.
+    """A plain whole tensor laid out over the tensor ranks as ``like`` is; the inverse of :func:`whole_tensor`.
+
+    Not collective.
 
     Raises:
         ValueError: If the shapes differ.
@@ -162,12 +165,12 @@ def local_like(whole: Tensor, like: Tensor) -> Tensor:
         return whole
     if tuple(whole.shape) != tuple(like.shape):
         raise ValueError(f"A tensor of shape {tuple(whole.shape)} was loaded where {tuple(like.shape)} is needed.")
-    mesh, layout = like.device_mesh, from_placement(like.placements[-1], like.ndim)
+    axis = like.device_mesh.ndim - 1
+    layout = from_placement(like.placements[axis], like.ndim)
     whole = whole.to(like.device)
-    local = whole if layout is None else layout.take(whole, mesh.get_local_rank(), mesh.size())
-    return DTensor.from_local(
-        local.clone().contiguous(), mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    if layout is not None:
+        whole = layout.take(whole, like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis))
+    return over_tensor_ranks(whole.clone().contiguous(), like)
 
 
 def full_state_dict(module: nn.Module, *, keep: bool = True) -> dict[str, Any]:

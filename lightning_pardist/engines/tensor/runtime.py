@@ -171,6 +171,8 @@ class TensorRuntime:
         first = args[0] if args else None
         if name in LOCAL_PROPERTIES and isinstance(first, SplitTensor):
             return func(first.local, *args[1:], **kwargs)
+        if name == "register_hook" and isinstance(first, SplitTensor):
+            return self._register_hook(first, *args[1:], **kwargs)
         if isinstance(first, DTensor) and (
             inplace or name in PARAMETER_METHODS or name.startswith(("set:", "delete:"))
         ):
@@ -185,8 +187,19 @@ class TensorRuntime:
             return func(*args, **kwargs)
         return self._on_parts(func, name, inplace, args, kwargs)
 
+    def _register_hook(self, tensor: SplitTensor, hook: Callable[[Any], Any]) -> Any:
+        """The user's hook sees a split gradient, as split as the tensor."""
+
+        def seen(grad: Tensor) -> Any:
+            result = hook(SplitTensor(grad, tensor.split_layout, self))
+            return result.local if isinstance(result, SplitTensor) else result
+
+        return tensor.local.register_hook(seen)
+
     def _open(self, parameter: DTensor) -> Tensor:
         """A parameter as a plain tensor if it is whole, as a split tensor if not; gradients come back as DTensors."""
+        if parameter.device_mesh.ndim > 1:
+            parameter = _gathered(parameter)
         layout = from_placement(parameter.placements[-1], parameter.ndim)
         local = parameter.to_local()
         return local if layout is None else SplitTensor(local, layout, self)
@@ -415,7 +428,9 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> Iterator[No
     before = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # DTensor's and fully_shard's own functions know what they are given.
+        if cls.__module__.startswith("torch.distributed.fsdp") and _concerned(args):
+            return _on_locals(lambda *parts: before.__func__(cls, *parts, **kwargs), args, runtime)
+        # DTensor's own functions know what they are given.
         if _concerned(args) and not cls.__module__.startswith("torch.distributed."):
             opened = map_only(DTensor, runtime._open, args)
             if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves(opened)):
@@ -428,3 +443,28 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> Iterator[No
         yield
     finally:
         torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+
+def _on_locals(apply: Callable[..., Any], args: tuple[Any, ...], runtime: TensorRuntime) -> Any:
+    """A function that hands its tensors through to add hooks to their history, on the parts of split ones."""
+    layouts = [arg.split_layout if isinstance(arg, SplitTensor) else None for arg in args]
+    results = apply(*(arg.local if isinstance(arg, SplitTensor) else arg for arg in args))
+    if not isinstance(results, tuple):
+        return results
+    layouts = layouts[len(layouts) - len(results) :]
+    return tuple(
+        result if layout is None else SplitTensor(result, layout, runtime)
+        for result, layout in zip(results, layouts, strict=True)
+    )
+
+
+def _gathered(parameter: DTensor) -> DTensor:
+    """A parameter that is sharded over data ranks too, and used where its module has not gathered it."""
+    gather = getattr(parameter, "_pardist_gather", None)
+    if gather is None:
+        raise RuntimeError(
+            "A parameter that is sharded over the data axis was used outside its module's call, which it was not in the"
+            " first run of this step. Set data_settings={'watch': 'always'} to look for such uses in every step."
+        )
+    gathered: DTensor = gather()
+    return gathered

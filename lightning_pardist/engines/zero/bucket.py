@@ -74,6 +74,7 @@ class ShardedBucket(Bucket):
         self._full: Tensor | None = None
         self._views: list[Tensor] = []
         self._shard: Tensor | None = None
+        self._shard_in_full = False
         self.reset()
 
     # --- parameters ---------------------------------------------------------------------------------------------
@@ -139,6 +140,14 @@ class ShardedBucket(Bucket):
     @property
     def views(self) -> list[Tensor]:
         """The parameters' gradients in the full buffer, which is made when the first of them comes."""
+        if self._shard is not None and self._shard_in_full:
+            # Reduced, and not used by a step yet: what is coming must not overwrite it.
+            self._shard_in_full = False
+            if any(piece.shard.grad is not None for piece in self.pieces):
+                self._shard = self._shard.clone()
+                for piece in self.pieces:
+                    if piece.shard.grad is not None:
+                        piece.shard.grad = self._shard[piece.offset : piece.offset + piece.stop - piece.start]
         if self._full is None:
             self._full = torch.zeros_like(self.flat_params)
             offset = 0
@@ -162,6 +171,7 @@ class ShardedBucket(Bucket):
         elif self.keep_full and self._full is not None and self.master.dtype == self._dtype:
             self._shard = self._full[self._own]
             self._shard.copy_(reduced)
+            self._shard_in_full = True
         else:
             self._shard = reduced.to(self.master.dtype)
         for param in self.params:

@@ -75,7 +75,6 @@ class TensorParallel(Part):
         self.plan: TensorParallelPlan | None = None
         self.runtime: TensorRuntime | None = None
         self._split: nn.Module | None = None
-        self._originals: dict[Optimizer, list[list[nn.Parameter]]] = {}
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
 
     @override
@@ -171,7 +170,6 @@ class TensorParallel(Part):
 
     @override
     def after_optimizers(self, optimizers: list[Optimizer]) -> None:
-        self._originals = {opt: [list(group["params"]) for group in opt.param_groups] for opt in optimizers}
         if not self.strategy.data.steps_on_parts:
             for optimizer in optimizers:
                 attach(optimizer)
@@ -304,9 +302,7 @@ class TensorParallel(Part):
 
     @override
     def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        params = self._parameters(optimizer)
-        if not params:
-            return state
+        params = _parameters(optimizer)
         whole = {
             number: {
                 key: _whole_value(value, params[number], on_whole=steps_on_whole(optimizer))
@@ -318,8 +314,8 @@ class TensorParallel(Part):
 
     @override
     def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        params = self._parameters(optimizer)
-        if not params or steps_on_whole(optimizer):
+        params = _parameters(optimizer)
+        if steps_on_whole(optimizer):
             return state
         saved = [number for group in state["param_groups"] for number in group["params"]]
         local = {
@@ -328,12 +324,6 @@ class TensorParallel(Part):
             if number in state["state"] and position < len(params)
         }
         return {**state, "state": local}
-
-    def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The module's parameters in the order in which the optimizer numbers them."""
-        known = self._originals.get(optimizer, [])
-        later = [group["params"] for group in optimizer.param_groups[len(known) :]] if known else []
-        return [param for params in (*known, *later) for param in params]
 
     # --- for people, and the end --------------------------------------------------------------------------------
 
@@ -370,6 +360,11 @@ def _call(module: nn.Module, example: Any) -> Any:
     if isinstance(example, dict):
         return module(**example)
     return module(*example) if isinstance(example, tuple) else module(example)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The module's parameters in the order in which the optimizer numbers them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _whole_value(value: Any, param: nn.Parameter, *, on_whole: bool) -> Any:
