@@ -16,6 +16,7 @@ from lightning_pardist.mesh import ParallelDims  # noqa: E402
 from lightning_pardist.strategies.base import PardistStrategy  # noqa: E402
 from lightning_pardist.strategies.ddp import DDPStrategy  # noqa: E402
 from lightning_pardist.strategies.fsdp import FSDPStrategy  # noqa: E402
+from lightning_pardist.strategies.tensor import TensorParallelStrategy  # noqa: E402
 from lightning_pardist.strategies.zero import ZeroStrategy  # noqa: E402
 
 registry.register()
@@ -27,6 +28,7 @@ __all__ = [
     "PardistStrategy",
     "PeerFailedError",
     "PowerSGD",
+    "TensorParallelStrategy",
     "ZeroStrategy",
     "__version__",
 ]

@@ -12,6 +12,7 @@ from lightning_pardist._other_lightning import refuse_names
 from lightning_pardist.strategies.base import PardistStrategy
 from lightning_pardist.strategies.ddp import DDPStrategy
 from lightning_pardist.strategies.fsdp import FSDPStrategy
+from lightning_pardist.strategies.tensor import TensorParallelStrategy
 from lightning_pardist.strategies.zero import ZeroStrategy
 
 
@@ -55,6 +56,14 @@ TABLE: tuple[Entry, ...] = (
           "the same, with units and policies of your own"),
     Entry("pardist_hsdp", FSDPStrategy, "samples; the rest inside each node",
           "nodes are connected slowly: shards inside a node, replicas across", {"data_shard_size": "node"}),
+    Entry("pardist_tp", TensorParallelStrategy, "layers inside", "single layers are large, or a batch is small"),
+    Entry("pardist_tp_ddp", TensorParallelStrategy, "layers inside each node, samples across nodes",
+          "a node's devices are connected well: layers split inside it, replicas across",
+          {"tensor_parallel_size": "node"}),
+    Entry("pardist_tp_zero3", TensorParallelStrategy,
+          "layers inside each node; samples, optimizer state, gradients, parameters across nodes",
+          "the same, and parameters do not fit a node",
+          {"tensor_parallel_size": "node", "data_parallel": "zero3"}),
 )  # fmt: skip
 
 

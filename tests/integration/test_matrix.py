@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from lightning_pardist import FSDPStrategy
+from lightning_pardist import FSDPStrategy, TensorParallelStrategy
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import train
@@ -23,6 +23,12 @@ STRATEGIES = {
     # Small modules: with the usual smallest unit all parameters would be the root's.
     "fsdp-2": (functools.partial(FSDPStrategy, min_unit_size_mb=0), 2),
     "hsdp-4": (functools.partial(FSDPStrategy, min_unit_size_mb=0, data_shard_size=2), 4),
+    "tp-2": ("pardist_tp", 2),
+    "tp-4": ("pardist_tp", 4),
+    "tp-sequence-2": (functools.partial(TensorParallelStrategy, sequence_parallel=True), 2),
+    "tp-ddp-4": (functools.partial(TensorParallelStrategy, tensor_parallel_size=2), 4),
+    "tp-zero1-4": (functools.partial(TensorParallelStrategy, tensor_parallel_size=2, data_parallel="zero1"), 4),
+    "tp-zero2-4": (functools.partial(TensorParallelStrategy, tensor_parallel_size=2, data_parallel="zero2"), 4),
 }
 
 #: name of the column -> (modules, module arguments, Trainer arguments)
@@ -57,6 +63,8 @@ def _cells():
         for feature in FEATURES:
             # On four ranks every push runs what differs most; `make test-all` runs the rest.
             slow = devices == 4 and feature not in ("adam", "clip_norm")
+            if row.startswith("tp-"):
+                slow = row != "tp-2" and (row, feature) not in (("tp-sequence-2", "sgd"), ("tp-zero2-4", "clip_norm"))
             yield pytest.param(row, feature, marks=pytest.mark.slow if slow else ())
 
 

@@ -16,6 +16,7 @@ from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullyShar
 from lightning_pardist.engines.fully_sharded.norm import grad_norm, local_gradients
 from lightning_pardist.engines.fully_sharded.state import own_values, whole_values
 from lightning_pardist.engines.gradients import Counts
+from lightning_pardist.engines.local_tensors import own_shape
 
 
 class ShardedDataEngine:
@@ -97,7 +98,8 @@ class ShardedDataEngine:
         Returns:
             On the first rank the whole state in host memory, elsewhere parameter groups without state.
         """
-        here = dist.get_rank() == 0
+        writer = self.sharded.writer
+        here = dist.get_rank() == writer
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         number = 0
@@ -105,7 +107,7 @@ class ShardedDataEngine:
             first = number
             for parameter in group["params"]:
                 own = optimizer.state.get(parameter, {})
-                values = dict(whole_values(f"parameter {number}", parameter, own))
+                values = dict(whole_values(f"parameter {number}", parameter, own, writer))
                 if here and values:
                     state[number] = values
                 number += 1
@@ -147,6 +149,11 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _in_dtype_of(parameter: Tensor, value: Any) -> Any:
     """State shaped like its parameter, in the parameter's dtype, as torch's own loading has it."""
-    if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape and value.is_floating_point():
+    if (
+        isinstance(value, torch.Tensor)
+        and value.dim()
+        and value.shape == own_shape(parameter)
+        and value.is_floating_point()
+    ):
         return value.to(parameter.dtype)
     return value

@@ -60,6 +60,9 @@ class Part:
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Change the module in place to what this part runs. Collective over the world."""
 
+    def after_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Optimizers were made from the transformed module; the engine of the data axis does not exist yet."""
+
     # --- steps --------------------------------------------------------------------------------------------------
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -129,6 +132,11 @@ class DataPart(Part):
     @property
     def broadcasts(self) -> bool:
         """Whether :meth:`transform` gives every rank the first rank's values by itself."""
+        return False
+
+    @property
+    def steps_on_parts(self) -> bool:
+        """Whether the engine sees to it that optimizers step on what this rank holds of each parameter."""
         return False
 
     def convert_precision(self, module: pl.LightningModule) -> None:
