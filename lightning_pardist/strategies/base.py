@@ -313,6 +313,8 @@ class PardistStrategy(ParallelStrategy):
             part.transform(trainer, module)
         if fitting:
             self.setup_optimizers(trainer)
+            for part in self.parts:
+                part.after_optimizers(trainer, self.optimizers)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)

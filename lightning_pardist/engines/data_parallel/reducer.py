@@ -171,7 +171,8 @@ class GradientReducer:
         """Sum of squares of an optimizer's gradients. Not collective: they agree on all ranks."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params if param.grad is not None and (counts is None or counts(param))]
-        return sum_of_squares(grads, device=params[0].device if params else torch.device("cpu"))
+        devices = (param.device for param in params if not param.is_meta)
+        return sum_of_squares(grads, device=next(devices, torch.device("cpu")))
 
     def scale_grads(self, optimizer: Optimizer, factor: Tensor) -> None:
         """Multiply an optimizer's gradients by a scalar. Not collective."""
@@ -262,7 +263,7 @@ class GradientReducer:
         fresh = [
             param
             for param in self.module.parameters()
-            if param.requires_grad and param not in self._slots and id(param) not in sparse
+            if param.requires_grad and not param.is_meta and param not in self._slots and id(param) not in sparse
         ]
         if fresh:
             # Backward runs in about the reverse order of registration.

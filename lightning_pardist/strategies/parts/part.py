@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -59,6 +59,9 @@ class Part:
 
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Change the module in place to what this part runs. Collective over the world."""
+
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        """Change the module once optimizers have been made, and the optimizers with it. Collective over the world."""
 
     # --- steps --------------------------------------------------------------------------------------------------
 
