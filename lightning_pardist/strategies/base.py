@@ -36,11 +36,12 @@ from lightning_pardist.engines.allocator import keep_freed_memory
 from lightning_pardist.engines.api import DataEngine
 from lightning_pardist.engines.data_parallel import BufferSync
 from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
-from lightning_pardist.engines.gradient_norm import clip_grad_norm
+from lightning_pardist.engines.gradient_norm import clip_grad_norm, clip_grad_value
 from lightning_pardist.engines.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.process_group import destroy_alone, init_process_group, job_store, verify_same_module
 from lightning_pardist.engines.watchdog import Watchdog
 from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
+from lightning_pardist.strategies.clipping import JobWideClipping
 from lightning_pardist.strategies.evaluation import ExactEvaluation
 from lightning_pardist.strategies.launchers import (
     MultiProcessLauncher,
@@ -146,10 +147,9 @@ class PardistStrategy(ParallelStrategy):
         self.broadcast_buffers = broadcast_buffers
         self.keep_freed_memory = keep_freed_memory
         self.data, self.tensor, self.pipeline = data, tensor, pipeline
-        #: In the order in which they transform the module.
-        self.parts: tuple[Part, ...] = tuple(part for part in (tensor, pipeline, data) if part is not None)
-        for part in self.parts:
-            part.bind(self)
+        for part in (data, tensor, pipeline):
+            if part is not None:
+                part.bind(self)
         self.dims = ParallelDims()
         self.watchdog: Watchdog | None = None
         self._num_nodes = 1
@@ -160,6 +160,18 @@ class PardistStrategy(ParallelStrategy):
         self._buffer_sync: BufferSync | None = None
         self._evaluation: ExactEvaluation | None = None
         self._epoch_results: EpochResults | None = None
+        self._user_clipping: JobWideClipping | None = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that have something to do, in the order in which they transform the module."""
+        return (*self._model_axes, self.data)
+
+    @property
+    def _model_axes(self) -> tuple[Part, ...]:
+        """Those of tensor and pipeline part that split over more than one rank."""
+        found = ((self.tensor, self.dims.tensor_parallel), (self.pipeline, self.dims.pipeline_parallel))
+        return tuple(part for part, size in found if part is not None and size > 1)
 
     # --- ranks --------------------------------------------------------------------------------------------------
 
@@ -206,7 +218,8 @@ class PardistStrategy(ParallelStrategy):
         Raises:
             ValueError: If they do not fit, with the values and the fix.
         """
-        degrees = {axis: size for part in self.parts for axis, size in part.degrees(self.num_processes).items()}
+        parts = [part for part in (self.data, self.tensor, self.pipeline) if part is not None]
+        degrees = {axis: size for part in parts for axis, size in part.degrees(self.num_processes).items()}
         if any(degrees.get(axis) == "auto" for axis in ("tensor_parallel", "pipeline_parallel")):
             # The data axis takes what others leave, and these want everything.
             degrees = {axis: 1 if axis in DATA_AXES and size == "auto" else size for axis, size in degrees.items()}
@@ -321,6 +334,12 @@ class PardistStrategy(ParallelStrategy):
             self._engine = self.data.make_engine(module, self.optimizers)
             self.precision_plugin.__dict__.update(self._clipping())
             module.__dict__["zero_grad"] = self._zero_grad
+            self._user_clipping = JobWideClipping(module, self._engine, self._model_axes)
+            self._user_clipping.attach()
+            for wrapped in self._lightning_optimizers:
+                # It took over what the optimizer had before the engine came.
+                if "zero_grad" in wrapped._optimizer.__dict__:
+                    wrapped.__dict__["zero_grad"] = wrapped._optimizer.zero_grad
         self._attach_to(trainer)
 
     def _apply_layer_sync(self) -> None:
@@ -368,13 +387,9 @@ class PardistStrategy(ParallelStrategy):
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one of the module's four step functions: the data axis outermost, split layers innermost."""
-        for part in self._inside_out:
+        for part in self.parts:
             step = partial(part.run_step, step)
         return step(*args, **kwargs)
-
-    @property
-    def _inside_out(self) -> tuple[Part, ...]:
-        return tuple(part for part in (self.tensor, self.pipeline, self.data) if part is not None)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -505,12 +520,11 @@ class PardistStrategy(ParallelStrategy):
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if self._engine is not None:
-            axes = [part for part in (self.tensor, self.pipeline) if part is not None]
-            clip_grad_norm(self._engine, _plain(optimizer), float(clip_val), axes=axes)
+            clip_grad_norm(self._engine, _params(optimizer), float(clip_val), axes=self._model_axes)
 
     def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if self._engine is not None:
-            self._engine.clip_grad_value(_plain(optimizer), float(clip_val))
+            clip_grad_value(self._engine, _params(optimizer), float(clip_val))
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """Stands in for the module's ``zero_grad``, which does not know of gradients that the engine keeps."""
@@ -525,9 +539,8 @@ class PardistStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of one process, whole at least on the first rank. Collective."""
         state = super().lightning_module_state_dict()
-        for part in (self.data, self.tensor, self.pipeline):
-            if part is not None:
-                state = part.whole_module_state(state)
+        for part in (self.data, *self._model_axes):
+            state = part.whole_module_state(state)
         return state
 
     @override
@@ -535,9 +548,8 @@ class PardistStrategy(ParallelStrategy):
         if self.lightning_module is None:
             raise RuntimeError("A checkpoint is loaded into a module: call a Trainer's fit, validate, test or predict.")
         state: Mapping[str, Any] = checkpoint["state_dict"]
-        for part in (self.pipeline, self.tensor, self.data):
-            if part is not None:
-                state = part.local_module_state(state)
+        for part in (*reversed(self._model_axes), self.data):
+            state = part.local_module_state(state)
         self.data.load_module_state(self.lightning_module, state, strict=strict)
 
     @override
@@ -545,9 +557,8 @@ class PardistStrategy(ParallelStrategy):
         """State as one process would have it, whole at least on the first rank. Collective."""
         optimizer = _plain(optimizer)
         state = super().optimizer_state(optimizer) if self._engine is None else self._engine.optimizer_state(optimizer)
-        for part in (self.tensor, self.pipeline):
-            if part is not None:
-                state = part.whole_optimizer_state(optimizer, state)
+        for part in self._model_axes:
+            state = part.whole_optimizer_state(optimizer, state)
         return state
 
     @override
@@ -556,9 +567,8 @@ class PardistStrategy(ParallelStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            for part in (self.pipeline, self.tensor):
-                if part is not None:
-                    state = part.local_optimizer_state(optimizer, state)
+            for part in reversed(self._model_axes):
+                state = part.local_optimizer_state(optimizer, state)
             self._engine.load_optimizer_state(optimizer, state)
             _optimizers_to_device([optimizer], self.root_device)
 
@@ -650,10 +660,10 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        for attached in (self._evaluation, self._epoch_results):
+        for attached in (self._evaluation, self._epoch_results, self._user_clipping):
             if attached is not None:
                 attached.detach()
-        self._evaluation = self._epoch_results = self._buffer_sync = None
+        self._evaluation = self._epoch_results = self._buffer_sync = self._user_clipping = None
         for part in reversed(self.parts):
             part.teardown()
         self._revert_layer_sync()
@@ -673,6 +683,10 @@ class PardistStrategy(ParallelStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Names are registered from the table in :mod:`lightning_pardist.registry`, not class by class."""
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _plain(optimizer: Optimizer | LightningOptimizer) -> Optimizer:

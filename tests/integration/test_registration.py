@@ -97,7 +97,7 @@ def test_powersgd_on_the_command_line():
          "--trainer.strategy.gradient_compression=lightning_pardist.PowerSGD",
          "--trainer.strategy.gradient_compression.rank=3"]
     )  # fmt: skip
-    assert cli.trainer.strategy.gradient_compression == lightning_pardist.PowerSGD(rank=3)
+    assert cli.trainer.strategy.data.gradient_compression == lightning_pardist.PowerSGD(rank=3)
 
 
 def _wrong_size():
