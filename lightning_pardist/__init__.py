@@ -11,22 +11,26 @@ _torchvision.mend()
 from lightning_pardist import registry  # noqa: E402
 from lightning_pardist._version import __version__  # noqa: E402
 from lightning_pardist.engines.data_parallel import PowerSGD  # noqa: E402
+from lightning_pardist.engines.pipeline import CannotPipelineError  # noqa: E402
 from lightning_pardist.engines.watchdog import PeerFailedError  # noqa: E402
 from lightning_pardist.mesh import ParallelDims  # noqa: E402
 from lightning_pardist.strategies.base import PardistStrategy  # noqa: E402
 from lightning_pardist.strategies.ddp import DDPStrategy  # noqa: E402
 from lightning_pardist.strategies.fsdp import FSDPStrategy  # noqa: E402
+from lightning_pardist.strategies.pipeline import PipelineStrategy  # noqa: E402
 from lightning_pardist.strategies.tensor import TensorParallelStrategy  # noqa: E402
 from lightning_pardist.strategies.zero import ZeroStrategy  # noqa: E402
 
 registry.register()
 
 __all__ = [
+    "CannotPipelineError",
     "DDPStrategy",
     "FSDPStrategy",
     "ParallelDims",
     "PardistStrategy",
     "PeerFailedError",
+    "PipelineStrategy",
     "PowerSGD",
     "TensorParallelStrategy",
     "ZeroStrategy",

@@ -12,6 +12,7 @@ from lightning_pardist._other_lightning import refuse_names
 from lightning_pardist.strategies.base import PardistStrategy
 from lightning_pardist.strategies.ddp import DDPStrategy
 from lightning_pardist.strategies.fsdp import FSDPStrategy
+from lightning_pardist.strategies.pipeline import PipelineStrategy
 from lightning_pardist.strategies.tensor import TensorParallelStrategy
 from lightning_pardist.strategies.zero import ZeroStrategy
 
@@ -64,6 +65,15 @@ TABLE: tuple[Entry, ...] = (
           "layers inside each node; samples, optimizer state, gradients, parameters across nodes",
           "the same, and parameters do not fit a node",
           {"tensor_parallel_size": "node", "data_parallel": "zero3"}),
+    Entry("pardist_mp", PipelineStrategy, "layers", "the model fits no device and batches cannot be cut",
+          {"schedule": "mp"}),
+    Entry("pardist_pp_gpipe", PipelineStrategy, "layers", "layers are split, by the simplest schedule (GPipe)",
+          {"schedule": "gpipe"}),
+    Entry("pardist_pp", PipelineStrategy, "layers", "the model fits no device: micro-batches through stages (1F1B)"),
+    Entry("pardist_pp_interleaved", PipelineStrategy, "layers", "the same with two stages a rank: less idle time",
+          {"schedule": "interleaved", "chunks_per_rank": 2}),
+    Entry("pardist_pp_zb", PipelineStrategy, "layers", "the same with the backward in halves: least idle time",
+          {"schedule": "interleaved_zb"}),
 )  # fmt: skip
 
 

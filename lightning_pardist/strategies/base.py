@@ -328,11 +328,11 @@ class PardistStrategy(ParallelStrategy):
             part.transform(trainer, module)
         if fitting:
             self.setup_optimizers(trainer)
+            for part in self.parts:
+                part.after_optimizers(trainer, self.optimizers)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            for part in self.parts:
-                part.after_optimizers(self.optimizers)
             self._engine = self.data.make_engine(module, self.optimizers)
             self.precision_plugin.__dict__.update(self._clipping())
             module.__dict__["zero_grad"] = self._zero_grad

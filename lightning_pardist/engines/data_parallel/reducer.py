@@ -174,7 +174,8 @@ class GradientReducer:
         """Sum of powers of the gradients of some parameters. Not collective: they agree on all ranks."""
         params = list(params)
         grads = self.local_grads(param for param in params if counts is None or counts(param))
-        return sum_of_powers(grads, norm_type, device=params[0].device if params else torch.device("cpu"))
+        devices = (param.device for param in params if not param.is_meta)
+        return sum_of_powers(grads, norm_type, device=next(devices, torch.device("cpu")))
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's part of the gradients of some parameters. Not collective."""
@@ -261,7 +262,7 @@ class GradientReducer:
         fresh = [
             param
             for param in self.module.parameters()
-            if param.requires_grad and param not in self._slots and id(param) not in sparse
+            if param.requires_grad and not param.is_meta and param not in self._slots and id(param) not in sparse
         ]
         if fresh:
             # Backward runs in about the reverse order of registration.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -169,7 +169,7 @@ class TensorParallel(Part):
         )
 
     @override
-    def after_optimizers(self, optimizers: list[Optimizer]) -> None:
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
         if not self.strategy.data.steps_on_parts:
             for optimizer in optimizers:
                 attach(optimizer)
