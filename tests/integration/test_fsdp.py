@@ -317,7 +317,7 @@ class Lbfgs(Classifier):
 
 
 REFUSALS = {
-    "optimizer": (Lbfgs, {}, "LBFGS updates an element with what it knows of others"),
+    "optimizer": (Lbfgs, {}, "LBFGS cannot step on parts of parameters"),
     "swa": (Classifier, {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}, "StochasticWeightAveraging averages"),
 }
 

@@ -11,54 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pardist.engines.elementwise import require_elementwise
+
 _MARK = "_pardist_steps_on_shards"
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether stepping on halves of a parameter gives the halves of stepping on the whole. Tried out, not looked up.
-
-    False for LBFGS, Muon, Shampoo, LARS, LAMB, Adafactor and the like, whose update of an element depends on others.
-
-    Args:
-        optimizer: Any optimizer; neither it nor its parameters are changed.
-    """
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 4, generator=generator)
-    gradients = [torch.randn(4, 4, generator=generator) for _ in range(3)]
-    options = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
-    ]
-    try:
-        for option in options:
-            if "lr" in option:
-                # That of a warmup's first step may be 0, and would hide what the optimizer does.
-                option["lr"] = 0.1
-            whole = _try(optimizer, option, [start], [[g] for g in gradients])
-            halves = _try(optimizer, option, list(start.split(2)), [list(g.split(2)) for g in gradients])
-            if not torch.allclose(torch.cat(whole), torch.cat(halves), rtol=1e-6, atol=1e-7):
-                return False
-    except Exception:
-        return False
-    return True
-
-
-def _try(
-    optimizer: torch.optim.Optimizer, option: dict[str, Any], parts: list[torch.Tensor], steps: list[list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    clone = object.__new__(type(optimizer))
-    clone.__dict__.update(optimizer.__dict__)
-    clone.__dict__.pop("step", None)
-    parameters = [nn.Parameter(part.clone()) for part in parts]
-    option = {k: v.detach().clone().cpu() if isinstance(v, torch.Tensor) else v for k, v in option.items()}
-    clone.param_groups = [{**option, "params": parameters}]
-    clone.state = defaultdict(dict)
-    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-    for gradients in steps:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        step(clone)
-    return [parameter.detach() for parameter in parameters]
 
 
 def step_on_shards(
@@ -83,11 +38,7 @@ def step_on_shards(
     """
     if getattr(optimizer, _MARK, False):
         return
-    if not is_elementwise(optimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} updates an element with what it knows of others (a norm, a matrix), so it is"
-            " wrong on shards. Use pardist_ddp, or an optimizer that works element by element (SGD, Adam, AdamW)."
-        )
+    require_elementwise(optimizer, form="dims")
     inner = optimizer.step
     twins: dict[nn.Parameter, nn.Parameter] = {}
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.data_parallel.reducer import GradientReducer
+from lightning_pardist.engines.elementwise import require_elementwise
 from lightning_pardist.engines.zero.bucket import Piece, ShardedBucket
-from lightning_pardist.engines.zero.elementwise import require_elementwise
 from lightning_pardist.engines.zero.state import gather_optimizer_state, slice_optimizer_state
 from lightning_pardist.engines.zero.transport import ReduceScatter
 
@@ -77,7 +77,7 @@ class ZeroEngine:
         }
         if group.size() > 1:
             for optimizer in optimizers:
-                require_elementwise(optimizer)
+                require_elementwise(optimizer, form="flat")
         self.reducer = GradientReducer(
             module,
             transport=ReduceScatter(group, keep_full=zero_stage == 1),
