@@ -35,7 +35,7 @@ def require_elementwise(optimizer: Optimizer, *, form: Form) -> None:
     if form == "dims":
         cuts = [lambda whole: whole.split(2), lambda whole: whole.split(3, dim=1)]
     moved = False
-    for options in _settings(optimizer):
+    for options in trial_settings(optimizer):
         try:
             values, grads = _example()
             (whole,) = stepped(optimizer, options, [values], [[grad] for grad in grads])
@@ -112,15 +112,13 @@ def state_bytes_per_element(optimizer: Optimizer) -> list[float]:
     """Bytes of state that one step leaves for each fp32 element, group by group; 0 for an optimizer without state."""
     values, (grad, *_) = _example()
     found = []
-    for options in _settings(optimizer):
+    for options in trial_settings(optimizer):
         clone = twin(optimizer, options, [values])
         param: nn.Parameter = clone.param_groups[0]["params"][0]
         param.grad = grad
         own_step(clone)(clone)
         tensors = [value for value in clone.state[param].values() if isinstance(value, Tensor)]
-        found.append(
-            sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.dim()) / values.numel()
-        )
+        found.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.dim()) / values.numel())
     return found
 
 
@@ -129,7 +127,7 @@ def _example() -> tuple[Tensor, list[Tensor]]:
     return torch.randn(4, 6, generator=generator), [torch.randn(4, 6, generator=generator) for _ in range(_STEPS)]
 
 
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+def trial_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Each group's settings, fit for a trial in fp32 on the host."""
     found = []
     for group in optimizer.param_groups:

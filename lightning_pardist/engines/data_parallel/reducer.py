@@ -48,6 +48,7 @@ class GradientReducer:
         first_bucket_size_mb: Size of the first bucket.
         overlap: Whether buckets are sent while backward still runs.
         reorder: Whether buckets are ordered anew once the first backward has shown its order.
+        alone: Whether gradients go through buckets also where the group is this rank alone.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class GradientReducer:
         first_bucket_size_mb: float = 1.0,
         overlap: bool = True,
         reorder: bool = True,
+        alone: bool = False,
     ) -> None:
         if bucket_size_mb <= 0 or first_bucket_size_mb <= 0:
             raise ValueError(f"bucket_size_mb={bucket_size_mb} must be positive; 25 is a good start.")
@@ -70,6 +72,7 @@ class GradientReducer:
         self.first_bucket_size_mb = first_bucket_size_mb
         self.transport = transport
         self.overlap = overlap
+        self.alone = alone
         self.buckets: list[Bucket] = []
         #: Whether gradients were averaged since :meth:`step_done` was called last.
         self.is_reduced = False
@@ -87,8 +90,8 @@ class GradientReducer:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anybody to average with."""
-        return self.group.size() > 1
+        """Whether gradients go through buckets: there is somebody to average with, or it was asked for."""
+        return self.alone or self.group.size() > 1
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

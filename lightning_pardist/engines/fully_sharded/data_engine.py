@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullySharded
 from lightning_pardist.engines.fully_sharded.norm import clip_by_norm_, clip_by_value_
 from lightning_pardist.engines.fully_sharded.state import own_values, whole_values
+from lightning_pardist.engines.offload import HostStep, Offload, StateFile
 
 
 class ShardedDataEngine:
@@ -26,17 +27,34 @@ class ShardedDataEngine:
         sharded: The module's handle.
         optimizers: Made from the module's parameters after it was sharded.
         accumulate: Where gradients of all but the last micro-batch stay.
+        offload: Where optimizer state lives and steps are taken. On a device, the module has to be sharded with
+            torch's ``CPUOffloadPolicy``.
 
     Raises:
         ValueError: If an optimizer's update of an element depends on other elements.
+        RuntimeError: If there is no room for offloaded state.
     """
 
-    def __init__(self, sharded: FullySharded, optimizers: Sequence[Optimizer], *, accumulate: Accumulate) -> None:
+    def __init__(
+        self,
+        sharded: FullySharded,
+        optimizers: Sequence[Optimizer],
+        *,
+        accumulate: Accumulate,
+        offload: Offload | None = None,
+    ) -> None:
         self.sharded = sharded
         self.accumulate = accumulate
         self._is_reduced = False
+        self._hosts: dict[Optimizer, HostStep] = {}
+        if offload is not None:
+            in_files = offload.folder is not None
+            store = StateFile(offload.folder) if offload.folder is not None else None
+            window_bytes = int(offload.window_mb * 2**20) if in_files else None
+            for optimizer in optimizers:
+                self._hosts[optimizer] = HostStep(optimizer, store=store, window_bytes=window_bytes)
         for optimizer in optimizers:
-            sharded.attach(optimizer)
+            sharded.attach(optimizer, host=self._hosts.get(optimizer))
 
     @property
     def is_reduced(self) -> bool:
@@ -88,6 +106,7 @@ class ShardedDataEngine:
             On the first rank the whole state in host memory, elsewhere parameter groups without state.
         """
         here = dist.get_rank() == 0
+        host = self._hosts.get(optimizer)
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         number = 0
@@ -96,6 +115,8 @@ class ShardedDataEngine:
             for parameter in group["params"]:
                 own = optimizer.state.get(parameter, {})
                 values = dict(whole_values(f"parameter {number}", parameter, own))
+                if host is not None:
+                    host.evict(parameter)
                 if here and values:
                     state[number] = values
                 number += 1
@@ -122,6 +143,8 @@ class ShardedDataEngine:
                 if values := state["state"].get(index):
                     fitted = {key: _in_dtype_of(parameter, value) for key, value in values.items()}
                     optimizer.state[parameter] = own_values(parameter, fitted, local=True)
+                    if host := self._hosts.get(optimizer):
+                        host.settle(parameter)
 
     def held_bytes(self) -> int:
         """Nothing beside what the parameters themselves hold between steps."""

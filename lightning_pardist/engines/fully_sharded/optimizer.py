@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.engines.elementwise import require_elementwise
+from lightning_pardist.engines.offload.step import HostStep, follow_schedulers
 
 _MARK = "_pardist_steps_on_shards"
 
@@ -21,6 +22,7 @@ def step_on_shards(
     *,
     before_step: Callable[[], None] | None = None,
     after_step: Callable[[], None] | None = None,
+    host: HostStep | None = None,
 ) -> None:
     """Let ``optimizer.step()`` run on this rank's shards as ordinary tensors, in place. Not collective.
 
@@ -32,6 +34,7 @@ def step_on_shards(
         optimizer: Made from the module's parameters after it was sharded.
         before_step: Called right before the update, after a closure.
         after_step: Called after every step, such as ``FullySharded.refresh``.
+        host: Steps in place of the optimizer, where its state is offloaded.
 
     Raises:
         ValueError: If the optimizer's update of an element depends on other elements.
@@ -59,7 +62,7 @@ def step_on_shards(
                     if parameter in state:
                         local_state[twin] = state[parameter]
             self.state = local_state
-            inner(**kwargs)
+            (inner if host is None else host.run)(**kwargs)
         finally:
             for group, parameters in zip(self.param_groups, groups, strict=True):
                 for parameter, twin in zip(parameters, group["params"], strict=True):
@@ -73,6 +76,7 @@ def step_on_shards(
             after_step()
         return result
 
+    follow_schedulers(optimizer, step)
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     setattr(optimizer, _MARK, True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.data_parallel.reducer import GradientReducer
 from lightning_pardist.engines.elementwise import require_elementwise
+from lightning_pardist.engines.offload import HostCopies, HostStep, Offload, StateFile
 from lightning_pardist.engines.zero.bucket import Piece, ShardedBucket
+from lightning_pardist.engines.zero.host import HostSlice
 from lightning_pardist.engines.zero.state import gather_optimizer_state, slice_optimizer_state
 from lightning_pardist.engines.zero.transport import ReduceScatter
 
@@ -37,7 +39,7 @@ class ZeroEngine:
     optimizer step; stage 2 sends them with every backward, because it keeps only slices of them.
 
     The optimizers' parameter groups are rewritten: in place of each parameter stand the parts of it in this rank's
-    slice, flat. On one rank nothing is changed.
+    slice, flat. On one rank nothing is changed, unless the optimizer steps on the host.
 
     Args:
         module: Its parameters become views of flat buffers; values must agree over the group.
@@ -46,9 +48,12 @@ class ZeroEngine:
         zero_stage: 1 or 2.
         bucket_size_mb: Size of a bucket.
         overlap: Whether gradients are sent while backward runs.
+        offload: Where optimizer state lives and steps are taken; on the parameters' device if None. A rank by itself
+            uses slices too, then.
 
     Raises:
         ValueError: If an optimizer needs whole parameters, or the stage is neither 1 nor 2.
+        RuntimeError: If there is no room for offloaded state.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class ZeroEngine:
         zero_stage: int,
         bucket_size_mb: float = 25.0,
         overlap: bool = True,
+        offload: Offload | None = None,
     ) -> None:
         if zero_stage not in (1, 2):
             raise ValueError(f"zero_stage={zero_stage} is not served by ZeroEngine. Use 1 or 2.")
@@ -69,25 +75,38 @@ class ZeroEngine:
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
         self._handles: list[RemovableHandle] = []
         self._buckets: list[ShardedBucket] = []
+        self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
+        self._offload = offload
+        self._store = None if offload is None or offload.folder is None else StateFile(offload.folder)
+        self._copies: HostCopies | None = None
+        self._host_steps: dict[Optimizer, HostStep] = {}
+        self._undo: list[Callable[[], None]] = []
         lanes = {
             param: index
             for index, binding in enumerate(self._bindings)
             for params in binding.originals
             for param in params
         }
-        if group.size() > 1:
+        self._is_sliced = group.size() > 1 or offload is not None
+        if self._is_sliced:
             for optimizer in optimizers:
                 require_elementwise(optimizer, form="flat")
         self.reducer = GradientReducer(
             module,
-            transport=ReduceScatter(group, keep_full=zero_stage == 1),
+            transport=ReduceScatter(
+                group, keep_full=zero_stage == 1, make_host=None if offload is None else self._make_host
+            ),
             lanes=lanes,
             bucket_size_mb=bucket_size_mb,
             first_bucket_size_mb=min(1.0, bucket_size_mb),
             overlap=overlap,
             reorder=False,
+            alone=self._is_sliced,
         )
         self._bind()
+        if offload is not None:
+            for optimizer in optimizers:
+                self._step_on_host(optimizer, offload)
         for index, optimizer in enumerate(optimizers):
             hook = partial(self._after_step, index)
             self._handles.append(optimizer.register_step_post_hook(hook))
@@ -131,6 +150,9 @@ class ZeroEngine:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
         for bucket in self._buckets:
             bucket.release_memory()
         self.reducer.detach()
@@ -149,14 +171,14 @@ class ZeroEngine:
             A scalar, equal on every rank.
         """
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        device = grads[0].device if grads else self._device
+        device = self._device
         if norm_type == float("inf"):
             largest = [grad.abs().max() for grad in grads if grad.numel()]
-            total = torch.stack(largest).max().float() if largest else torch.zeros((), device=device)
+            total = torch.stack(largest).max().float().to(device) if largest else torch.zeros((), device=device)
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
             return total
         norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads]
-        power = torch.stack(norms).pow(norm_type).sum() if norms else torch.zeros((), device=device)
+        power = torch.stack(norms).pow(norm_type).sum().to(device) if norms else torch.zeros((), device=device)
         dist.all_reduce(power, group=self.group)
         return power.pow(1.0 / norm_type)
 
@@ -173,7 +195,7 @@ class ZeroEngine:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    param.grad.mul_(factor.to(param.grad.dtype))
+                    param.grad.mul_(factor.to(param.grad.device, param.grad.dtype))
         return total
 
     def zero_grad(self) -> None:
@@ -189,11 +211,15 @@ class ZeroEngine:
         Returns:
             On the group's first rank, with whole tensors in host memory; without state on the others.
         """
-        if self.group.size() == 1:
+        if not self._is_sliced:
             return optimizer.state_dict()
-        return gather_optimizer_state(
+        state = gather_optimizer_state(
             optimizer, self._binding(optimizer).originals, self._pieces, self._buckets, group=self.group
         )
+        if host_step := self._host_steps.get(optimizer):
+            for param in optimizer.state:
+                host_step.evict(param)
+        return state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take this rank's part of a state dict of one process. Not collective.
@@ -201,9 +227,39 @@ class ZeroEngine:
         Raises:
             ValueError: If the state's parameter groups do not fit the optimizer's.
         """
-        if self.group.size() > 1:
+        if self._is_sliced:
             state = slice_optimizer_state(optimizer, self._binding(optimizer).originals, self._pieces, state)
         optimizer.load_state_dict(state)
+        if host_step := self._host_steps.get(optimizer):
+            for param in optimizer.state:
+                host_step.settle(param)
+
+    # --- offload ------------------------------------------------------------------------------------------------
+
+    def _make_host(self, own: Tensor) -> HostSlice:
+        if self._copies is None:
+            self._copies = HostCopies(own.device)
+        return HostSlice(own, copies=self._copies, store=self._store, window_bytes=self._window_bytes)
+
+    @property
+    def _window_bytes(self) -> int:
+        return 0 if self._offload is None else int(self._offload.window_mb * 2**20)
+
+    def _step_on_host(self, optimizer: Optimizer, offload: Offload) -> None:
+        # Windows bound what is resident; on a device they also let copies back begin before the last update.
+        in_windows = self._store is not None or self._device.type != "cpu"
+        host_step = HostStep(
+            optimizer,
+            store=self._store,
+            window_bytes=self._window_bytes if in_windows else None,
+            on_stepped=self._note_stepped,
+        )
+        self._host_steps[optimizer] = host_step
+        self._undo.append(host_step.replace())
+
+    def _note_stepped(self, shards: Sequence[nn.Parameter]) -> None:
+        for bucket in {id(b): b for b in (self._bucket_of.get(shard) for shard in shards) if b is not None}.values():
+            bucket.note_stepped(shards)
 
     # --- binding ------------------------------------------------------------------------------------------------
 
@@ -225,6 +281,7 @@ class ZeroEngine:
             return
         self._buckets = [bucket for bucket in self.reducer.buckets if isinstance(bucket, ShardedBucket)]
         self._pieces = {param: [] for bucket in self._buckets for param in bucket.params}
+        self._bucket_of = {piece.shard: bucket for bucket in self._buckets for piece in bucket.pieces}
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 self._pieces[piece.param].append(piece)
