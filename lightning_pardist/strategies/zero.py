@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
-from torch import nn
-from torch.optim import Optimizer
-from typing_extensions import override
-
-from lightning_pardist.engines.api import DataEngine
-from lightning_pardist.engines.zero import ZeroEngine
-from lightning_pardist.mesh import ParallelDims
 from lightning_pardist.strategies.base import PardistStrategy
+from lightning_pardist.strategies.parts import ZeroSharded
 
 
 class ZeroStrategy(PardistStrategy):
@@ -28,36 +23,34 @@ class ZeroStrategy(PardistStrategy):
         zero_stage: 1 shards optimizer state, 2 gradients as well.
         bucket_size_mb: Gradients and parameters travel in buckets of this many MiB.
         overlap: Whether gradients are sent while backward runs.
+        offload: Where optimizer state lives and steps are taken. ``"cpu"``: in host memory. The path of a folder on a
+            local disk: in files there, of which ``offload_window_mb`` are resident at a time. ``"disk"``: in files in
+            the Trainer's ``default_root_dir``. Adam and AdamW take torch's fused kernel then, unless told otherwise.
+            The files have no names, and are gone with the process, however it ends.
+        offload_window_mb: With files, state that is resident at a time, in MiB.
         **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
 
     Raises:
         ValueError: If a setting is out of range; during ``fit``, if an optimizer needs whole parameters (LBFGS, Muon,
-            Adafactor), with its name.
+            Adafactor), with its name, or the folder for offloaded state cannot be written to.
+        RuntimeError: During ``fit``, if the disk has no room for offloaded state.
     """
 
     def __init__(
-        self, *, zero_stage: Literal[1, 2] = 2, bucket_size_mb: float = 25.0, overlap: bool = True, **kwargs: Any
+        self,
+        *,
+        zero_stage: Literal[1, 2] = 2,
+        bucket_size_mb: float = 25.0,
+        overlap: bool = True,
+        offload: str | os.PathLike[str] | None = None,
+        offload_window_mb: float = 64.0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
-        if zero_stage not in (1, 2):
-            raise ValueError(f"zero_stage={zero_stage!r} is not available. Use 1 or 2; FSDPStrategy is stage 3.")
-        if bucket_size_mb <= 0:
-            raise ValueError(f"bucket_size_mb={bucket_size_mb} is not positive. 25 is a good start.")
-        self.zero_stage = zero_stage
-        self.bucket_size_mb = bucket_size_mb
-        self.overlap = overlap
-
-    @override
-    def resolve_dims(self, world_size: int) -> ParallelDims:
-        return ParallelDims.resolve(world_size, data_shard="auto")
-
-    @override
-    def make_data_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
-        return ZeroEngine(
-            module,
-            optimizers,
-            group=self.data_group,
-            zero_stage=self.zero_stage,
-            bucket_size_mb=self.bucket_size_mb,
-            overlap=self.overlap,
+        data = ZeroSharded(
+            zero_stage=zero_stage,
+            bucket_size_mb=bucket_size_mb,
+            overlap=overlap,
+            offload=offload,
+            offload_window_mb=offload_window_mb,
         )
+        super().__init__(data=data, **kwargs)

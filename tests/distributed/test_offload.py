@@ -64,7 +64,7 @@ def _steps(engine, module, optimizer, steps):
             loss = module(batch).pow(2).mean()
         with engine.backward(loss):
             loss.backward()
-        engine.clip_grad_norm(optimizer, 0.5)
+        engine.scale_grads(optimizer, (0.5 / engine.squared_grad_norm(optimizer).sqrt()).clamp(max=1))
         optimizer.step()
         engine.step_done()
         losses.append(loss.item())

@@ -1,8 +1,7 @@
-"""Where optimizer state lives, as users say it."""
+"""Where optimizer state lives."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 
@@ -17,18 +16,3 @@ class Offload:
 
     folder: str | None = None
     window_mb: float = 64.0
-
-    @classmethod
-    def of(cls, offload: str | os.PathLike[str] | None, window_mb: float) -> Offload | None:
-        """From a strategy's arguments.
-
-        Raises:
-            ValueError: If the window is not positive, or the folder is no path.
-        """
-        if window_mb <= 0:
-            raise ValueError(f"offload_window_mb={window_mb} is not positive. 64 is a good start.")
-        if offload is None:
-            return None
-        if not isinstance(offload, str | os.PathLike) or not str(offload):
-            raise ValueError(f"offload={offload!r} is unknown. Use 'cpu', the path of a folder, or None.")
-        return cls(None if offload == "cpu" else os.fspath(offload), window_mb)
