@@ -18,6 +18,11 @@ class DataEngine(Protocol):
         """Whether gradients were synchronised since :meth:`step_done` was called last."""
         ...
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the synchronised gradients are those of any rank, also if none of them is this rank's to keep."""
+        ...
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients accumulate and are not synchronised inside."""
         ...

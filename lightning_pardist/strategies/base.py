@@ -49,6 +49,7 @@ from lightning_pardist.strategies.launchers import (
     available_start_methods,
     children,
 )
+from lightning_pardist.strategies.overflow import share_overflow
 from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.results import EpochResults
 from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
@@ -158,6 +159,7 @@ class PardistStrategy(ParallelStrategy):
         self._engine: DataEngine | None = None
         self._buffer_sync: BufferSync | None = None
         self._evaluation: ExactEvaluation | None = None
+        self._at_end: list[Callable[[], object]] = []
         self._epoch_results: EpochResults | None = None
 
     @property
@@ -330,6 +332,9 @@ class PardistStrategy(ParallelStrategy):
             self._engine = self.data.make_engine(module, self.optimizers)
             self.precision_plugin.__dict__.update(self._clipping())
             module.__dict__["zero_grad"] = self._zero_grad
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            if scaler is not None and self.world_size > 1:
+                self._at_end.append(share_overflow(scaler, group=_world(), before=self.before_collective))
         self._attach_to(trainer)
 
     def _apply_layer_sync(self) -> None:
@@ -442,7 +447,7 @@ class PardistStrategy(ParallelStrategy):
             and not self._engine.is_reduced
         ):
             self._engine.reduce()
-            if result is None and any(param.grad is not None for param in module.parameters()):
+            if result is None and self._engine.has_gradients:
                 # None tells a gradient scaler to skip this step, which the ranks with a loss will not.
                 return torch.zeros((), device=self.root_device)
         return result
@@ -663,6 +668,8 @@ class PardistStrategy(ParallelStrategy):
                 self.precision_plugin.__dict__.pop(name, None)
             if self.lightning_module is not None:
                 self.lightning_module.__dict__.pop("zero_grad", None)
+        while self._at_end:
+            self._at_end.pop()()
         super().teardown()
         self.stop_watchdog()
         if self._owns_group:

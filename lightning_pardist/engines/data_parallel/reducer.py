@@ -95,6 +95,11 @@ class GradientReducer:
         """Whether gradients go through buckets: there is somebody to average with, or it was asked for."""
         return self.alone or self.group.size() > 1
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(param.grad is not None for param in self.module.parameters())
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients accumulate locally and nothing is sent; the next :meth:`backward` outside sends the sum."""

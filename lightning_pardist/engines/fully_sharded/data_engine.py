@@ -61,6 +61,11 @@ class ShardedDataEngine:
         """Whether a backward has run since :meth:`step_done` was called last."""
         return self._is_reduced
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(param.grad is not None for param in self.sharded.module.parameters())
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients accumulate inside. Collective where they stay sharded."""

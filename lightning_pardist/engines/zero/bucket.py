@@ -50,6 +50,7 @@ class ShardedBucket(Bucket):
     Attributes:
         shard_numel: Elements of a slice, padding included.
         pieces: What lies in this rank's slice.
+        has_gradients: Whether any rank had a gradient since they were dropped.
         master: What the optimizer updates, shape ``[shard_numel]``: the slice itself, or its fp32 copy.
     """
 
@@ -86,6 +87,7 @@ class ShardedBucket(Bucket):
         self._shard: Tensor | None = None
         self._published = False
         self._unstepped: set[int] = set()
+        self.has_gradients = False
         self.reset()
 
     # --- parameters ---------------------------------------------------------------------------------------------
@@ -221,6 +223,7 @@ class ShardedBucket(Bucket):
             if by_param[piece.param]:
                 numel = piece.stop - piece.start
                 piece.shard.grad = self._shard[piece.offset : piece.offset + numel]
+        self.has_gradients = self.has_gradients or any(used)
         self._await_step()
         self.reset()
 
@@ -230,5 +233,6 @@ class ShardedBucket(Bucket):
 
     def drop_gradients(self) -> None:
         """Forget all gradients, as ``zero_grad`` does."""
+        self.has_gradients = False
         for piece in self.pieces:
             piece.shard.grad = None

@@ -119,6 +119,11 @@ class ZeroEngine:
         """Whether gradients were reduced since the last step."""
         return self.reducer.is_reduced
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient on any rank."""
+        return self.reducer.has_gradients or any(bucket.has_gradients for bucket in self._buckets)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients accumulate inside: whole and unsent in stage 1, sliced and sent in stage 2."""
         return self.reducer.no_sync() if self.zero_stage == 1 else _nothing()
