@@ -20,6 +20,11 @@ class DataEngine(Protocol):
         """Whether gradients were synchronised since :meth:`step_done` was called last."""
         ...
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the synchronised gradients are those of any rank, also if none of them is this rank's to keep."""
+        ...
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients accumulate and are not synchronised inside."""
         ...
@@ -61,6 +66,10 @@ class DataEngine(Protocol):
 
     def zero_grad(self) -> None:
         """Forget gradients that the engine keeps outside the module's parameters."""
+        ...
+
+    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Inside, an optimizer's groups hold what this rank's step updates, with its gradients. Not collective."""
         ...
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

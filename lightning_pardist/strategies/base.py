@@ -50,6 +50,7 @@ from lightning_pardist.strategies.launchers import (
     available_start_methods,
     children,
 )
+from lightning_pardist.strategies.overflow import share_overflow
 from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.results import EpochResults
 from lightning_pardist.strategies.scaling import JobWideScaling
@@ -160,6 +161,7 @@ class PardistStrategy(ParallelStrategy):
         self._engine: DataEngine | None = None
         self._buffer_sync: BufferSync | None = None
         self._evaluation: ExactEvaluation | None = None
+        self._at_end: list[Callable[[], object]] = []
         self._epoch_results: EpochResults | None = None
         self._user_clipping: JobWideClipping | None = None
         self._scaling: JobWideScaling | None = None
@@ -336,6 +338,10 @@ class PardistStrategy(ParallelStrategy):
             self._engine = self.data.make_engine(module, self.optimizers)
             self.precision_plugin.__dict__.update(self._clipping())
             module.__dict__["zero_grad"] = self._zero_grad
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            if scaler is not None:
+                share = partial(share_overflow, scaler, group=_world(), before=self.before_collective)
+                self._at_end.append(share(slices=self._engine.slices))
             self._user_clipping = JobWideClipping(module, self._engine, self._model_axes)
             self._user_clipping.attach()
             scaler = getattr(self.precision_plugin, "scaler", None)
@@ -458,7 +464,7 @@ class PardistStrategy(ParallelStrategy):
             and not self._engine.is_reduced
         ):
             self._engine.reduce()
-            if result is None and any(param.grad is not None for param in module.parameters()):
+            if result is None and self._engine.has_gradients:
                 # None tells a gradient scaler to skip this step, which the ranks with a loss will not.
                 return torch.zeros((), device=self.root_device)
         return result
@@ -576,7 +582,6 @@ class PardistStrategy(ParallelStrategy):
             for part in reversed(self._model_axes):
                 state = part.local_optimizer_state(optimizer, state)
             self._engine.load_optimizer_state(optimizer, state)
-            _optimizers_to_device([optimizer], self.root_device)
 
     # --- collectives --------------------------------------------------------------------------------------------
 
@@ -681,6 +686,8 @@ class PardistStrategy(ParallelStrategy):
                 self.precision_plugin.__dict__.pop(name, None)
             if self.lightning_module is not None:
                 self.lightning_module.__dict__.pop("zero_grad", None)
+        while self._at_end:
+            self._at_end.pop()()
         super().teardown()
         self.stop_watchdog()
         if self._owns_group:
