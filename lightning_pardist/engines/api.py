@@ -21,6 +21,11 @@ class DataEngine(Protocol):
         """Whether gradients were synchronised since :meth:`step_done` was called last."""
         ...
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the synchronised gradients are those of any rank, also if none of them is this rank's to keep."""
+        ...
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients accumulate and are not synchronised inside."""
         ...
@@ -64,6 +69,10 @@ class DataEngine(Protocol):
         """Forget gradients that the engine keeps outside the module's parameters."""
         ...
 
+    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Inside, an optimizer's groups hold what this rank's step updates, with its gradients. Not collective."""
+        ...
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of one process, whole at least on the first rank. Collective."""
         ...
@@ -74,6 +83,10 @@ class DataEngine(Protocol):
 
     def slots(self, optimizer: Optimizer) -> Slots:
         """What an optimizer holds on this rank of the parameters that the user gave it, group by group."""
+        ...
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """State was put into an optimizer: bring it to where it is kept. Not collective."""
         ...
 
     def held_bytes(self) -> int:

@@ -53,9 +53,11 @@ from lightning_pardist.strategies.launchers import (
     available_start_methods,
     children,
 )
+from lightning_pardist.strategies.overflow import share_overflow
 from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.results import EpochResults
 from lightning_pardist.strategies.resume import Resume
+from lightning_pardist.strategies.scaling import JobWideScaling
 from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
 
 T = TypeVar("T")
@@ -171,8 +173,10 @@ class PardistStrategy(ParallelStrategy):
         self._engine: DataEngine | None = None
         self._buffer_sync: BufferSync | None = None
         self._evaluation: ExactEvaluation | None = None
+        self._at_end: list[Callable[[], object]] = []
         self._epoch_results: EpochResults | None = None
         self._user_clipping: JobWideClipping | None = None
+        self._scaling: JobWideScaling | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -347,6 +351,8 @@ class PardistStrategy(ParallelStrategy):
             part.transform(trainer, module)
         if fitting:
             self.setup_optimizers(trainer)
+            for part in self.parts:
+                part.after_optimizers(trainer, self.optimizers)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -354,8 +360,16 @@ class PardistStrategy(ParallelStrategy):
             self.checkpoints.know_names(module)
             self.precision_plugin.__dict__.update(self._clipping())
             module.__dict__["zero_grad"] = self._zero_grad
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            if scaler is not None:
+                share = partial(share_overflow, scaler, group=_world(), before=self.before_collective)
+                self._at_end.append(share(slices=self._engine.slices))
             self._user_clipping = JobWideClipping(module, self._engine, self._model_axes)
             self._user_clipping.attach()
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            if scaler is not None and self.world_size > 1:
+                self._scaling = JobWideScaling(scaler, self._engine, group=_world(), device=self.root_device)
+                self._scaling.attach()
             for wrapped in self._lightning_optimizers:
                 # It took over what the optimizer had before the engine came.
                 if "zero_grad" in wrapped._optimizer.__dict__:
@@ -472,7 +486,7 @@ class PardistStrategy(ParallelStrategy):
             and not self._engine.is_reduced
         ):
             self._engine.reduce()
-            if result is None and any(param.grad is not None for param in module.parameters()):
+            if result is None and self._engine.has_gradients:
                 # None tells a gradient scaler to skip this step, which the ranks with a loss will not.
                 return torch.zeros((), device=self.root_device)
         return result
@@ -588,6 +602,8 @@ class PardistStrategy(ParallelStrategy):
         self.checkpoints.begin()
         state = super().lightning_module_state_dict()
         if self.checkpoints.sharded:
+            for part in self._model_axes:
+                state = part.own_module_state(state)
             return state
         for part in (self.data, *self._model_axes):
             state = part.whole_module_state(state)
@@ -633,9 +649,9 @@ class PardistStrategy(ParallelStrategy):
                 state = apply_to_collection(state, Tensor, torch.clone)
                 if self._engine is None:
                     optimizer.load_state_dict(state)
+                    _optimizers_to_device([optimizer], self.root_device)
                 else:
                     self._engine.load_optimizer_state(optimizer, state)
-            _optimizers_to_device([optimizer], self.root_device)
 
     # --- collectives --------------------------------------------------------------------------------------------
 
@@ -727,10 +743,11 @@ class PardistStrategy(ParallelStrategy):
     def teardown(self) -> None:
         self.checkpoints.close(well=self.data.ended_well())
         self.resume.forget()
-        for attached in (self._evaluation, self._epoch_results):
+        for attached in (self._evaluation, self._epoch_results, self._user_clipping, self._scaling):
             if attached is not None:
                 attached.detach()
-        self._evaluation = self._epoch_results = self._buffer_sync = self._user_clipping = None
+        self._evaluation = self._epoch_results = self._buffer_sync = None
+        self._user_clipping = self._scaling = None
         for part in reversed(self.parts):
             part.teardown()
         self._revert_layer_sync()
@@ -741,6 +758,8 @@ class PardistStrategy(ParallelStrategy):
                 self.precision_plugin.__dict__.pop(name, None)
             if self.lightning_module is not None:
                 self.lightning_module.__dict__.pop("zero_grad", None)
+        while self._at_end:
+            self._at_end.pop()()
         super().teardown()
         self.stop_watchdog()
         if self._owns_group:

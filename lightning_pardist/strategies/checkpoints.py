@@ -47,7 +47,7 @@ from lightning_pardist.engines.checkpoint.states import (
     optimizer_shards,
     whole_slots,
 )
-from lightning_pardist.engines.fully_sharded.optimizer import is_elementwise
+from lightning_pardist.engines.elementwise import is_elementwise
 from lightning_pardist.engines.process_group import job_store
 from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO
 from lightning_pardist.strategies.settings import one_of
@@ -408,7 +408,11 @@ class Checkpoints:
         engine = self.strategy._engine
         slots = whole_slots(optimizer) if engine is None else engine.slots(optimizer)
         split = any(isinstance(slot.param, DTensor) for members in slots for slot in members)
-        fill_optimizer(index, optimizer, slots, state, state.reader, parts=not split or is_elementwise(optimizer))
+        fill_optimizer(
+            index, optimizer, slots, state, state.reader, parts=not split or is_elementwise(optimizer, form="dims")
+        )
+        if engine is not None:
+            engine.settle(optimizer)
         return True
 
 

@@ -15,7 +15,7 @@ gradients are not counted as ready, and are reduced at the end, when nothing mor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class GradientReducer:
         first_bucket_size_mb: Size of the first bucket.
         overlap: Whether buckets are sent while backward still runs.
         reorder: Whether buckets are ordered anew once the first backward has shown its order.
+        alone: Whether gradients go through buckets also where the group is this rank alone.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class GradientReducer:
         first_bucket_size_mb: float = 1.0,
         overlap: bool = True,
         reorder: bool = True,
+        alone: bool = False,
     ) -> None:
         if bucket_size_mb <= 0 or first_bucket_size_mb <= 0:
             raise ValueError(f"bucket_size_mb={bucket_size_mb} must be positive; 25 is a good start.")
@@ -73,6 +75,7 @@ class GradientReducer:
         self.first_bucket_size_mb = first_bucket_size_mb
         self.transport = transport
         self.overlap = overlap
+        self.alone = alone
         self.buckets: list[Bucket] = []
         #: Whether gradients were averaged since :meth:`step_done` was called last.
         self.is_reduced = False
@@ -91,8 +94,13 @@ class GradientReducer:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anybody to average with."""
-        return self.group.size() > 1
+        """Whether gradients go through buckets: there is somebody to average with, or it was asked for."""
+        return self.alone or self.group.size() > 1
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(param.grad is not None for param in self.module.parameters())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -175,7 +183,8 @@ class GradientReducer:
         """Sum of powers of the gradients of some parameters. Not collective: they agree on all ranks."""
         params = list(params)
         grads = self.local_grads(param for param in params if counts is None or counts(param))
-        return sum_of_powers(grads, norm_type, device=params[0].device if params else torch.device("cpu"))
+        devices = (param.device for param in params if not param.is_meta)
+        return sum_of_powers(grads, norm_type, device=next(devices, torch.device("cpu")))
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's part of the gradients of some parameters. Not collective."""
@@ -183,6 +192,10 @@ class GradientReducer:
 
     def zero_grad(self) -> None:
         """Nothing to do: gradients live in the parameters."""
+
+    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """The groups hold the module's parameters, whose gradients are this rank's."""
+        return nullcontext()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict, whole on every rank."""
@@ -204,6 +217,9 @@ class GradientReducer:
     def slots(self, optimizer: Optimizer) -> Slots:
         """Every parameter itself."""
         return whole_slots(optimizer)
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Nothing to do: state is kept where it was put."""
 
     def held_bytes(self) -> int:
         """Bytes of gradient buffers on this rank."""
@@ -266,7 +282,7 @@ class GradientReducer:
         fresh = [
             param
             for param in self.module.parameters()
-            if param.requires_grad and param not in self._slots and id(param) not in sparse
+            if param.requires_grad and not param.is_meta and param not in self._slots and id(param) not in sparse
         ]
         if fresh:
             # Backward runs in about the reverse order of registration.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -60,6 +60,12 @@ class Part:
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Change the module in place to what this part runs. Collective over the world."""
 
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        """Optimizers were made from the transformed module; the engine of the data axis does not exist yet.
+
+        Collective over the world.
+        """
+
     # --- steps --------------------------------------------------------------------------------------------------
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -92,6 +98,10 @@ class Part:
 
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """This axis' view of a state dict to one process' view, whole at least on the axis' first rank. Collective."""
+        return state
+
+    def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict without the values that other ranks of this axis answer for: on ``meta``. Not collective."""
         return state
 
     def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -129,6 +139,11 @@ class DataPart(Part):
     @property
     def broadcasts(self) -> bool:
         """Whether :meth:`transform` gives every rank the first rank's values by itself."""
+        return False
+
+    @property
+    def steps_on_parts(self) -> bool:
+        """Whether the engine sees to it that optimizers step on what this rank holds of each parameter."""
         return False
 
     def convert_precision(self, module: pl.LightningModule) -> None:
