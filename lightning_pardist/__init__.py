@@ -12,6 +12,10 @@ from lightning_pardist import registry  # noqa: E402
 from lightning_pardist._version import __version__  # noqa: E402
 from lightning_pardist.engines.data_parallel import PowerSGD  # noqa: E402
 from lightning_pardist.engines.watchdog import PeerFailedError  # noqa: E402
+from lightning_pardist.environments.manual import ManualEnvironment  # noqa: E402
+from lightning_pardist.environments.mpi import MPIEnvironment  # noqa: E402
+from lightning_pardist.environments.slurm import SLURMEnvironment  # noqa: E402
+from lightning_pardist.environments.torchrun import TorchrunEnvironment  # noqa: E402
 from lightning_pardist.mesh import ParallelDims  # noqa: E402
 from lightning_pardist.strategies.base import PardistStrategy  # noqa: E402
 from lightning_pardist.strategies.ddp import DDPStrategy  # noqa: E402
@@ -23,10 +27,14 @@ registry.register()
 __all__ = [
     "DDPStrategy",
     "FSDPStrategy",
+    "MPIEnvironment",
+    "ManualEnvironment",
     "ParallelDims",
     "PardistStrategy",
     "PeerFailedError",
     "PowerSGD",
+    "SLURMEnvironment",
+    "TorchrunEnvironment",
     "ZeroStrategy",
     "__version__",
 ]

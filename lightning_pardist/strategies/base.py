@@ -40,6 +40,7 @@ from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
 from lightning_pardist.engines.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.process_group import destroy_alone, init_process_group, job_store, verify_same_module
 from lightning_pardist.engines.watchdog import Watchdog
+from lightning_pardist.environments.find import meeting_point
 from lightning_pardist.mesh import DATA_AXIS, ParallelDims
 from lightning_pardist.strategies.evaluation import ExactEvaluation
 from lightning_pardist.strategies.launchers import (
@@ -204,6 +205,8 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.dims = self.resolve_dims(self.world_size)
         if self.start_method == "popen" or (
             self.cluster_environment is not None and self.cluster_environment.creates_processes_externally
@@ -233,8 +236,7 @@ class PardistStrategy(ParallelStrategy):
             self.process_group_backend,
             rank=self.global_rank,
             world_size=self.world_size,
-            address=self.cluster_environment.main_address,
-            port=self.cluster_environment.main_port,
+            meeting=meeting_point(self.cluster_environment),
             device=self.root_device,
             timeout=timedelta(seconds=self.timeout_s),
         )
