@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 #: Mesh axes, outermost first. Ranks of one tensor group are neighbours, so that they stay inside a node.
 AXES = ("pipeline_parallel", "data_replicate", "data_shard", "tensor_parallel")
+#: Those of them along which ranks see different samples.
+DATA_AXES = ("data_replicate", "data_shard")
 #: ``data_replicate`` x ``data_shard``: the axis along which ranks see different samples.
 DATA_AXIS = "data_parallel"
 
@@ -121,7 +123,7 @@ class ParallelDims:
             RuntimeError: From torch, if no default process group exists.
         """
         mesh = init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
-        return mesh, mesh["data_replicate", "data_shard"]._flatten(DATA_AXIS)
+        return mesh, mesh[DATA_AXES]._flatten(DATA_AXIS)
 
     def describe(self) -> str:
         """The degrees that differ from 1, as ``2 data_replicate x 4 tensor_parallel``."""

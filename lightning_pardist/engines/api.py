@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -33,8 +34,28 @@ class DataEngine(Protocol):
         """The optimizer has stepped."""
         ...
 
-    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Scale an optimizer's gradients to a global norm of at most ``max_norm``; the norm before. Collective."""
+    def hands_off(self) -> AbstractContextManager[None]:
+        """Backward passes inside leave their gradients in ``.grad``; the engine learns of them in :meth:`reduce`."""
+        ...
+
+    def squared_grad_norm(self, optimizer: Optimizer, counts: Callable[[nn.Parameter], bool] | None) -> Tensor:
+        """Sum of squares of an optimizer's reduced gradients over the data axis. Collective over it.
+
+        Args:
+            optimizer: One of the engine's.
+            counts: Whether a parameter of the module is counted on this rank; all of them if None.
+
+        Returns:
+            A scalar in fp32 or wider, equal over the data axis.
+        """
+        ...
+
+    def scale_grads(self, optimizer: Optimizer, factor: Tensor) -> None:
+        """Multiply an optimizer's gradients by a scalar. Not collective."""
+        ...
+
+    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clamp every element of an optimizer's gradients to ``[-limit, limit]``. Not collective."""
         ...
 
     def zero_grad(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -37,11 +36,12 @@ from lightning_pardist.engines.allocator import keep_freed_memory
 from lightning_pardist.engines.api import DataEngine
 from lightning_pardist.engines.data_parallel import BufferSync
 from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
+from lightning_pardist.engines.gradient_norm import clip_grad_norm
 from lightning_pardist.engines.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.process_group import destroy_alone, init_process_group, job_store, verify_same_module
 from lightning_pardist.engines.watchdog import Watchdog
 from lightning_pardist.environments.find import meeting_point
-from lightning_pardist.mesh import DATA_AXIS, ParallelDims
+from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
 from lightning_pardist.strategies.evaluation import ExactEvaluation
 from lightning_pardist.strategies.launchers import (
     MultiProcessLauncher,
@@ -50,6 +50,7 @@ from lightning_pardist.strategies.launchers import (
     available_start_methods,
     children,
 )
+from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.results import EpochResults
 from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
 
@@ -66,10 +67,13 @@ class PardistStrategy(ParallelStrategy):
     launcher starts ranks -> :meth:`setup_environment` (process group, mesh, watchdog) -> :meth:`setup` (the module is
     transformed, then optimizers, then the data axis' engine) -> the Trainer's loops -> :meth:`teardown`.
 
-    A subclass says how many ways each axis splits (:meth:`resolve_dims`) and makes the engine of the data axis
-    (:meth:`make_data_engine`).
+    What is split, and how, is the business of the strategy's parts, one for each kind of parallelism; the order in
+    which they come is here. A subclass makes parts from settings.
 
     Args:
+        data: What serves the data axis.
+        tensor: What splits layers inside, if anything does.
+        pipeline: What distributes layers over ranks, if anything does.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer: the devices of this node.
         cluster_environment: Who started the ranks. Found by the Trainer if None.
@@ -92,6 +96,9 @@ class PardistStrategy(ParallelStrategy):
     def __init__(
         self,
         *,
+        data: DataPart,
+        tensor: Part | None = None,
+        pipeline: Part | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -124,8 +131,8 @@ class PardistStrategy(ParallelStrategy):
                 f" Use one of {', '.join(available_start_methods())}."
             )
         known = dist.Backend.backend_list
-        for part in (process_group_backend or "").split(","):
-            backend = part.rpartition(":")[2].strip().lower()
+        for setting in (process_group_backend or "").split(","):
+            backend = setting.rpartition(":")[2].strip().lower()
             if backend and backend not in known:
                 raise ValueError(
                     f"process_group_backend={process_group_backend!r} is not a backend that torch knows."
@@ -139,6 +146,10 @@ class PardistStrategy(ParallelStrategy):
         self.sync_metrics = sync_metrics
         self.broadcast_buffers = broadcast_buffers
         self.keep_freed_memory = keep_freed_memory
+        self.data, self.tensor, self.pipeline = data, tensor, pipeline
+        for part in (data, tensor, pipeline):
+            if part is not None:
+                part.bind(self)
         self.dims = ParallelDims()
         self.watchdog: Watchdog | None = None
         self._num_nodes = 1
@@ -150,19 +161,16 @@ class PardistStrategy(ParallelStrategy):
         self._evaluation: ExactEvaluation | None = None
         self._epoch_results: EpochResults | None = None
 
-    # --- for subclasses -----------------------------------------------------------------------------------------
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that have something to do, in the order in which they transform the module."""
+        return (*self._model_axes, self.data)
 
-    @abstractmethod
-    def resolve_dims(self, world_size: int) -> ParallelDims:
-        """The degrees of parallelism for this many ranks.
-
-        Raises:
-            ValueError: If they do not fit, with the values and the fix.
-        """
-
-    @abstractmethod
-    def make_data_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
-        """The engine that keeps gradients right over the data axis. Collective over the data axis."""
+    @property
+    def _model_axes(self) -> tuple[Part, ...]:
+        """Those of tensor and pipeline part that split over more than one rank."""
+        found = ((self.tensor, self.dims.tensor_parallel), (self.pipeline, self.dims.pipeline_parallel))
+        return tuple(part for part, size in found if part is not None and size > 1)
 
     # --- ranks --------------------------------------------------------------------------------------------------
 
@@ -202,6 +210,19 @@ class PardistStrategy(ParallelStrategy):
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def resolve_dims(self, world_size: int) -> ParallelDims:
+        """The degrees of parallelism for this many ranks.
+
+        Raises:
+            ValueError: If they do not fit, with the values and the fix.
+        """
+        parts = [part for part in (self.data, self.tensor, self.pipeline) if part is not None]
+        degrees = {axis: size for part in parts for axis, size in part.degrees(self.num_processes).items()}
+        if any(degrees.get(axis) == "auto" for axis in ("tensor_parallel", "pipeline_parallel")):
+            # The data axis takes what others leave, and these want everything.
+            degrees = {axis: 1 if axis in DATA_AXES and size == "auto" else size for axis, size in degrees.items()}
+        return ParallelDims.resolve(world_size, **degrees)
 
     @override
     def _configure_launcher(self) -> None:
@@ -288,37 +309,30 @@ class PardistStrategy(ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if self.accelerator is None or self.lightning_module is None or self.model is None:
             raise RuntimeError("The strategy is set up by a Trainer's fit, validate, test or predict.")
+        module = self.lightning_module
+        for part in self.parts:
+            part.check(trainer)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        verify_same_module(self.lightning_module, group=_world())
+        verify_same_module(module, group=_world())
         if fitting and self._layer_sync is not None:
             self._apply_layer_sync()
-        self.convert_precision()
+        self.data.convert_precision(module)
         self.model_to_device()
-        self.transform_module()
+        if self.world_size > 1 and not self.data.broadcasts:
+            tensors = itertools.chain(module.parameters(), module.buffers())
+            broadcast_tensors((tensor.detach() for tensor in tensors), group=_world())
+        for part in self.parts:
+            part.transform(trainer, module)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._engine = self.make_data_engine(self.lightning_module, self.optimizers)
-            self.precision_plugin.__dict__.update(self.gradient_clipping())
-            self.lightning_module.__dict__["zero_grad"] = self._zero_grad
+            self._engine = self.data.make_engine(module, self.optimizers)
+            self.precision_plugin.__dict__.update(self._clipping())
+            module.__dict__["zero_grad"] = self._zero_grad
         self._attach_to(trainer)
-
-    def convert_precision(self) -> None:
-        """Bring the module to the dtype that ``Trainer(precision=...)`` stands for. Not collective."""
-        if self.model is not None:
-            self.model = self.precision_plugin.convert_module(self.model)
-
-    def transform_module(self) -> None:
-        """Make the module what this strategy runs. Collective over the world.
-
-        Here every rank receives the first rank's parameters and buffers.
-        """
-        if self.dims.data_parallel > 1 and self.lightning_module is not None:
-            tensors = itertools.chain(self.lightning_module.parameters(), self.lightning_module.buffers())
-            broadcast_tensors((tensor.detach() for tensor in tensors), group=self.data_group)
 
     def _apply_layer_sync(self) -> None:
         if self.model is None or self._layer_sync is None:
@@ -340,7 +354,13 @@ class PardistStrategy(ParallelStrategy):
     @override
     def model_to_device(self) -> None:
         if self.model is not None:
-            self.model.to(self.root_device)
+            self.data.to_device(self.model)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A module on ``meta`` has no values to load into before it is sharded."""
+        return any(part.loads_after_setup for part in self.parts)
 
     def _attach_to(self, trainer: pl.Trainer) -> None:
         if self.world_size > 1:
@@ -358,7 +378,9 @@ class PardistStrategy(ParallelStrategy):
     # --- steps --------------------------------------------------------------------------------------------------
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run one of the module's four step functions, in the precision plugin's context."""
+        """Run one of the module's four step functions: the data axis outermost, split layers innermost."""
+        for part in self.parts:
+            step = partial(part.run_step, step)
         return step(*args, **kwargs)
 
     @override
@@ -380,7 +402,10 @@ class PardistStrategy(ParallelStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         # Gradients are complete before post_backward, whose hooks show them to the user.
         with self._engine.backward(closure_loss, overlap=not is_overridden("backward", module)):
-            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            run = partial(self.precision_plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
+            for part in self.parts:
+                run = partial(part.backward, run)
+            run()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -437,10 +462,12 @@ class PardistStrategy(ParallelStrategy):
         return self.run_step(super().predict_step, *args, **kwargs)
 
     def _start_evaluation(self) -> None:
-        """Validation, test or predict begins on this rank. Not collective: a rank without samples skips predict."""
+        for part in self.parts:
+            part.start_evaluation()
 
     def _end_evaluation(self) -> None:
-        """Every batch of this rank has been evaluated, and the epoch's hooks have run."""
+        for part in self.parts:
+            part.end_evaluation()
 
     @override
     def on_validation_start(self) -> None:
@@ -477,16 +504,19 @@ class PardistStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         rank_zero_info(self.describe())
 
-    # --- gradients and optimizer state --------------------------------------------------------------------------
+    # --- gradients ----------------------------------------------------------------------------------------------
 
-    def gradient_clipping(self) -> dict[str, Callable[[Optimizer, int | float], None]]:
-        """What stands in for methods of the precision plugin during ``fit``, by their name."""
-        return {"clip_grad_by_norm": self._clip_grad_by_norm}
+    def _clipping(self) -> dict[str, Callable[[Optimizer, int | float], None]]:
+        """What stands in for methods of the precision plugin, which sees only what this rank's optimizer holds."""
+        return {"clip_grad_by_norm": self._clip_grad_by_norm, "clip_grad_by_value": self._clip_grad_by_value}
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Stands in for the precision plugin's, which sees only what this rank's optimizer holds."""
         if self._engine is not None:
-            self._engine.clip_grad_norm(_plain(optimizer), float(clip_val))
+            clip_grad_norm(self._engine, _plain(optimizer), float(clip_val), axes=self._model_axes)
+
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if self._engine is not None:
+            self._engine.clip_grad_value(_plain(optimizer), float(clip_val))
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """Stands in for the module's ``zero_grad``, which does not know of gradients that the engine keeps."""
@@ -495,12 +525,33 @@ class PardistStrategy(ParallelStrategy):
         if self._engine is not None:
             self._engine.zero_grad()
 
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state dict of one process, whole at least on the first rank. Collective."""
+        state = super().lightning_module_state_dict()
+        for part in (self.data, *self._model_axes):
+            state = part.whole_module_state(state)
+        return state
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self.lightning_module is None:
+            raise RuntimeError("A checkpoint is loaded into a module: call a Trainer's fit, validate, test or predict.")
+        state: Mapping[str, Any] = checkpoint["state_dict"]
+        for part in (*reversed(self._model_axes), self.data):
+            state = part.local_module_state(state)
+        self.data.load_module_state(self.lightning_module, state, strict=strict)
+
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State as one process would have it, whole at least on the first rank. Collective."""
-        if self._engine is None:
-            return super().optimizer_state(optimizer)
-        return self._engine.optimizer_state(_plain(optimizer))
+        optimizer = _plain(optimizer)
+        state = super().optimizer_state(optimizer) if self._engine is None else self._engine.optimizer_state(optimizer)
+        for part in self._model_axes:
+            state = part.whole_optimizer_state(optimizer, state)
+        return state
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -508,6 +559,8 @@ class PardistStrategy(ParallelStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            for part in reversed(self._model_axes):
+                state = part.local_optimizer_state(optimizer, state)
             self._engine.load_optimizer_state(optimizer, state)
             _optimizers_to_device([optimizer], self.root_device)
 
@@ -515,6 +568,8 @@ class PardistStrategy(ParallelStrategy):
 
     def before_collective(self) -> None:
         """Called right before a collective that steps and hooks may lead to, on every rank that takes part."""
+        for part in self.parts:
+            part.before_collective()
 
     @override
     def reduce(
@@ -586,24 +641,28 @@ class PardistStrategy(ParallelStrategy):
     def describe(self) -> str:
         """What is split over what, for the log."""
         held = self.held()
-        return (
+        lines = [
             f"{type(self).__name__}: {self.dims.describe()}, {held.num_parameters:,} parameters"
             f" ({held.parameters / 1e6:.1f} MB on this rank)"
-        )
+        ]
+        lines += [text for part in self.parts if (text := part.describe())]
+        return "\n".join(lines)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
     @override
     def teardown(self) -> None:
-        for part in (self._evaluation, self._epoch_results):
-            if part is not None:
-                part.detach()
+        for attached in (self._evaluation, self._epoch_results):
+            if attached is not None:
+                attached.detach()
         self._evaluation = self._epoch_results = self._buffer_sync = None
+        for part in reversed(self.parts):
+            part.teardown()
         self._revert_layer_sync()
         if self._engine is not None:
             # Kept, since a checkpoint after training asks it for the optimizers' state.
             self._engine.detach()
-            for name in self.gradient_clipping():
+            for name in self._clipping():
                 self.precision_plugin.__dict__.pop(name, None)
             if self.lightning_module is not None:
                 self.lightning_module.__dict__.pop("zero_grad", None)
@@ -642,16 +701,6 @@ def _world() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-def lanes_of(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, int]:
-    """The index of the optimizer that each parameter belongs to."""
-    return {
-        param: index
-        for index, optimizer in enumerate(optimizers)
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
-
-
 # Lightning asks `isinstance(strategy, DDPStrategy)` where it means "runs a plain module on several ranks": to allow a
 # compiled LightningModule, and to count the strategy as distributed. We answer yes without inheriting its code.
-LightningDDPStrategy.register(PardistStrategy)  # type: ignore[type-abstract]
+LightningDDPStrategy.register(PardistStrategy)

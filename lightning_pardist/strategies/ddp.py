@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-from typing_extensions import override
-
-from lightning_pardist.engines.api import DataEngine
-from lightning_pardist.engines.data_parallel import (
-    AllReduce,
-    GradientReducer,
-    HookedAllReduce,
-    PowerSGD,
-    compression_hook,
-)
+from lightning_pardist.engines.data_parallel import PowerSGD
 from lightning_pardist.engines.data_parallel.compression import Compression
-from lightning_pardist.engines.data_parallel.transport import Transport
-from lightning_pardist.mesh import ParallelDims
-from lightning_pardist.strategies.base import PardistStrategy, lanes_of
+from lightning_pardist.strategies.base import PardistStrategy
+from lightning_pardist.strategies.parts import Replicated
 
 
 class DDPStrategy(PardistStrategy):
@@ -49,38 +37,5 @@ class DDPStrategy(PardistStrategy):
         overlap: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
-        if bucket_size_mb <= 0:
-            raise ValueError(f"bucket_size_mb={bucket_size_mb} is not positive. 25 is a good start.")
-        if not isinstance(gradient_compression, PowerSGD) and gradient_compression not in (
-            None,
-            "bf16",
-            "fp16",
-            "powersgd",
-        ):
-            raise ValueError(
-                f"gradient_compression={gradient_compression!r} is unknown."
-                " Use 'bf16', 'fp16', 'powersgd', a PowerSGD(...) or None."
-            )
-        self.bucket_size_mb = bucket_size_mb
-        self.gradient_compression = gradient_compression
-        self.overlap = overlap
-
-    @override
-    def resolve_dims(self, world_size: int) -> ParallelDims:
-        return ParallelDims.resolve(world_size, data_replicate="auto")
-
-    @override
-    def make_data_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
-        group = self.data_group
-        transport: Transport = AllReduce(group)
-        if self.gradient_compression is not None:
-            transport = HookedAllReduce(group, *compression_hook(self.gradient_compression, group=group))
-        return GradientReducer(
-            module,
-            transport=transport,
-            lanes=lanes_of(optimizers),
-            bucket_size_mb=self.bucket_size_mb,
-            first_bucket_size_mb=min(1.0, self.bucket_size_mb),
-            overlap=self.overlap,
-        )
+        data = Replicated(bucket_size_mb=bucket_size_mb, gradient_compression=gradient_compression, overlap=overlap)
+        super().__init__(data=data, **kwargs)

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from torch import nn
-from torch.optim import Optimizer
-from typing_extensions import override
-
-from lightning_pardist.engines.api import DataEngine
-from lightning_pardist.engines.zero import ZeroEngine
-from lightning_pardist.mesh import ParallelDims
 from lightning_pardist.strategies.base import PardistStrategy
+from lightning_pardist.strategies.parts import ZeroSharded
 
 
 class ZeroStrategy(PardistStrategy):
@@ -38,26 +32,5 @@ class ZeroStrategy(PardistStrategy):
     def __init__(
         self, *, zero_stage: Literal[1, 2] = 2, bucket_size_mb: float = 25.0, overlap: bool = True, **kwargs: Any
     ) -> None:
-        super().__init__(**kwargs)
-        if zero_stage not in (1, 2):
-            raise ValueError(f"zero_stage={zero_stage!r} is not available. Use 1 or 2; FSDPStrategy is stage 3.")
-        if bucket_size_mb <= 0:
-            raise ValueError(f"bucket_size_mb={bucket_size_mb} is not positive. 25 is a good start.")
-        self.zero_stage = zero_stage
-        self.bucket_size_mb = bucket_size_mb
-        self.overlap = overlap
-
-    @override
-    def resolve_dims(self, world_size: int) -> ParallelDims:
-        return ParallelDims.resolve(world_size, data_shard="auto")
-
-    @override
-    def make_data_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
-        return ZeroEngine(
-            module,
-            optimizers,
-            group=self.data_group,
-            zero_stage=self.zero_stage,
-            bucket_size_mb=self.bucket_size_mb,
-            overlap=self.overlap,
-        )
+        data = ZeroSharded(zero_stage=zero_stage, bucket_size_mb=bucket_size_mb, overlap=overlap)
+        super().__init__(data=data, **kwargs)

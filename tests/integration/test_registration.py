@@ -87,7 +87,7 @@ def _cli(args):
 def test_class_path_on_the_command_line(args):
     cli = _cli([*args, "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"])
     assert isinstance(cli.trainer.strategy, lightning_pardist.DDPStrategy)
-    assert cli.trainer.strategy.bucket_size_mb == 1
+    assert cli.trainer.strategy.data.bucket_size_mb == 1
     assert cli.trainer.world_size == 2
 
 
@@ -97,7 +97,7 @@ def test_powersgd_on_the_command_line():
          "--trainer.strategy.gradient_compression=lightning_pardist.PowerSGD",
          "--trainer.strategy.gradient_compression.rank=3"]
     )  # fmt: skip
-    assert cli.trainer.strategy.gradient_compression == lightning_pardist.PowerSGD(rank=3)
+    assert cli.trainer.strategy.data.gradient_compression == lightning_pardist.PowerSGD(rank=3)
 
 
 def _wrong_size():

@@ -14,7 +14,7 @@ gradients are not counted as ready, and are reduced at the end, when nothing mor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pardist.engines.data_parallel.bucket import Bucket, partition
 from lightning_pardist.engines.data_parallel.sparse import reduce_sparse, sparse_parameters
 from lightning_pardist.engines.data_parallel.transport import Transport
+from lightning_pardist.engines.gradients import clamp_, scale_, sum_of_squares
 
 
 class GradientReducer:
@@ -74,6 +75,7 @@ class GradientReducer:
         #: Whether gradients were averaged since :meth:`step_done` was called last.
         self.is_reduced = False
         self._sync = True
+        self._hands_off = False
         self._handles: list[RemovableHandle] = []
         self._sparse = sparse_parameters(module)
         self._slots: dict[Tensor, tuple[Bucket, int]] = {}
@@ -156,14 +158,28 @@ class GradientReducer:
         """Tell that the optimizer has stepped: the next step's gradients are not averaged yet."""
         self.is_reduced = False
 
-    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Scale an optimizer's gradients to a norm of at most ``max_norm``. Not collective: they agree on all ranks.
+    @contextmanager
+    def hands_off(self) -> Iterator[None]:
+        """Backward passes inside leave their gradients in ``.grad``; :meth:`reduce` takes them up."""
+        before, self._hands_off = self._hands_off, True
+        try:
+            yield
+        finally:
+            self._hands_off = before
 
-        Returns:
-            The norm before.
-        """
+    def squared_grad_norm(self, optimizer: Optimizer, counts: Callable[[nn.Parameter], bool] | None = None) -> Tensor:
+        """Sum of squares of an optimizer's gradients. Not collective: they agree on all ranks."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        return nn.utils.clip_grad_norm_(params, max_norm)
+        grads = [param.grad for param in params if param.grad is not None and (counts is None or counts(param))]
+        return sum_of_squares(grads, device=params[0].device if params else torch.device("cpu"))
+
+    def scale_grads(self, optimizer: Optimizer, factor: Tensor) -> None:
+        """Multiply an optimizer's gradients by a scalar. Not collective."""
+        scale_(optimizer, factor)
+
+    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clamp every element of an optimizer's gradients to ``[-limit, limit]``. Not collective."""
+        clamp_(optimizer, limit)
 
     def zero_grad(self) -> None:
         """Nothing to do: gradients live in the parameters."""
@@ -205,6 +221,8 @@ class GradientReducer:
 
     def _on_grad(self, param: Tensor) -> None:
         bucket, index = self._slots[param]
+        if self._hands_off:
+            return
         if not self._sync:
             # At home in the bucket at once: accumulating needs no second copy of the gradients.
             bucket.adopt(index, 1.0)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullySharded
-from lightning_pardist.engines.fully_sharded.norm import clip_by_norm_, clip_by_value_
+from lightning_pardist.engines.fully_sharded.norm import clip_by_value_, grad_norm, local_gradients
 from lightning_pardist.engines.fully_sharded.state import own_values, whole_values
 
 
@@ -69,9 +69,20 @@ class ShardedDataEngine:
         """The optimizer has stepped."""
         self._is_reduced = False
 
-    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Clip by the norm over all ranks; the norm before. Collective."""
-        return clip_by_norm_(_parameters(optimizer), max_norm)
+    @contextmanager
+    def hands_off(self) -> Iterator[None]:
+        """Gradients are reduced as they come, since there is no place for whole ones."""
+        yield
+
+    def squared_grad_norm(self, optimizer: Optimizer, counts: Callable[[nn.Parameter], bool] | None = None) -> Tensor:
+        """Sum of squares of an optimizer's gradients over all ranks. Collective."""
+        parameters = _parameters(optimizer)
+        return grad_norm([param for param in parameters if counts is None or counts(param)]).square()
+
+    def scale_grads(self, optimizer: Optimizer, factor: Tensor) -> None:
+        """Multiply this rank's shards of an optimizer's gradients by a scalar. Not collective."""
+        for gradient in local_gradients(_parameters(optimizer)):
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
 
     def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
         """Clamp every element of the gradients to ``[-limit, limit]``. Not collective."""
@@ -131,7 +142,7 @@ class ShardedDataEngine:
         """Nothing to do: the hooks belong to the sharded module."""
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.data_parallel.reducer import GradientReducer
+from lightning_pardist.engines.gradients import clamp_, scale_, sum_of_squares
 from lightning_pardist.engines.zero.bucket import Piece, ShardedBucket
 from lightning_pardist.engines.zero.elementwise import require_elementwise
 from lightning_pardist.engines.zero.state import gather_optimizer_state, slice_optimizer_state
@@ -115,6 +116,10 @@ class ZeroEngine:
         """Reduce what is not reduced yet. Collective over the group."""
         self.reducer.reduce()
 
+    def hands_off(self) -> AbstractContextManager[None]:
+        """Backward passes inside leave their gradients in ``.grad``; :meth:`reduce` takes them up."""
+        return self.reducer.hands_off()
+
     def step_done(self) -> None:
         """The optimizer has stepped."""
         self.reducer.step_done()
@@ -137,44 +142,29 @@ class ZeroEngine:
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def grad_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
-        """Norm of all gradients of an optimizer's parameters, over all ranks. Collective over the group.
-
-        Args:
-            optimizer: One of the engine's.
-            norm_type: Order of the norm; ``inf`` for the largest magnitude.
-
-        Returns:
-            A scalar, equal on every rank.
-        """
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        device = grads[0].device if grads else self._device
-        if norm_type == float("inf"):
-            largest = [grad.abs().max() for grad in grads if grad.numel()]
-            total = torch.stack(largest).max().float() if largest else torch.zeros((), device=device)
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
-            return total
-        norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads]
-        power = torch.stack(norms).pow(norm_type).sum() if norms else torch.zeros((), device=device)
-        dist.all_reduce(power, group=self.group)
-        return power.pow(1.0 / norm_type)
-
-    @torch.no_grad()
-    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        """Scale an optimizer's gradients so that their global norm is at most ``max_norm``. Collective over the group.
-
-        Returns:
-            The norm before.
-        """
-        total = self.grad_norm(optimizer)
-        # As torch.nn.utils.clip_grad_norm_ does, to the digit.
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.mul_(factor.to(param.grad.dtype))
+    def squared_grad_norm(self, optimizer: Optimizer, counts: Callable[[nn.Parameter], bool] | None = None) -> Tensor:
+        """Sum of squares of all gradients of an optimizer's parameters. Collective over the group."""
+        whole = {piece.shard: param for param, pieces in self._pieces.items() for piece in pieces}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        total = sum_of_squares(
+            [
+                param.grad
+                for param in params
+                if param.grad is not None and (counts is None or counts(whole.get(param, param)))
+            ],
+            device=self._device,
+        )
+        if self.group.size() > 1:
+            dist.all_reduce(total, group=self.group)
         return total
+
+    def scale_grads(self, optimizer: Optimizer, factor: Tensor) -> None:
+        """Multiply this rank's slices of an optimizer's gradients by a scalar. Not collective."""
+        scale_(optimizer, factor)
+
+    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clamp every element of this rank's slices to ``[-limit, limit]``. Not collective."""
+        clamp_(optimizer, limit)
 
     def zero_grad(self) -> None:
         """Forget all gradients of the slices, as the module's own ``zero_grad`` does for whole ones."""

@@ -1,0 +1,148 @@
+"""What a strategy asks of each kind of parallelism that it is made of."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pardist.engines.api import DataEngine
+from lightning_pardist.mesh import Degree
+
+if TYPE_CHECKING:
+    from lightning_pardist.strategies.base import PardistStrategy
+
+
+class Part:
+    """One kind of parallelism under a strategy: tensor, pipeline or data. Every hook does nothing by default.
+
+    The strategy calls the parts in a fixed order. A module is transformed ``tensor -> pipeline -> data``, then
+    optimizers are made. A step runs inside ``data``, inside that ``pipeline``, inside that ``tensor``. What is saved is
+    made whole ``data -> tensor -> pipeline``, what is loaded is taken apart the other way around.
+
+    Attributes:
+        strategy: The strategy that the part belongs to: process groups, precision, the module.
+    """
+
+    strategy: PardistStrategy
+
+    def bind(self, strategy: PardistStrategy) -> None:
+        """Become part of a strategy. Called once, when the strategy is made."""
+        self.strategy = strategy
+
+    def degrees(self, ranks_per_node: int) -> dict[str, Degree]:
+        """Arguments for :meth:`~lightning_pardist.mesh.ParallelDims.resolve`.
+
+        Args:
+            ranks_per_node: Ranks that the Trainer starts on each host.
+        """
+        return {}
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Refuse what cannot be right, before the module is changed. Not collective.
+
+        Raises:
+            ValueError: With what was set, what was found and the fix.
+        """
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @property
+    def loads_after_setup(self) -> bool:
+        """Whether the module has nowhere to load a checkpoint to before :meth:`transform`."""
+        return False
+
+    def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Change the module in place to what this part runs. Collective over the world."""
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one of the module's step functions."""
+        return step(*args, **kwargs)
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run backward from a step's loss."""
+        run()
+
+    def start_evaluation(self) -> None:
+        """Validation, test or predict begins on this rank. Not collective: a rank without samples skips predict."""
+
+    def end_evaluation(self) -> None:
+        """Every batch of this rank has been evaluated, and the epoch's hooks have run."""
+
+    def before_collective(self) -> None:
+        """Called right before a collective that steps and hooks may lead to, on every rank that takes part."""
+
+    # --- the gradient norm --------------------------------------------------------------------------------------
+
+    def counts(self, param: nn.Parameter) -> bool:
+        """Whether this rank counts a parameter's gradient: of what several ranks of this axis hold alike, one does."""
+        return True
+
+    def sum_over_axis(self, value: Tensor) -> None:
+        """Add up a tensor in place over this part's axis, the data axis excepted. Collective over it."""
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This axis' view of a state dict to one process' view, whole at least on the axis' first rank. Collective."""
+        return state
+
+    def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of a state dict of one process that this rank's module takes. Not collective."""
+        return state
+
+    def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """As :meth:`whole_module_state`, for an optimizer's state dict as torch numbers it. Collective."""
+        return state
+
+    def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """As :meth:`local_module_state`, for an optimizer's state dict. Not collective."""
+        return state
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """What is split over what, in lines for the log; empty if there is nothing to say."""
+        return ""
+
+    def teardown(self) -> None:
+        """The run has ended, well or not. Not collective, unless :meth:`ended_well`."""
+
+    def ended_well(self) -> bool:
+        """Whether the run came to its end on every rank, so that they may still talk to each other."""
+        module = self.strategy.lightning_module
+        if module is None or module._trainer is None:
+            return False
+        return module.trainer.state.status != TrainerStatus.INTERRUPTED
+
+
+class DataPart(Part):
+    """The axis along which ranks see different samples; every strategy has one."""
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether :meth:`transform` gives every rank the first rank's values by itself."""
+        return False
+
+    def convert_precision(self, module: pl.LightningModule) -> None:
+        """Bring the module to the dtype that ``Trainer(precision=...)`` stands for. Not collective."""
+        self.strategy.precision_plugin.convert_module(module)
+
+    def to_device(self, module: nn.Module) -> None:
+        """Move the module to this rank's device."""
+        module.to(self.strategy.root_device)
+
+    @abstractmethod
+    def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
+        """The engine that keeps gradients right over the data axis. Collective over the data axis."""
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load what :meth:`local_module_state` left of a state dict. Not collective."""
+        module.load_state_dict(state, strict=strict)

@@ -1,0 +1,239 @@
+"""The data axis of ZeRO-3, FSDP and HSDP: parameters, gradients and optimizer state sharded."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import HalfPrecision
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pardist.engines.api import DataEngine
+from lightning_pardist.engines.fully_sharded import FullySharded, ShardedDataEngine, find_units, shard
+from lightning_pardist.engines.fully_sharded.engine import Accumulate, Reshard
+from lightning_pardist.engines.fully_sharded.materialize import InitFunction, on_meta
+from lightning_pardist.engines.fully_sharded.state import full_state, load_full_state
+from lightning_pardist.engines.fully_sharded.units import MIN_UNIT_BYTES, UnitPolicy
+from lightning_pardist.mesh import Degree
+from lightning_pardist.strategies.parts.part import DataPart
+from lightning_pardist.strategies.settings import one_of
+
+_MIB = 2**20
+
+
+class FullyShardedData(DataPart):
+    """Every rank keeps a shard of every parameter; units of the module are gathered where they run.
+
+    The arguments are those of :class:`~lightning_pardist.FSDPStrategy`.
+
+    Raises:
+        ValueError: If a setting is out of range; during a run, if an optimizer or a callback needs whole parameters.
+    """
+
+    def __init__(
+        self,
+        *,
+        units: UnitPolicy | None = None,
+        min_unit_size_mb: float = MIN_UNIT_BYTES / _MIB,
+        reshard_after_forward: Reshard = "auto",
+        data_shard_size: int | Literal["auto", "node"] = "auto",
+        accumulate: Accumulate = "sharded",
+        mp_policy: MixedPrecisionPolicy | None = None,
+        rank_dependent: bool = False,
+        watch: Literal["first", "always", "never"] = "first",
+        init: InitFunction | None = None,
+        whole_after_run_mb: float = 1024.0,
+    ) -> None:
+        one_of("accumulate", accumulate, ("sharded", "unsharded"))
+        one_of("watch", watch, ("first", "always", "never"))
+        if not isinstance(data_shard_size, int):
+            one_of("data_shard_size", data_shard_size, ("auto", "node"), or_else="a number of ranks")
+        if isinstance(reshard_after_forward, str):
+            one_of("reshard_after_forward", reshard_after_forward, ("auto", True, False))
+        if min_unit_size_mb < 0:
+            raise ValueError(f"min_unit_size_mb={min_unit_size_mb} is negative. Use 0 for units of any size.")
+        self.units = units
+        self.min_unit_size_mb = min_unit_size_mb
+        self.reshard_after_forward: Reshard = reshard_after_forward
+        self.data_shard_size: int | Literal["auto", "node"] = data_shard_size
+        self.accumulate: Accumulate = accumulate
+        self.mp_policy = mp_policy
+        self.rank_dependent = rank_dependent
+        self.watch: Literal["first", "always", "never"] = watch
+        self.init = init
+        self.whole_after_run_mb = whole_after_run_mb
+        self._sharded: FullySharded | None = None
+        self._uneven: AbstractContextManager[None] | None = None
+        self._built_on_meta = False
+
+    @override
+    def degrees(self, ranks_per_node: int) -> dict[str, Degree]:
+        if self.data_shard_size == "auto":
+            return {"data_shard": "auto"}
+        shards = ranks_per_node if self.data_shard_size == "node" else self.data_shard_size
+        return {"data_replicate": "auto", "data_shard": shards}
+
+    @override
+    def check(self, trainer: pl.Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"{type(callback).__name__} averages whole parameters, which no rank has when they are sharded."
+                    " Remove the callback, or use pardist_ddp, pardist_zero1 or pardist_zero2."
+                )
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def loads_after_setup(self) -> bool:
+        module = self.strategy.lightning_module
+        return self._built_on_meta or (module is not None and on_meta(module))
+
+    @property
+    @override
+    def broadcasts(self) -> bool:
+        return True
+
+    @override
+    def convert_precision(self, module: pl.LightningModule) -> None:
+        plugin = self.strategy.precision_plugin
+        if not isinstance(plugin, HalfPrecision):
+            super().convert_precision(module)
+            return
+        # The optimizer updates fp32 shards; what is gathered is half of that.
+        module.to(torch.float32)
+        for child in module.modules():
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    child._buffers[name] = buffer.to(plugin._desired_input_dtype)
+
+    @override
+    def to_device(self, module: nn.Module) -> None:
+        """Units move when they are sharded, so that no device holds the whole."""
+
+    @override
+    def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self._sharded is not None and self._sharded.module is module:
+            # Left sharded by the run before.
+            self._sharded.reset()
+            self._sharded.meeting.active = self.rank_dependent
+        else:
+            self._built_on_meta = on_meta(module)
+            self._sharded = self._shard(module)
+        device = self.strategy.root_device
+        _move_torchmetrics_to_device(module, device)
+        _update_properties(module, device=device)
+
+    def _shard(self, module: pl.LightningModule) -> FullySharded:
+        dims, plugin = self.strategy.dims, self.strategy.precision_plugin
+        axes = ("data_shard",) if dims.data_replicate == 1 else ("data_replicate", "data_shard")
+        policy = self.mp_policy
+        if policy is None and isinstance(plugin, HalfPrecision):
+            policy = MixedPrecisionPolicy(param_dtype=plugin._desired_input_dtype, reduce_dtype=torch.float32)
+        return shard(
+            module,
+            self.strategy.device_mesh[axes],
+            units=find_units(module, policy=self.units, min_unit_bytes=int(self.min_unit_size_mb * _MIB)),
+            reshard_after_forward=self.reshard_after_forward,
+            mp_policy=policy,
+            init=self.init,
+            rank_dependent=self.rank_dependent,
+            watch=self.watch,
+        )
+
+    @override
+    def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            module.__dict__[name] = self._followed(getattr(module, name))
+        return ShardedDataEngine(self.sharded, optimizers, accumulate=self.accumulate)
+
+    @property
+    def sharded(self) -> FullySharded:
+        """The handle of the sharded module.
+
+        Raises:
+            RuntimeError: Before ``setup``, and after the module was made whole again.
+        """
+        if self._sharded is None:
+            raise RuntimeError("The module is sharded during fit, validate, test and predict only.")
+        return self._sharded
+
+    def _followed(self, toggle: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+        """Optimizers hold shards, while a step computes with gathered parameters."""
+
+        def followed(optimizer: Optimizer) -> None:
+            toggle(optimizer)
+            self.sharded.follow_requires_grad()
+
+        return followed
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.sharded.run(step, *args, **kwargs)
+
+    @override
+    def before_collective(self) -> None:
+        if self._sharded is not None:
+            self._sharded.meet()
+
+    @override
+    def start_evaluation(self) -> None:
+        # Ranks may have different numbers of batches, and one of them may run the module alone when the epoch ends.
+        self._uneven = self.sharded.uneven()
+        self._uneven.__enter__()
+
+    @override
+    def end_evaluation(self) -> None:
+        if self._uneven is not None:
+            uneven, self._uneven = self._uneven, None
+            uneven.__exit__(None, None, None)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Whole tensors in the first rank's host memory, their names alone on the others. Collective."""
+        return state if self._sharded is None else OrderedDict(full_state(self._sharded.module))
+
+    @override
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+        if self._sharded is None or self._sharded.module is not module:
+            super().load_module_state(module, state, strict=strict)
+        else:
+            load_full_state(module, state, strict=strict)
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    @override
+    def describe(self) -> str:
+        return "" if self._sharded is None else str(self._sharded)
+
+    @override
+    def teardown(self) -> None:
+        self._uneven = None
+        module = self.strategy.lightning_module
+        if module is None:
+            return
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            module.__dict__.pop(name, None)
+        if self._sharded is not None and self.ended_well() and self._is_small(module):
+            self._sharded.dissolve()
+            self._sharded = None
+
+    def _is_small(self, module: nn.Module) -> bool:
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= self.whole_after_run_mb * _MIB

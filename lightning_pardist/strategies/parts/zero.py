@@ -1,0 +1,50 @@
+"""The data axis of ZeRO-1 and ZeRO-2: whole parameters, sharded optimizer state and gradients."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pardist.engines.api import DataEngine
+from lightning_pardist.engines.zero import ZeroEngine
+from lightning_pardist.mesh import Degree
+from lightning_pardist.strategies.parts.part import DataPart
+from lightning_pardist.strategies.settings import positive
+
+
+class ZeroSharded(DataPart):
+    """Every rank updates an even slice of the parameters, and keeps optimizer state for that slice only.
+
+    Args:
+        zero_stage: 1 shards optimizer state, 2 gradients as well.
+        bucket_size_mb: Gradients and parameters travel in buckets of this many MiB.
+        overlap: Whether gradients are sent while backward runs.
+
+    Raises:
+        ValueError: If a setting is out of range; when the engine is made, if an optimizer needs whole parameters.
+    """
+
+    def __init__(self, *, zero_stage: Literal[1, 2] = 2, bucket_size_mb: float = 25.0, overlap: bool = True) -> None:
+        if zero_stage not in (1, 2):
+            raise ValueError(f"zero_stage={zero_stage!r} is not available. Use 1 or 2; FSDPStrategy is stage 3.")
+        self.zero_stage = zero_stage
+        self.bucket_size_mb = positive("bucket_size_mb", bucket_size_mb, "25 is a good start.")
+        self.overlap = overlap
+
+    @override
+    def degrees(self, ranks_per_node: int) -> dict[str, Degree]:
+        return {"data_shard": "auto"}
+
+    @override
+    def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
+        return ZeroEngine(
+            module,
+            optimizers,
+            group=self.strategy.data_group,
+            zero_stage=self.zero_stage,
+            bucket_size_mb=self.bucket_size_mb,
+            overlap=self.overlap,
+        )
