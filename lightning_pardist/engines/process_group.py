@@ -39,6 +39,7 @@ def init_process_group(
     meeting: MeetingPoint,
     device: torch.device,
     timeout: timedelta,
+    store: Store | None = None,
 ) -> None:
     """Make the default process group, unless there is one. Collective over the world.
 
@@ -52,6 +53,7 @@ def init_process_group(
         meeting: Where ranks find each other.
         device: Where this rank's tensors live.
         timeout: Bound on every wait in a collective.
+        store: The job's store, where ranks have met already.
 
     Raises:
         RuntimeError: If a group exists that does not have ``world_size`` ranks.
@@ -77,7 +79,7 @@ def init_process_group(
     if _store is None:
         # Ranks may start minutes apart (a cold file system, a queue), however soon collectives are to time out.
         wait = max(timeout, _RENDEZVOUS_TIMEOUT)
-        _store = open_store(meeting, rank=rank, world_size=world_size, timeout=wait)
+        _store = store or open_store(meeting, rank=rank, world_size=world_size, timeout=wait)
         atexit.register(_destroy)
     # gloo looks its own host's name up, which may stand for another network, or for loopback alone.
     if (interface := interface_towards(meeting)) is not None:

@@ -228,6 +228,11 @@ def interface_towards(meeting: MeetingPoint) -> str | None:
     return next((name for name, own in interfaces.items() if not _is_loopback(own)), None)
 
 
+def interface_address(interface: str | None) -> str | None:
+    """The number of a network interface, None where it has none."""
+    return _interfaces().get(interface) if interface is not None else None
+
+
 def _interfaces() -> dict[str, str]:
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -52,7 +52,9 @@ from lightning_pardist.strategies.launchers import (
 )
 from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.results import EpochResults
+from lightning_pardist.strategies.resuming import RESUME_MODES, Resume, Resuming
 from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
+from lightning_pardist.strategies.stopping import OrderlyStop
 
 T = TypeVar("T")
 
@@ -91,6 +93,10 @@ class PardistStrategy(ParallelStrategy):
         broadcast_buffers: Whether buffers follow the first rank's.
         keep_freed_memory: Whether, on CPU, the allocator keeps what a step frees for the next one: steps
             are faster, and memory stays resident at the step's peak.
+        resume: Whether ``fit`` goes on from the newest checkpoint that this job has written: ``"auto"`` where the
+            launcher says that it was started before (a SLURM requeue, a torchrun restart), ``"always"`` also where the
+            same command is started anew with the same ``default_root_dir``, ``"never"`` not. It comes before
+            ``ckpt_path``, which the first start has used.
     """
 
     def __init__(
@@ -111,6 +117,7 @@ class PardistStrategy(ParallelStrategy):
         sync_metrics: bool = True,
         broadcast_buffers: bool = True,
         keep_freed_memory: bool = True,
+        resume: Resume = "auto",
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -130,6 +137,8 @@ class PardistStrategy(ParallelStrategy):
                 f"start_method={start_method!r} is not available here."
                 f" Use one of {', '.join(available_start_methods())}."
             )
+        if resume not in RESUME_MODES:
+            raise ValueError(f"resume={resume!r} is unknown. Use one of {', '.join(RESUME_MODES)}.")
         known = dist.Backend.backend_list
         for setting in (process_group_backend or "").split(","):
             backend = setting.rpartition(":")[2].strip().lower()
@@ -146,6 +155,7 @@ class PardistStrategy(ParallelStrategy):
         self.sync_metrics = sync_metrics
         self.broadcast_buffers = broadcast_buffers
         self.keep_freed_memory = keep_freed_memory
+        self.resume: Resume = resume
         self.data, self.tensor, self.pipeline = data, tensor, pipeline
         for part in (data, tensor, pipeline):
             if part is not None:
@@ -160,6 +170,8 @@ class PardistStrategy(ParallelStrategy):
         self._buffer_sync: BufferSync | None = None
         self._evaluation: ExactEvaluation | None = None
         self._epoch_results: EpochResults | None = None
+        self._resuming: Resuming | None = None
+        self._orderly_stop: OrderlyStop | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -278,6 +290,15 @@ class PardistStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             # What `self.device_mesh` in a module's configure_model refers to.
             self.lightning_module._device_mesh = self._device_mesh
+            self._attach_restarts(self.lightning_module.trainer)
+
+    def _attach_restarts(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._resuming = Resuming(trainer, self, self.resume)
+        self._resuming.attach()
+        self._orderly_stop = OrderlyStop(trainer, self, self._resuming.save)
+        self._orderly_stop.attach()
 
     def stop_watchdog(self) -> None:
         """This rank's work is done; its silence means nothing from now on. Not collective."""
@@ -652,10 +673,10 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        for attached in (self._evaluation, self._epoch_results):
+        for attached in (self._evaluation, self._epoch_results, self._orderly_stop, self._resuming):
             if attached is not None:
                 attached.detach()
-        self._evaluation = self._epoch_results = self._buffer_sync = None
+        self._evaluation = self._epoch_results = self._buffer_sync = self._orderly_stop = self._resuming = None
         for part in reversed(self.parts):
             part.teardown()
         self._revert_layer_sync()
