@@ -1,10 +1,12 @@
 """A user's training script for clusters: the first argument is JSON with what the Trainer gets, and some wishes."""
 
 import json
+import os
+import signal
 import sys
 import time
 
-import lightning_pardist  # noqa: F401  # isort: skip
+import lightning_pardist  # isort: skip
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
@@ -13,13 +15,16 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 class Module(pl.LightningModule):
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, kill_at: int) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-        self.step_s = step_s
+        self.step_s, self.kill_at = step_s, kill_at
 
     def training_step(self, batch, batch_idx):
         time.sleep(self.step_s)
+        first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if self.kill_at and self.global_step == self.kill_at and first_start and self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self):
@@ -67,11 +72,16 @@ class Data(pl.LightningDataModule):
 
 def main() -> None:
     given = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
-    step_s, samples, checkpoints = (given.pop(key, 0) for key in ("step_s", "samples", "checkpoint_every"))
+    step_s, samples, kill_at = (given.pop(key, 0) for key in ("step_s", "samples", "kill_at"))
+    checkpoints, settings = given.pop("checkpoint_every", 0), given.pop("ddp", None)
+    if settings is not None:
+        given["strategy"] = lightning_pardist.DDPStrategy(**settings)
     torch.manual_seed(3)
-    module, data = Module(step_s), Data(samples or 96)
+    module, data = Module(step_s, kill_at), Data(samples or 96)
     callbacks = [pl.callbacks.ModelCheckpoint(every_n_train_steps=checkpoints)] if checkpoints else []
     defaults = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_checkpointing": bool(checkpoints)}
+    if given.get("devices") == "torchrun":
+        given["devices"] = int(os.environ["LOCAL_WORLD_SIZE"])
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
     trainer = pl.Trainer(**(defaults | quiet | given), callbacks=callbacks)
     trainer.fit(module, data)
