@@ -13,6 +13,10 @@ from lightning_pardist._version import __version__  # noqa: E402
 from lightning_pardist.engines.data_parallel import PowerSGD  # noqa: E402
 from lightning_pardist.engines.pipeline import CannotPipelineError  # noqa: E402
 from lightning_pardist.engines.watchdog import PeerFailedError  # noqa: E402
+from lightning_pardist.environments.manual import ManualEnvironment  # noqa: E402
+from lightning_pardist.environments.mpi import MPIEnvironment  # noqa: E402
+from lightning_pardist.environments.slurm import SLURMEnvironment  # noqa: E402
+from lightning_pardist.environments.torchrun import TorchrunEnvironment  # noqa: E402
 from lightning_pardist.mesh import ParallelDims  # noqa: E402
 from lightning_pardist.strategies.base import PardistStrategy  # noqa: E402
 from lightning_pardist.strategies.ddp import DDPStrategy  # noqa: E402
@@ -27,12 +31,16 @@ __all__ = [
     "CannotPipelineError",
     "DDPStrategy",
     "FSDPStrategy",
+    "MPIEnvironment",
+    "ManualEnvironment",
     "ParallelDims",
     "PardistStrategy",
     "PeerFailedError",
     "PipelineStrategy",
     "PowerSGD",
+    "SLURMEnvironment",
     "TensorParallelStrategy",
+    "TorchrunEnvironment",
     "ZeroStrategy",
     "__version__",
 ]

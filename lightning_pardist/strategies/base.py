@@ -40,6 +40,7 @@ from lightning_pardist.engines.gradient_norm import clip_grad_norm, clip_grad_va
 from lightning_pardist.engines.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.process_group import destroy_alone, init_process_group, job_store, verify_same_module
 from lightning_pardist.engines.watchdog import Watchdog
+from lightning_pardist.environments.find import meeting_point
 from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
 from lightning_pardist.strategies.clipping import JobWideClipping
 from lightning_pardist.strategies.evaluation import ExactEvaluation
@@ -50,11 +51,12 @@ from lightning_pardist.strategies.launchers import (
     available_start_methods,
     children,
 )
-from lightning_pardist.strategies.overflow import share_overflow
 from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.results import EpochResults
+from lightning_pardist.strategies.resuming import RESUME_MODES, Resume, Resuming
 from lightning_pardist.strategies.scaling import JobWideScaling
 from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
+from lightning_pardist.strategies.stopping import OrderlyStop
 
 T = TypeVar("T")
 
@@ -93,6 +95,10 @@ class PardistStrategy(ParallelStrategy):
         broadcast_buffers: Whether buffers follow the first rank's.
         keep_freed_memory: Whether, on CPU, the allocator keeps what a step frees for the next one: steps
             are faster, and memory stays resident at the step's peak.
+        resume: Whether ``fit`` goes on from the newest checkpoint that this job has written: ``"auto"`` where the
+            launcher says that it was started before (a SLURM requeue, a torchrun restart), ``"always"`` also where the
+            same command is started anew with the same ``default_root_dir``, ``"never"`` not. It comes before
+            ``ckpt_path``, which the first start has used.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class PardistStrategy(ParallelStrategy):
         sync_metrics: bool = True,
         broadcast_buffers: bool = True,
         keep_freed_memory: bool = True,
+        resume: Resume = "auto",
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -132,6 +139,8 @@ class PardistStrategy(ParallelStrategy):
                 f"start_method={start_method!r} is not available here."
                 f" Use one of {', '.join(available_start_methods())}."
             )
+        if resume not in RESUME_MODES:
+            raise ValueError(f"resume={resume!r} is unknown. Use one of {', '.join(RESUME_MODES)}.")
         known = dist.Backend.backend_list
         for setting in (process_group_backend or "").split(","):
             backend = setting.rpartition(":")[2].strip().lower()
@@ -148,6 +157,7 @@ class PardistStrategy(ParallelStrategy):
         self.sync_metrics = sync_metrics
         self.broadcast_buffers = broadcast_buffers
         self.keep_freed_memory = keep_freed_memory
+        self.resume: Resume = resume
         self.data, self.tensor, self.pipeline = data, tensor, pipeline
         for part in (data, tensor, pipeline):
             if part is not None:
@@ -161,10 +171,10 @@ class PardistStrategy(ParallelStrategy):
         self._engine: DataEngine | None = None
         self._buffer_sync: BufferSync | None = None
         self._evaluation: ExactEvaluation | None = None
-        self._at_end: list[Callable[[], object]] = []
         self._epoch_results: EpochResults | None = None
         self._user_clipping: JobWideClipping | None = None
         self._scaling: JobWideScaling | None = None
+        self._restarts: list[Resuming | OrderlyStop] = []
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -231,6 +241,8 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.dims = self.resolve_dims(self.world_size)
         if self.start_method == "popen" or (
             self.cluster_environment is not None and self.cluster_environment.creates_processes_externally
@@ -260,8 +272,7 @@ class PardistStrategy(ParallelStrategy):
             self.process_group_backend,
             rank=self.global_rank,
             world_size=self.world_size,
-            address=self.cluster_environment.main_address,
-            port=self.cluster_environment.main_port,
+            meeting=meeting_point(self.cluster_environment),
             device=self.root_device,
             timeout=timedelta(seconds=self.timeout_s),
         )
@@ -282,6 +293,15 @@ class PardistStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             # What `self.device_mesh` in a module's configure_model refers to.
             self.lightning_module._device_mesh = self._device_mesh
+            self._attach_restarts(self.lightning_module.trainer)
+
+    def _attach_restarts(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        resuming = Resuming(trainer, self, self.resume)
+        self._restarts = [resuming, OrderlyStop(trainer, self, resuming.save)]
+        for attached in self._restarts:
+            attached.attach()
 
     def stop_watchdog(self) -> None:
         """This rank's work is done; its silence means nothing from now on. Not collective."""
@@ -338,15 +358,13 @@ class PardistStrategy(ParallelStrategy):
             self._engine = self.data.make_engine(module, self.optimizers)
             self.precision_plugin.__dict__.update(self._clipping())
             module.__dict__["zero_grad"] = self._zero_grad
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            if scaler is not None:
-                share = partial(share_overflow, scaler, group=_world(), before=self.before_collective)
-                self._at_end.append(share(slices=self._engine.slices))
             self._user_clipping = JobWideClipping(module, self._engine, self._model_axes)
             self._user_clipping.attach()
             scaler = getattr(self.precision_plugin, "scaler", None)
             if scaler is not None and self.world_size > 1:
-                self._scaling = JobWideScaling(scaler, self._engine, group=_world(), device=self.root_device)
+                self._scaling = JobWideScaling(
+                    scaler, self._engine, group=_world(), device=self.root_device, before=self.before_collective
+                )
                 self._scaling.attach()
             for wrapped in self._lightning_optimizers:
                 # It took over what the optimizer had before the engine came.
@@ -676,6 +694,8 @@ class PardistStrategy(ParallelStrategy):
                 attached.detach()
         self._evaluation = self._epoch_results = self._buffer_sync = None
         self._user_clipping = self._scaling = None
+        while self._restarts:
+            self._restarts.pop().detach()
         for part in reversed(self.parts):
             part.teardown()
         self._revert_layer_sync()
@@ -686,8 +706,6 @@ class PardistStrategy(ParallelStrategy):
                 self.precision_plugin.__dict__.pop(name, None)
             if self.lightning_module is not None:
                 self.lightning_module.__dict__.pop("zero_grad", None)
-        while self._at_end:
-            self._at_end.pop()()
         super().teardown()
         self.stop_watchdog()
         if self._owns_group:
