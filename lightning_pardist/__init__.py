@@ -14,6 +14,10 @@ from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError  
 from lightning_pardist.engines.data_parallel import PowerSGD  # noqa: E402
 from lightning_pardist.engines.pipeline import CannotPipelineError  # noqa: E402
 from lightning_pardist.engines.watchdog import PeerFailedError  # noqa: E402
+from lightning_pardist.environments.manual import ManualEnvironment  # noqa: E402
+from lightning_pardist.environments.mpi import MPIEnvironment  # noqa: E402
+from lightning_pardist.environments.slurm import SLURMEnvironment  # noqa: E402
+from lightning_pardist.environments.torchrun import TorchrunEnvironment  # noqa: E402
 from lightning_pardist.mesh import ParallelDims  # noqa: E402
 from lightning_pardist.strategies.base import PardistStrategy  # noqa: E402
 from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO  # noqa: E402
@@ -31,13 +35,17 @@ __all__ = [
     "DDPStrategy",
     "DamagedCheckpointError",
     "FSDPStrategy",
+    "MPIEnvironment",
+    "ManualEnvironment",
     "ParallelDims",
     "PardistCheckpointIO",
     "PardistStrategy",
     "PeerFailedError",
     "PipelineStrategy",
     "PowerSGD",
+    "SLURMEnvironment",
     "TensorParallelStrategy",
+    "TorchrunEnvironment",
     "ZeroStrategy",
     "__version__",
     "load_from_checkpoint",

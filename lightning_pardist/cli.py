@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from lightning.pytorch.cli import LightningCLI
 
+from lightning_pardist import doctor
 from lightning_pardist.cli_checkpoints import convert, inspect
 from lightning_pardist.registry import TABLE
 
@@ -17,10 +18,12 @@ usage: pardist {fit,validate,test,predict} --model CLASS [--data CLASS] [-c CONF
        pardist strategies
        pardist inspect CHECKPOINT [--tensors] [--check]
        pardist convert FOLDER FILE.ckpt | FILE.ckpt FOLDER
+       pardist doctor [--devices N] [--num-nodes N] [--timeout SECONDS]
 
 fit, validate, test and predict take every option of LightningCLI; `pardist fit --help` lists them.
 strategies lists the registered strategies, what each splits and when to choose it.
 inspect says what is inside a checkpoint of either form; convert writes it in the other one.
+doctor, started like the training (srun, torchrun, mpirun), shows what each rank sees and says whether it could start.
 """
 _TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
@@ -86,4 +89,5 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "strategies": list_strategies,
     "inspect": inspect,
     "convert": convert,
+    "doctor": doctor.main,
 }

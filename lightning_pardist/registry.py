@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pardist._other_lightning import refuse_names
+from lightning_pardist.environments.find import choose_for
 from lightning_pardist.strategies.base import PardistStrategy
 from lightning_pardist.strategies.ddp import DDPStrategy
 from lightning_pardist.strategies.fsdp import FSDPStrategy
@@ -95,3 +96,5 @@ def register() -> None:
             **entry.preset,
         )
     refuse_names(entry.name for entry in TABLE)
+    names = {entry.name for entry in TABLE}
+    choose_for(lambda flag: isinstance(flag, PardistStrategy) or flag in names)

@@ -69,10 +69,6 @@ class DataEngine(Protocol):
         """Forget gradients that the engine keeps outside the module's parameters."""
         ...
 
-    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Inside, an optimizer's groups hold what this rank's step updates, with its gradients. Not collective."""
-        ...
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of one process, whole at least on the first rank. Collective."""
         ...

@@ -42,9 +42,11 @@ from lightning_pardist.engines.gradient_norm import clip_grad_norm, clip_grad_va
 from lightning_pardist.engines.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.process_group import destroy_alone, init_process_group, job_store, verify_same_module
 from lightning_pardist.engines.watchdog import Watchdog
+from lightning_pardist.environments.find import meeting_point
 from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
 from lightning_pardist.strategies.checkpoints import Checkpoints, Form, default_io
 from lightning_pardist.strategies.clipping import JobWideClipping
+from lightning_pardist.strategies.continuing import Continuing
 from lightning_pardist.strategies.evaluation import ExactEvaluation
 from lightning_pardist.strategies.launchers import (
     MultiProcessLauncher,
@@ -53,12 +55,12 @@ from lightning_pardist.strategies.launchers import (
     available_start_methods,
     children,
 )
-from lightning_pardist.strategies.overflow import share_overflow
 from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.results import EpochResults
-from lightning_pardist.strategies.resume import Resume
+from lightning_pardist.strategies.resuming import RESUME_MODES, Resume, Resuming
 from lightning_pardist.strategies.scaling import JobWideScaling
 from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
+from lightning_pardist.strategies.stopping import OrderlyStop
 
 T = TypeVar("T")
 
@@ -100,6 +102,10 @@ class PardistStrategy(ParallelStrategy):
         checkpoint: ``"full"`` saves Lightning's single file, for programs without this package; ``"sharded"`` a
             folder that all ranks write in parallel. Every strategy loads both, of any strategy and number of ranks.
         async_save: Whether training goes on while a checkpoint is written.
+        resume: Whether ``fit`` goes on from the newest checkpoint that this job has written: ``"auto"`` where the
+            launcher says that it was started before (a SLURM requeue, a torchrun restart), ``"always"`` also where the
+            same command is started anew with the same ``default_root_dir``, ``"never"`` not. It comes before
+            ``ckpt_path``, which the first start has used.
     """
 
     def __init__(
@@ -122,6 +128,7 @@ class PardistStrategy(ParallelStrategy):
         keep_freed_memory: bool = True,
         checkpoint: Form = "full",
         async_save: bool = False,
+        resume: Resume = "auto",
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -141,6 +148,8 @@ class PardistStrategy(ParallelStrategy):
                 f"start_method={start_method!r} is not available here."
                 f" Use one of {', '.join(available_start_methods())}."
             )
+        if resume not in RESUME_MODES:
+            raise ValueError(f"resume={resume!r} is unknown. Use one of {', '.join(RESUME_MODES)}.")
         known = dist.Backend.backend_list
         for setting in (process_group_backend or "").split(","):
             backend = setting.rpartition(":")[2].strip().lower()
@@ -157,12 +166,13 @@ class PardistStrategy(ParallelStrategy):
         self.sync_metrics = sync_metrics
         self.broadcast_buffers = broadcast_buffers
         self.keep_freed_memory = keep_freed_memory
+        self.resume: Resume = resume
         self.data, self.tensor, self.pipeline = data, tensor, pipeline
         for part in (data, tensor, pipeline):
             if part is not None:
                 part.bind(self)
         self.checkpoints = Checkpoints(self, form=checkpoint, async_save=async_save)
-        self.resume = Resume(self)
+        self.continuing = Continuing(self)
         self.dims = ParallelDims()
         self._run = 0
         self.watchdog: Watchdog | None = None
@@ -173,10 +183,10 @@ class PardistStrategy(ParallelStrategy):
         self._engine: DataEngine | None = None
         self._buffer_sync: BufferSync | None = None
         self._evaluation: ExactEvaluation | None = None
-        self._at_end: list[Callable[[], object]] = []
         self._epoch_results: EpochResults | None = None
         self._user_clipping: JobWideClipping | None = None
         self._scaling: JobWideScaling | None = None
+        self._restarts: list[Resuming | OrderlyStop] = []
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -243,6 +253,8 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.dims = self.resolve_dims(self.world_size)
         if self.start_method == "popen" or (
             self.cluster_environment is not None and self.cluster_environment.creates_processes_externally
@@ -272,8 +284,7 @@ class PardistStrategy(ParallelStrategy):
             self.process_group_backend,
             rank=self.global_rank,
             world_size=self.world_size,
-            address=self.cluster_environment.main_address,
-            port=self.cluster_environment.main_port,
+            meeting=meeting_point(self.cluster_environment),
             device=self.root_device,
             timeout=timedelta(seconds=self.timeout_s),
         )
@@ -294,6 +305,15 @@ class PardistStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             # What `self.device_mesh` in a module's configure_model refers to.
             self.lightning_module._device_mesh = self._device_mesh
+            self._attach_restarts(self.lightning_module.trainer)
+
+    def _attach_restarts(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        resuming = Resuming(trainer, self, self.resume)
+        self._restarts = [resuming, OrderlyStop(trainer, self, resuming.save)]
+        for attached in self._restarts:
+            attached.attach()
 
     def stop_watchdog(self) -> None:
         """This rank's work is done; its silence means nothing from now on. Not collective."""
@@ -325,7 +345,7 @@ class PardistStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is None or module._trainer is None or not module.trainer.training:
             return dataloader
-        return self.resume.prepare(module.trainer, dataloader)
+        return self.continuing.prepare(module.trainer, dataloader)
 
     # --- the module ---------------------------------------------------------------------------------------------
 
@@ -360,15 +380,13 @@ class PardistStrategy(ParallelStrategy):
             self.checkpoints.know_names(module)
             self.precision_plugin.__dict__.update(self._clipping())
             module.__dict__["zero_grad"] = self._zero_grad
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            if scaler is not None:
-                share = partial(share_overflow, scaler, group=_world(), before=self.before_collective)
-                self._at_end.append(share(slices=self._engine.slices))
             self._user_clipping = JobWideClipping(module, self._engine, self._model_axes)
             self._user_clipping.attach()
             scaler = getattr(self.precision_plugin, "scaler", None)
             if scaler is not None and self.world_size > 1:
-                self._scaling = JobWideScaling(scaler, self._engine, group=_world(), device=self.root_device)
+                self._scaling = JobWideScaling(
+                    scaler, self._engine, group=_world(), device=self.root_device, before=self.before_collective
+                )
                 self._scaling.attach()
             for wrapped in self._lightning_optimizers:
                 # It took over what the optimizer had before the engine came.
@@ -593,7 +611,7 @@ class PardistStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Check and read a file or a folder. Collective over the world."""
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
-        self.resume.take(checkpoint)
+        self.continuing.take(checkpoint)
         return checkpoint
 
     @override
@@ -634,7 +652,7 @@ class PardistStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.lightning_module is not None:
-            self.resume.settle(self.lightning_module.trainer)
+            self.continuing.settle(self.lightning_module.trainer)
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise ValueError(
@@ -742,12 +760,14 @@ class PardistStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self.checkpoints.close(well=self.data.ended_well())
-        self.resume.forget()
+        self.continuing.forget()
         for attached in (self._evaluation, self._epoch_results, self._user_clipping, self._scaling):
             if attached is not None:
                 attached.detach()
         self._evaluation = self._epoch_results = self._buffer_sync = None
         self._user_clipping = self._scaling = None
+        while self._restarts:
+            self._restarts.pop().detach()
         for part in reversed(self.parts):
             part.teardown()
         self._revert_layer_sync()
@@ -758,8 +778,6 @@ class PardistStrategy(ParallelStrategy):
                 self.precision_plugin.__dict__.pop(name, None)
             if self.lightning_module is not None:
                 self.lightning_module.__dict__.pop("zero_grad", None)
-        while self._at_end:
-            self._at_end.pop()()
         super().teardown()
         self.stop_watchdog()
         if self._owns_group:

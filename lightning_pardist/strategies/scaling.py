@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,15 +24,23 @@ class JobWideScaling:
         engine: Of the data axis.
         group: All ranks of the job.
         device: This rank's.
+        before: Called before the collective of each step.
     """
 
     def __init__(
-        self, scaler: torch.amp.GradScaler, engine: DataEngine, *, group: dist.ProcessGroup, device: torch.device
+        self,
+        scaler: torch.amp.GradScaler,
+        engine: DataEngine,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        before: Callable[[], None],
     ) -> None:
         self.scaler = scaler
         self.engine = engine
         self.group = group
         self.device = device
+        self.before = before
 
     def attach(self) -> None:
         """Take over from the scaler. Not collective; from now on unscaling is, over the job."""
@@ -52,5 +61,6 @@ class JobWideScaling:
             here = found_inf.to(device, copy=True)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, here, inv_scale.to(device))
             found = torch.maximum(found, here.to(self.device))
+        self.before()
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return {self.device: found}

@@ -15,7 +15,7 @@ gradients are not counted as ready, and are reduced at the end, when nothing mor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -192,10 +192,6 @@ class GradientReducer:
 
     def zero_grad(self) -> None:
         """Nothing to do: gradients live in the parameters."""
-
-    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """The groups hold the module's parameters, whose gradients are this rank's."""
-        return nullcontext()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict, whole on every rank."""

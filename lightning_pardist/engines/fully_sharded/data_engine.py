@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -115,10 +115,6 @@ class ShardedDataEngine:
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self.sharded.zero_grad()
-
-    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """The groups hold the module's parameters, whose gradients are this rank's."""
-        return nullcontext()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of one process, put together on the first rank one tensor at a time. Collective.

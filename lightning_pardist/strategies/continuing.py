@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_pardist.strategies.base import PardistStrategy
 
 
-class Resume:
+class Continuing:
     """What a checkpoint has to know beside the Trainer's counters, and how a run goes on from it.
 
     Lightning counts the batches of an epoch, but starts the loader of a resumed run from its first one. Here the
