@@ -223,9 +223,8 @@ def main() -> None:
                 results[candidate].append(_measure(candidate, options.parameters, options.ranks, folder))
     megabytes = options.parameters * 12
     print(f"{options.parameters:g} million parameters with Adam state, {megabytes:.0f} MB; {options.ranks} ranks,")
-    print(
-        f"medians of {options.rounds} rounds, seconds and MB of the slowest or largest rank, load {os.getloadavg()[0]:.1f}"
-    )
+    load = os.getloadavg()[0]
+    print(f"medians of {options.rounds} rounds, seconds and MB of the slowest or largest rank, load average {load:.1f}")
     columns = ("save", "complete", "save MB", "load", "load MB")
     print("".join([f"{'':14}", *(f"{column:>10}" for column in columns)]))
     for candidate, found in results.items():

@@ -759,7 +759,12 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self.checkpoints.close(well=self.data.ended_well())
+        try:
+            self.checkpoints.close(well=self.data.ended_well())
+        finally:
+            self._take_down()
+
+    def _take_down(self) -> None:
         self.continuing.forget()
         for attached in (self._evaluation, self._epoch_results, self._user_clipping, self._scaling):
             if attached is not None:
