@@ -310,7 +310,8 @@ class Checkpoints:
             "versions": {
                 "lightning_pardist": __version__,
                 "lightning": lightning.__version__,
-                "torch": torch.__version__,
+                # A plain string: weights_only refuses torch's own class for it.
+                "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },
         }
