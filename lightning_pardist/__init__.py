@@ -10,6 +10,7 @@ _torchvision.mend()
 
 from lightning_pardist import registry  # noqa: E402
 from lightning_pardist._version import __version__  # noqa: E402
+from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError  # noqa: E402
 from lightning_pardist.engines.data_parallel import PowerSGD  # noqa: E402
 from lightning_pardist.engines.pipeline import CannotPipelineError  # noqa: E402
 from lightning_pardist.engines.watchdog import PeerFailedError  # noqa: E402
@@ -19,6 +20,8 @@ from lightning_pardist.environments.slurm import SLURMEnvironment  # noqa: E402
 from lightning_pardist.environments.torchrun import TorchrunEnvironment  # noqa: E402
 from lightning_pardist.mesh import ParallelDims  # noqa: E402
 from lightning_pardist.strategies.base import PardistStrategy  # noqa: E402
+from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO  # noqa: E402
+from lightning_pardist.strategies.checkpoint_loading import load_from_checkpoint  # noqa: E402
 from lightning_pardist.strategies.ddp import DDPStrategy  # noqa: E402
 from lightning_pardist.strategies.fsdp import FSDPStrategy  # noqa: E402
 from lightning_pardist.strategies.pipeline import PipelineStrategy  # noqa: E402
@@ -30,10 +33,12 @@ registry.register()
 __all__ = [
     "CannotPipelineError",
     "DDPStrategy",
+    "DamagedCheckpointError",
     "FSDPStrategy",
     "MPIEnvironment",
     "ManualEnvironment",
     "ParallelDims",
+    "PardistCheckpointIO",
     "PardistStrategy",
     "PeerFailedError",
     "PipelineStrategy",
@@ -43,4 +48,5 @@ __all__ = [
     "TorchrunEnvironment",
     "ZeroStrategy",
     "__version__",
+    "load_from_checkpoint",
 ]

@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pardist.engines.checkpoint.states import Slots, whole_slots
 from lightning_pardist.engines.data_parallel.bucket import Bucket, partition
 from lightning_pardist.engines.data_parallel.sparse import reduce_sparse, sparse_parameters
 from lightning_pardist.engines.data_parallel.transport import Transport
@@ -208,6 +209,10 @@ class GradientReducer:
         self.buckets.clear()
         self._slots.clear()
         self._abandon()
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Every parameter itself."""
+        return whole_slots(optimizer)
 
     def held_bytes(self) -> int:
         """Bytes of gradient buffers on this rank."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.checkpoint.states import Slots, whole_slots
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullySharded
 from lightning_pardist.engines.fully_sharded.norm import grad_norm, local_gradients
 from lightning_pardist.engines.fully_sharded.state import own_values, whole_values
@@ -162,6 +163,10 @@ class ShardedDataEngine:
                     optimizer.state[parameter] = own_values(parameter, fitted, local=True)
                     if host := self._hosts.get(optimizer):
                         host.settle(parameter)
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Every parameter itself."""
+        return whole_slots(optimizer)
 
     def held_bytes(self) -> int:
         """Nothing beside what the parameters themselves hold between steps."""
