@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -368,6 +368,8 @@ class PardistStrategy(ParallelStrategy):
             tensors = itertools.chain(module.parameters(), module.buffers())
             broadcast_tensors((tensor.detach() for tensor in tensors), group=_world())
         for part in self.parts:
+            part.observe(trainer, module)
+        for part in self.parts:
             part.transform(trainer, module)
         if fitting:
             self.setup_optimizers(trainer)
@@ -439,9 +441,17 @@ class PardistStrategy(ParallelStrategy):
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one of the module's four step functions: the data axis outermost, split layers innermost."""
-        for part in self.parts:
-            step = partial(part.run_step, step)
-        return step(*args, **kwargs)
+        with ExitStack() as around:
+            for part in self.parts:
+                step = partial(part.run_step, step)
+                around.enter_context(part.running())
+            return step(*args, **kwargs)
+
+    def plain(self, tree: Any) -> Any:
+        """What a module computed, without the forms in which parts hold tensors: as one process would have it."""
+        for part in self._model_axes:
+            tree = part.plain(tree)
+        return tree
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -765,7 +775,7 @@ class PardistStrategy(ParallelStrategy):
         self._user_clipping = self._scaling = None
         while self._restarts:
             self._restarts.pop().detach()
-        for part in reversed(self.parts):
+        for part in (self.data, *self._model_axes):
             part.teardown()
         self._revert_layer_sync()
         if self._engine is not None:

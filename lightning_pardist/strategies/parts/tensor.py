@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -177,12 +178,15 @@ class TensorParallel(Part):
     # --- steps --------------------------------------------------------------------------------------------------
 
     @override
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.runtime is None else self.runtime.step()
+
+    @override
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.runtime is None:
             return step(*args, **kwargs)
         self._agree(self.runtime, (args, kwargs))
-        with self.runtime.step():
-            return self._plain(step(*args, **kwargs))
+        return self.plain(step(*args, **kwargs))
 
     @override
     def backward(self, run: Callable[[], None]) -> None:
@@ -192,7 +196,8 @@ class TensorParallel(Part):
         with self.runtime.step():
             run()
 
-    def _plain(self, tree: Any) -> Any:
+    @override
+    def plain(self, tree: Any) -> Any:
         """The same without split tensors and parameters, for code outside of steps. Collective if there are any."""
         return tree if self.runtime is None else self.runtime.plain(tree)
 
@@ -242,7 +247,7 @@ class TensorParallel(Part):
         original = getattr(owner, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._plain((args, kwargs))
+            args, kwargs = self.plain((args, kwargs))
             return original(*args, **kwargs)
 
         self._replace(owner, name, wrapped)
@@ -278,7 +283,8 @@ class TensorParallel(Part):
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         if self.runtime is None:
             return state
-        keep = self.runtime.group.rank == 0
+        # Under a pipeline, ranks of the same index pass on to each other what they hold.
+        keep = self.runtime.group.rank == 0 or self.strategy.dims.pipeline_parallel > 1
         # Tied parameters are gathered once, and stay one tensor in the file.
         done: dict[tuple[int, torch.Size], Tensor] = {}
         for name, value in state.items():
