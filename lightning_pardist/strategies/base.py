@@ -46,8 +46,8 @@ from lightning_pardist.environments.find import meeting_point
 from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
 from lightning_pardist.strategies.checkpoints import Checkpoints, Form, default_io
 from lightning_pardist.strategies.clipping import JobWideClipping
+from lightning_pardist.strategies.continuing import Continuing
 from lightning_pardist.strategies.evaluation import ExactEvaluation
-from lightning_pardist.strategies.exact_resume import ExactResume
 from lightning_pardist.strategies.launchers import (
     MultiProcessLauncher,
     ScriptLauncher,
@@ -99,13 +99,13 @@ class PardistStrategy(ParallelStrategy):
         broadcast_buffers: Whether buffers follow the first rank's.
         keep_freed_memory: Whether, on CPU, the allocator keeps what a step frees for the next one: steps
             are faster, and memory stays resident at the step's peak.
+        checkpoint: ``"full"`` saves Lightning's single file, for programs without this package; ``"sharded"`` a
+            folder that all ranks write in parallel. Every strategy loads both, of any strategy and number of ranks.
+        async_save: Whether training goes on while a checkpoint is written.
         resume: Whether ``fit`` goes on from the newest checkpoint that this job has written: ``"auto"`` where the
             launcher says that it was started before (a SLURM requeue, a torchrun restart), ``"always"`` also where the
             same command is started anew with the same ``default_root_dir``, ``"never"`` not. It comes before
             ``ckpt_path``, which the first start has used.
-        checkpoint: ``"full"`` saves Lightning's single file, for programs without this package; ``"sharded"`` a
-            folder that all ranks write in parallel. Every strategy loads both, of any strategy and number of ranks.
-        async_save: Whether training goes on while a checkpoint is written.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class PardistStrategy(ParallelStrategy):
         sync_metrics: bool = True,
         broadcast_buffers: bool = True,
         keep_freed_memory: bool = True,
-        resume: Resume = "auto",
         checkpoint: Form = "full",
         async_save: bool = False,
+        resume: Resume = "auto",
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -172,7 +172,7 @@ class PardistStrategy(ParallelStrategy):
             if part is not None:
                 part.bind(self)
         self.checkpoints = Checkpoints(self, form=checkpoint, async_save=async_save)
-        self.exact_resume = ExactResume(self)
+        self.continuing = Continuing(self)
         self.dims = ParallelDims()
         self._run = 0
         self.watchdog: Watchdog | None = None
@@ -345,7 +345,7 @@ class PardistStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is None or module._trainer is None or not module.trainer.training:
             return dataloader
-        return self.exact_resume.prepare(module.trainer, dataloader)
+        return self.continuing.prepare(module.trainer, dataloader)
 
     # --- the module ---------------------------------------------------------------------------------------------
 
@@ -621,7 +621,7 @@ class PardistStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Check and read a file or a folder. Collective over the world."""
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
-        self.exact_resume.take(checkpoint)
+        self.continuing.take(checkpoint)
         return checkpoint
 
     @override
@@ -630,6 +630,8 @@ class PardistStrategy(ParallelStrategy):
         self.checkpoints.begin()
         state = super().lightning_module_state_dict()
         if self.checkpoints.sharded:
+            for part in self._model_axes:
+                state = part.own_module_state(state)
             return state
         for part in (self.data, *self._model_axes):
             state = part.whole_module_state(state)
@@ -660,7 +662,7 @@ class PardistStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.lightning_module is not None:
-            self.exact_resume.settle(self.lightning_module.trainer)
+            self.continuing.settle(self.lightning_module.trainer)
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise ValueError(
@@ -675,6 +677,7 @@ class PardistStrategy(ParallelStrategy):
                 state = apply_to_collection(state, Tensor, torch.clone)
                 if self._engine is None:
                     optimizer.load_state_dict(state)
+                    _optimizers_to_device([optimizer], self.root_device)
                 else:
                     self._engine.load_optimizer_state(optimizer, state)
 
@@ -766,8 +769,13 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self.checkpoints.close(well=self.data.ended_well())
-        self.exact_resume.forget()
+        try:
+            self.checkpoints.close(well=self.data.ended_well())
+        finally:
+            self._take_down()
+
+    def _take_down(self) -> None:
+        self.continuing.forget()
         for attached in (self._evaluation, self._epoch_results, self._user_clipping, self._scaling):
             if attached is not None:
                 attached.detach()

@@ -99,6 +99,7 @@ class Resuming:
             self._fs.makedirs(self._folder, exist_ok=True)
         self._strategy.barrier("folder")
         pl.Trainer.save_checkpoint(self._trainer, self._name(part), weights_only=False)
+        self._strategy.checkpoints.finish()
         if first:
             if self._fs.exists(self.stopped_path):
                 self._fs.rm(self.stopped_path, recursive=True)

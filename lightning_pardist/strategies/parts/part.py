@@ -112,6 +112,10 @@ class Part:
         """This axis' view of a state dict to one process' view, whole at least on the axis' first rank. Collective."""
         return state
 
+    def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict without the values that other ranks of this axis answer for: on ``meta``. Not collective."""
+        return state
+
     def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of a state dict of one process that this rank's module takes. Not collective."""
         return state

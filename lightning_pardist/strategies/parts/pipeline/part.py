@@ -252,6 +252,18 @@ class PipelinePart(Part):
         return state
 
     @override
+    def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self.engine is None or self.group.size() == 1:
+            return state
+        placement = self.engine.placement
+        return {
+            name: value.to("meta")
+            if isinstance(value, Tensor) and placement.owner_of(name) != placement.rank
+            else value
+            for name, value in state.items()
+        }
+
+    @override
     def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.engine is None:
             return state
