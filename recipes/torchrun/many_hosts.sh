@@ -1,5 +1,5 @@
 #!/bin/bash
-# Several hosts: run this on each, in any order. Change: FIRST (a host that all reach by this name), HOSTS, RANKS, TRAIN.
+# Several hosts: run this on each. Change: FIRST (a host that all reach by that name), HOSTS, RANKS, and TRAIN.
 # HOSTS may be a range, as 1:4: hosts may leave and come back, and after each change training goes on from the newest
 # checkpoint with those that are there; --trainer.num_nodes is then the largest number.
 set -eu

@@ -25,7 +25,7 @@ def test_places_are_grouped_and_show_the_users_lines():
     assert "Rank 1 waits in" in text
     assert "/home/me/module.py" in text
     assert "lightning/pytorch/trainer.py" not in text
-    assert waits_in_collective(STACK.format(name="barrier"))
+    assert waits_in_collective(barrier)
     assert not waits_in_collective("  File x, line 1, in y\n    time.sleep(1)\n")
 
 
