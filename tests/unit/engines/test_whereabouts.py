@@ -18,9 +18,8 @@ STACK = """\
 
 
 def test_places_are_grouped_and_show_the_users_lines():
-    text = places(
-        {0: STACK.format(name="barrier"), 1: STACK.format(name="all_reduce"), 2: STACK.format(name="barrier")}
-    )
+    barrier, reduce = (STACK.format(name=name) for name in ("barrier", "all_reduce"))
+    text = places({0: barrier, 1: reduce, 2: barrier})
     assert "Rank 0, 2 waits in" in text
     assert "Rank 1 waits in" in text
     assert "/home/me/module.py" in text
