@@ -4,7 +4,7 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all soak lint bench clean
 
 demo: $(INSTALLED)
 	$(PY) -m recipes.demo
@@ -14,6 +14,9 @@ test: lint
 
 test-all: lint
 	$(PY) -m pytest -q -m "not soak"
+
+soak: $(INSTALLED)
+	$(PY) -m pytest -q -s -m soak tests/soak
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
