@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_pardist.engines.gradients import Counts
 
 
 class DataEngine(Protocol):
@@ -43,28 +45,31 @@ class DataEngine(Protocol):
         """Backward passes inside leave their gradients in ``.grad``; the engine learns of them in :meth:`reduce`."""
         ...
 
-    def squared_grad_norm(self, optimizer: Optimizer, counts: Callable[[nn.Parameter], bool] | None) -> Tensor:
-        """Sum of squares of an optimizer's reduced gradients over the data axis. Collective over it.
+    def grad_power(
+        self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
+    ) -> Tensor:
+        """Sum of powers of the reduced gradients of some parameters over the data axis. Collective over it.
 
         Args:
-            optimizer: One of the engine's.
-            counts: Whether a parameter of the module is counted on this rank; all of them if None.
+            params: Parameters of the module.
+            norm_type: The power; ``inf`` for the largest magnitude in place of a sum.
+            counts: Whether a parameter is counted on this rank; all of them if None.
 
         Returns:
             A scalar in fp32 or wider, equal over the data axis.
         """
         ...
 
-    def scale_grads(self, optimizer: Optimizer, factor: Tensor) -> None:
-        """Multiply an optimizer's gradients by a scalar. Not collective."""
-        ...
-
-    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamp every element of an optimizer's gradients to ``[-limit, limit]``. Not collective."""
+    def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        """What this rank holds of the gradients of some parameters, to be changed in place. Not collective."""
         ...
 
     def zero_grad(self) -> None:
         """Forget gradients that the engine keeps outside the module's parameters."""
+        ...
+
+    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Inside, an optimizer's groups hold what this rank's step updates, with its gradients. Not collective."""
         ...
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -51,6 +51,15 @@ def require_elementwise(optimizer: Optimizer, *, form: Form) -> None:
         raise ValueError(_refusal(optimizer, "a step on other parameters than its own changed nothing"))
 
 
+def is_elementwise(optimizer: Optimizer, *, form: Form) -> bool:
+    """Whether :func:`require_elementwise` lets an optimizer pass."""
+    try:
+        require_elementwise(optimizer, form=form)
+    except ValueError:
+        return False
+    return True
+
+
 def _same_on_parts(
     optimizer: Optimizer, options: dict[str, Any], whole: Tensor, cut: Callable[[Tensor], Sequence[Tensor]]
 ) -> bool:

@@ -1,13 +1,13 @@
-"""The norm of all gradients of a job, whatever axes they are spread over."""
+"""The norm of all gradients of a job, whatever axes they are spread over, and clipping by it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_pardist.engines.api import DataEngine
 
@@ -26,30 +26,54 @@ class NormAxis(Protocol):
 
 @torch.no_grad()
 def clip_grad_norm(
-    engine: DataEngine, optimizer: Optimizer, max_norm: float, *, axes: Sequence[NormAxis] = ()
+    engine: DataEngine,
+    params: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    axes: Sequence[NormAxis] = (),
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale an optimizer's gradients so that their global norm is at most ``max_norm``. Collective over all axes.
+    """Scale gradients so that their norm over the whole job is at most ``max_norm``. Collective over all axes.
 
     Args:
         engine: Of the data axis.
-        optimizer: One of the engine's.
+        params: Parameters of the module, the same on all ranks.
         max_norm: Largest norm allowed.
+        norm_type: The p of the p-norm, ``inf`` included.
         axes: Tensor and pipeline axes, of those that there are.
+        error_if_nonfinite: Refuse a norm that is not finite, on every rank alike.
 
     Returns:
-        The norm before, a scalar equal on every rank. Local sums of squares, one reduction an axis; what several ranks
+        The norm before, a scalar equal on every rank. Local sums of powers, one reduction an axis; what several ranks
         hold alike is counted once.
+
+    Raises:
+        RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is set.
+        ValueError: If the largest magnitude is asked for where gradients are spread over tensor or pipeline ranks.
     """
-    counts: Callable[[nn.Parameter], bool] | None = None
-    if axes:
+    if axes and math.isinf(norm_type):
+        raise ValueError("norm_type=inf is not available with tensor or pipeline parallelism. Use a finite norm_type.")
 
-        def counts(param: nn.Parameter) -> bool:
-            return all(axis.counts(param) for axis in axes)
+    def counts(param: nn.Parameter) -> bool:
+        return all(axis.counts(param) for axis in axes)
 
-    total = engine.squared_grad_norm(optimizer, counts)
+    params = list(params)
+    total = engine.grad_power(params, norm_type, counts if axes else None)
     for axis in axes:
         axis.sum_over_axis(total)
-    norm = total.sqrt()
+    norm = total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(f"The gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped.")
     # As torch.nn.utils.clip_grad_norm_ does.
-    engine.scale_grads(optimizer, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in engine.local_grads(params):
+        grad.mul_(factor.to(grad.device, grad.dtype))
     return norm
+
+
+@torch.no_grad()
+def clip_grad_value(engine: DataEngine, params: Iterable[nn.Parameter], limit: float) -> None:
+    """Clamp every element of the gradients to ``[-limit, limit]``. Not collective."""
+    for grad in engine.local_grads(params):
+        grad.clamp_(-limit, limit)

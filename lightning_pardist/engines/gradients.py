@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
+
+#: Whether a parameter of the module is counted on this rank.
+Counts = Callable[[nn.Parameter], bool]
 
 
 @torch.no_grad()
-def sum_of_squares(grads: Sequence[Tensor], *, device: torch.device) -> Tensor:
-    """Sum of squares of all elements, a scalar in fp32 or wider on ``device``."""
+def sum_of_powers(grads: Sequence[Tensor], norm_type: float, *, device: torch.device) -> Tensor:
+    """Sum of ``|g| ** norm_type`` over all elements, or the largest ``|g|`` if that is ``inf``.
+
+    Args:
+        grads: Ordinary tensors of any shapes and dtypes.
+        norm_type: The p of the p-norm.
+        device: Of the result.
+
+    Returns:
+        A scalar in fp32 or wider; zero without gradients.
+    """
+    grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device)
     widest = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-    return torch.stack([norm.to(device, widest) for norm in norms]).square().sum()
-
-
-@torch.no_grad()
-def scale_(optimizer: Optimizer, factor: Tensor) -> None:
-    """Multiply an optimizer's gradients by a scalar."""
-    for grad in _grads(optimizer):
-        grad.mul_(factor.to(grad.device, grad.dtype))
-
-
-@torch.no_grad()
-def clamp_(optimizer: Optimizer, limit: float) -> None:
-    """Clamp every element of an optimizer's gradients to ``[-limit, limit]``."""
-    for grad in _grads(optimizer):
-        grad.clamp_(-limit, limit)
-
-
-def _grads(optimizer: Optimizer) -> list[Tensor]:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return [param.grad for param in params if param.grad is not None]
+    norms = [
+        torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
+        for grad in grads
+    ]
+    stacked = torch.stack([norm.to(device, widest) for norm in norms])
+    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()

@@ -36,11 +36,12 @@ from lightning_pardist.engines.allocator import keep_freed_memory
 from lightning_pardist.engines.api import DataEngine
 from lightning_pardist.engines.data_parallel import BufferSync
 from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
-from lightning_pardist.engines.gradient_norm import clip_grad_norm
+from lightning_pardist.engines.gradient_norm import clip_grad_norm, clip_grad_value
 from lightning_pardist.engines.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.process_group import destroy_alone, init_process_group, job_store, verify_same_module
 from lightning_pardist.engines.watchdog import Watchdog
 from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
+from lightning_pardist.strategies.clipping import JobWideClipping
 from lightning_pardist.strategies.evaluation import ExactEvaluation
 from lightning_pardist.strategies.launchers import (
     MultiProcessLauncher,
@@ -161,6 +162,7 @@ class PardistStrategy(ParallelStrategy):
         self._evaluation: ExactEvaluation | None = None
         self._at_end: list[Callable[[], object]] = []
         self._epoch_results: EpochResults | None = None
+        self._user_clipping: JobWideClipping | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -333,8 +335,15 @@ class PardistStrategy(ParallelStrategy):
             self.precision_plugin.__dict__.update(self._clipping())
             module.__dict__["zero_grad"] = self._zero_grad
             scaler = getattr(self.precision_plugin, "scaler", None)
-            if scaler is not None and self.world_size > 1:
-                self._at_end.append(share_overflow(scaler, group=_world(), before=self.before_collective))
+            if scaler is not None:
+                share = partial(share_overflow, scaler, group=_world(), before=self.before_collective)
+                self._at_end.append(share(slices=self._engine.slices))
+            self._user_clipping = JobWideClipping(module, self._engine, self._model_axes)
+            self._user_clipping.attach()
+            for wrapped in self._lightning_optimizers:
+                # It took over what the optimizer had before the engine came.
+                if "zero_grad" in wrapped._optimizer.__dict__:
+                    wrapped.__dict__["zero_grad"] = wrapped._optimizer.zero_grad
         self._attach_to(trainer)
 
     def _apply_layer_sync(self) -> None:
@@ -515,11 +524,11 @@ class PardistStrategy(ParallelStrategy):
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if self._engine is not None:
-            clip_grad_norm(self._engine, _plain(optimizer), float(clip_val), axes=self._model_axes)
+            clip_grad_norm(self._engine, _params(optimizer), float(clip_val), axes=self._model_axes)
 
     def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if self._engine is not None:
-            self._engine.clip_grad_value(_plain(optimizer), float(clip_val))
+            clip_grad_value(self._engine, _params(optimizer), float(clip_val))
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """Stands in for the module's ``zero_grad``, which does not know of gradients that the engine keeps."""
@@ -654,10 +663,10 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        for attached in (self._evaluation, self._epoch_results):
+        for attached in (self._evaluation, self._epoch_results, self._user_clipping):
             if attached is not None:
                 attached.detach()
-        self._evaluation = self._epoch_results = self._buffer_sync = None
+        self._evaluation = self._epoch_results = self._buffer_sync = self._user_clipping = None
         for part in reversed(self.parts):
             part.teardown()
         self._revert_layer_sync()
@@ -679,6 +688,10 @@ class PardistStrategy(ParallelStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Names are registered from the table in :mod:`lightning_pardist.registry`, not class by class."""
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _plain(optimizer: Optimizer | LightningOptimizer) -> Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +13,13 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 
-def share_overflow(scaler: GradScaler, *, group: dist.ProcessGroup, before: Callable[[], None]) -> Callable[[], None]:
+def share_overflow(
+    scaler: GradScaler,
+    *,
+    group: dist.ProcessGroup,
+    slices: Callable[[Optimizer], AbstractContextManager[None]],
+    before: Callable[[], None],
+) -> Callable[[], None]:
     """Let a scaler skip a step, and lower its scale, where any rank's part of the gradients is not finite.
 
     Each optimizer step becomes collective over ``group``, by one number. So all ranks keep the same scale.
@@ -20,6 +27,7 @@ def share_overflow(scaler: GradScaler, *, group: dist.ProcessGroup, before: Call
     Args:
         scaler: This rank's; all ranks begin with the same scale.
         group: Ranks that hold parts of the same gradients.
+        slices: Inside, an optimizer's groups hold the parameters whose gradients this rank keeps.
         before: Called before each collective.
 
     Returns:
@@ -30,10 +38,12 @@ def share_overflow(scaler: GradScaler, *, group: dist.ProcessGroup, before: Call
     def unscale_everywhere(
         optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *rest: Any
     ) -> dict[torch.device, Tensor]:
-        found = unscale(optimizer, inv_scale, found_inf, *rest)
+        with slices(optimizer):
+            found = unscale(optimizer, inv_scale, found_inf, *rest)
         total = torch.stack([value.to(found_inf.device) for value in (found_inf, *found.values())]).amax()
-        before()
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+        if group.size() > 1:
+            before()
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
         # A rank without gradients of its own decides as well.
         return {total.device: total}
 

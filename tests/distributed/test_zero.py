@@ -83,7 +83,7 @@ def _uneven(stage):
         optimizer.zero_grad()
         with engine.backward(loss):
             loss.backward()
-        norm = clip_grad_norm(engine, optimizer, 0.1)
+        norm = clip_grad_norm(engine, module.parameters(), 0.1)
         optimizer.step()
         other.zero_grad()
         (sum(loss_of(reference, step, rank) for rank in range(world)) / world).backward()

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_pardist.engines.local_tensors import own_part, wrapped_like
+
 _MB = 2**20
 
 
@@ -17,6 +19,8 @@ class Bucket:
     together with the gradients, a flag of zero means that no rank had one; such a parameter keeps ``grad=None``, as it
     would on one process, and neither weight decay nor momentum moves it.
 
+    Of parameters that are split over tensor ranks the bucket holds this rank's parts.
+
     Attributes:
         params: The parameters, in the order in which backward is expected to reach them.
         buffer: Flat, shape ``[numel + len(params)]``, dtype of the parameters.
@@ -24,17 +28,18 @@ class Bucket:
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = list(params)
-        self.numel = sum(p.numel() for p in self.params)
-        first = self.params[0]
+        parts = [own_part(param) for param in self.params]
+        self.numel = sum(part.numel() for part in parts)
+        first = parts[0]
         self.buffer = torch.zeros(self.numel + len(self.params), dtype=first.dtype, device=first.device)
         self.flags = self.buffer[self.numel :]
         self._views: list[Tensor] = []
         offset = 0
-        for param in self.params:
+        for part in parts:
             # Strided like the parameter where it is dense (channels-last weights), as autograd would make it.
-            piece = self.buffer[offset : offset + param.numel()]
-            self._views.append(view_like(piece, param))
-            offset += param.numel()
+            piece = self.buffer[offset : offset + part.numel()]
+            self._views.append(view_like(piece, part))
+            offset += part.numel()
         self.ready = [False] * len(self.params)
         self.pending = len(self.params)
 
@@ -56,20 +61,20 @@ class Bucket:
     def adopt(self, index: int, scale: float) -> None:
         """Move parameter ``index``'s gradient into the buffer, times ``scale``, and let ``grad`` be its view there."""
         param, view = self.params[index], self.views[index]
-        grad = param.grad
+        if param.grad is None:
+            raise RuntimeError("adopt() needs a gradient")
+        grad = own_part(param.grad)
         if grad is view:
             if scale != 1.0:
                 view.mul_(scale)
             return
-        if grad is None:
-            raise RuntimeError("adopt() needs a gradient")
         if grad.is_sparse:
             grad = grad.to_dense()
         if scale == 1.0:
             view.copy_(grad)
         else:
             torch.mul(grad, scale, out=view)
-        param.grad = view
+        param.grad = wrapped_like(view, param)
 
     def mark_ready(self, index: int) -> None:
         """Note that parameter ``index``'s gradient for this step is in the buffer."""
@@ -99,7 +104,8 @@ class Bucket:
             # Only a rank that lacks a gradient itself has to look whether another one had it.
             for index, (done, flag) in enumerate(zip(self.ready, self.flags.tolist(), strict=True)):
                 if not done:
-                    self.params[index].grad = self.views[index] if flag else None
+                    param = self.params[index]
+                    param.grad = wrapped_like(self.views[index], param) if flag else None
         self.reset()
 
     def held_bytes(self) -> int:
@@ -126,12 +132,13 @@ def partition(
     runs: list[list[nn.Parameter]] = []
     open_runs: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int, float]] = {}
     for param in params:
-        key = (param.dtype, param.device)
+        part = own_part(param)
+        key = (part.dtype, part.device)
         run, size, limit = open_runs.get(key) or ([], 0, first_bucket_size_mb * _MB)
         if not run:
             runs.append(run)
         run.append(param)
-        size += param.numel() * param.element_size()
+        size += part.numel() * part.element_size()
         if size >= limit:
             run, size, limit = [], 0, bucket_size_mb * _MB
         open_runs[key] = (run, size, limit)

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_pardist.engines.local_tensors import own_part
+
 _CHUNK_BYTES = 64 * 2**20
 
 
@@ -71,7 +73,7 @@ class BufferSync:
 
     def _current_versions(self) -> dict[str, tuple[int, int]]:
         return {
-            name: (id(buffer), buffer._version)
+            name: (id(buffer), own_part(buffer)._version)
             for name, buffer in self.module.named_buffers()
             if id(buffer) not in self._statistics
         }
@@ -82,7 +84,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup, gr
     """Overwrite ``tensors`` with those of one rank, in large flat messages. Collective over ``group``.
 
     Args:
-        tensors: Same number, shapes and dtypes on every rank.
+        tensors: Same number, shapes and dtypes on every rank; of DTensors this rank's parts are meant.
         group: Who takes part.
         group_src: The rank in ``group`` whose values are taken.
     """
@@ -99,7 +101,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup, gr
             tensor.copy_(piece.view(tensor.shape))
         chunk.clear()
 
-    for tensor in tensors:
+    for tensor in map(own_part, tensors):
         if tensor.numel() == 0:
             continue
         if key != (tensor.dtype, tensor.device) or size > _CHUNK_BYTES:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pardist.engines.data_parallel.bucket import Bucket
+from lightning_pardist.engines.local_tensors import own_part
 
 #: ``hook(state, bucket) -> Future``: torch's interface (``DistributedDataParallel.register_comm_hook``).
 CommunicationHook = Callable[[Any, Any], Any]
@@ -58,8 +59,9 @@ class HookBucket:
 
     def gradients(self) -> list[Tensor]:
         """The gradients one by one, in the parameters' shapes."""
-        pieces = self._buffer.split([param.numel() for param in self._bucket.params])
-        return [piece.view(param.shape) for piece, param in zip(pieces, self._bucket.params, strict=True)]
+        parts = [own_part(param) for param in self._bucket.params]
+        pieces = self._buffer.split([part.numel() for part in parts])
+        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters, in the order of :meth:`gradients`."""

@@ -14,8 +14,8 @@ gradients are not counted as ready, and are reduced at the end, when nothing mor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pardist.engines.data_parallel.bucket import Bucket, partition
 from lightning_pardist.engines.data_parallel.sparse import reduce_sparse, sparse_parameters
 from lightning_pardist.engines.data_parallel.transport import Transport
-from lightning_pardist.engines.gradients import clamp_, scale_, sum_of_squares
+from lightning_pardist.engines.gradients import Counts, sum_of_powers
+from lightning_pardist.engines.local_tensors import own_part
 
 
 class GradientReducer:
@@ -175,22 +176,24 @@ class GradientReducer:
         finally:
             self._hands_off = before
 
-    def squared_grad_norm(self, optimizer: Optimizer, counts: Callable[[nn.Parameter], bool] | None = None) -> Tensor:
-        """Sum of squares of an optimizer's gradients. Not collective: they agree on all ranks."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        grads = [param.grad for param in params if param.grad is not None and (counts is None or counts(param))]
-        return sum_of_squares(grads, device=params[0].device if params else torch.device("cpu"))
+    def grad_power(
+        self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
+    ) -> Tensor:
+        """Sum of powers of the gradients of some parameters. Not collective: they agree on all ranks."""
+        params = list(params)
+        grads = self.local_grads(param for param in params if counts is None or counts(param))
+        return sum_of_powers(grads, norm_type, device=params[0].device if params else torch.device("cpu"))
 
-    def scale_grads(self, optimizer: Optimizer, factor: Tensor) -> None:
-        """Multiply an optimizer's gradients by a scalar. Not collective."""
-        scale_(optimizer, factor)
-
-    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamp every element of an optimizer's gradients to ``[-limit, limit]``. Not collective."""
-        clamp_(optimizer, limit)
+    def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        """This rank's part of the gradients of some parameters. Not collective."""
+        return [own_part(param.grad) for param in params if param.grad is not None]
 
     def zero_grad(self) -> None:
         """Nothing to do: gradients live in the parameters."""
+
+    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """The groups hold the module's parameters, whose gradients are this rank's."""
+        return nullcontext()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict, whole on every rank."""

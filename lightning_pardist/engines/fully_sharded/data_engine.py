@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullySharded
-from lightning_pardist.engines.fully_sharded.norm import clip_by_value_, grad_norm, local_gradients
+from lightning_pardist.engines.fully_sharded.norm import grad_norm, local_gradients
 from lightning_pardist.engines.fully_sharded.state import own_values, whole_values
+from lightning_pardist.engines.gradients import Counts
 from lightning_pardist.engines.offload import HostStep, Offload, StateFile
 
 
@@ -97,23 +99,24 @@ class ShardedDataEngine:
         """Gradients are reduced as they come, since there is no place for whole ones."""
         yield
 
-    def squared_grad_norm(self, optimizer: Optimizer, counts: Callable[[nn.Parameter], bool] | None = None) -> Tensor:
-        """Sum of squares of an optimizer's gradients over all ranks. Collective."""
-        parameters = _parameters(optimizer)
-        return grad_norm([param for param in parameters if counts is None or counts(param)]).square()
+    def grad_power(
+        self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
+    ) -> Tensor:
+        """Sum of powers of the gradients of some parameters over all shards. Collective."""
+        norm = grad_norm([param for param in params if counts is None or counts(param)], norm_type)
+        return norm if math.isinf(norm_type) else norm.pow(norm_type)
 
-    def scale_grads(self, optimizer: Optimizer, factor: Tensor) -> None:
-        """Multiply this rank's shards of an optimizer's gradients by a scalar. Not collective."""
-        for gradient in local_gradients(_parameters(optimizer)):
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
-
-    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamp every element of the gradients to ``[-limit, limit]``. Not collective."""
-        clip_by_value_(_parameters(optimizer), limit)
+    def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        """This rank's shards of the gradients of some parameters. Not collective."""
+        return local_gradients(params)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self.sharded.zero_grad()
+
+    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """The groups hold the module's parameters, whose gradients are this rank's."""
+        return nullcontext()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of one process, put together on the first rank one tensor at a time. Collective.
@@ -168,10 +171,6 @@ class ShardedDataEngine:
 
     def detach(self) -> None:
         """Nothing to do: the hooks belong to the sharded module."""
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

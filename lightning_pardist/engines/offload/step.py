@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,28 +86,6 @@ class HostStep:
         optimizer._optimizer_step_code()
         for after in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
             after(optimizer, args, kwargs)
-
-    def replace(self) -> Callable[[], None]:
-        """Stand in for ``optimizer.step`` from now on, closures included; returns what undoes it."""
-        optimizer, before = self._optimizer, self._optimizer.__dict__.get("step")
-
-        def step(self_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            result = None
-            if closure is not None:
-                with torch.enable_grad():
-                    result = closure()
-            self.run(**kwargs)
-            return result
-
-        follow_schedulers(optimizer, step)
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-
-        def undo() -> None:
-            optimizer.__dict__.pop("step", None)
-            if before is not None:
-                optimizer.__dict__["step"] = before
-
-        return undo
 
     def settle(self, param: Tensor) -> None:
         """Bring a parameter's state, just loaded from a checkpoint, to where it is kept. Not collective."""

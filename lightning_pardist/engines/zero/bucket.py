@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pardist.engines.data_parallel.bucket import Bucket, view_like
+from lightning_pardist.engines.local_tensors import own_part, set_own_part
 from lightning_pardist.engines.memory import storage_bytes
 from lightning_pardist.engines.zero.host import HostSlice
 
@@ -37,7 +38,8 @@ class ShardedBucket(Bucket):
     """Parameters as views of one flat buffer, of which this rank's optimizer updates one slice.
 
     The slices are even to the element, whatever the shapes: no rank holds more than ``1/N`` of the optimizer's state,
-    plus padding of less than ``N`` elements a bucket. Parameters in half precision are updated in fp32 masters, which
+    plus padding of less than ``N`` elements a bucket. Of parameters that are split over tensor ranks the bucket holds
+    this rank's parts. Parameters in half precision are updated in fp32 masters, which
     exist for the slice only.
 
     Args:
@@ -64,11 +66,12 @@ class ShardedBucket(Bucket):
         make_host: Callable[[Tensor], HostSlice] | None = None,
     ) -> None:
         self.params = list(params)
-        self.numel = sum(param.numel() for param in self.params)
+        self.numels = [own_part(param).numel() for param in self.params]
+        self.numel = sum(self.numels)
         self.shard_numel = -(-self.numel // world_size)
         self.world_size = world_size
         self.keep_full = keep_full
-        first = self.params[0]
+        first = own_part(self.params[0])
         self._dtype, self.device = first.dtype, first.device
         self._own = slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
         self.flat_params = torch.zeros(self.shard_numel * world_size, dtype=self._dtype, device=self.device)
@@ -88,6 +91,7 @@ class ShardedBucket(Bucket):
         self._published = False
         self._unstepped: set[int] = set()
         self.has_gradients = False
+        self._shard_in_full = False
         self.reset()
 
     # --- parameters ---------------------------------------------------------------------------------------------
@@ -125,7 +129,7 @@ class ShardedBucket(Bucket):
     def release_memory(self) -> None:
         """Let the flat buffers go: parameters and slices get memory of their own, and gradients are forgotten."""
         for param in self.params:
-            param.data = param.data.clone()
+            set_own_part(param, own_part(param).detach().clone())
             param.grad = None
         for piece in self.pieces:
             if self.host is None or not self.host.is_apart:
@@ -136,37 +140,38 @@ class ShardedBucket(Bucket):
         self._full, self._views, self._shard = None, [], None
 
     def slice_of(self, param: nn.Parameter, flat: Tensor) -> Tensor:
-        """The values of ``param`` in ``flat``, shape ``[padded numel]``, in the parameter's shape."""
+        """The values of ``param`` in ``flat``, shape ``[padded numel]``, in the shape of the rank's part of it."""
         offset = 0
-        for candidate in self.params:
+        for candidate, numel in zip(self.params, self.numels, strict=True):
             if candidate is param:
-                return view_like(flat[offset : offset + param.numel()], param)
-            offset += candidate.numel()
+                return view_like(flat[offset : offset + numel], own_part(param))
+            offset += numel
         raise KeyError("the parameter is not in this bucket")
 
     @torch.no_grad()
     def _adopt_parameters(self) -> None:
         offset = 0
-        for param in self.params:
-            view = view_like(self.flat_params[offset : offset + param.numel()], param)
-            view.copy_(param)
-            param.data = view
-            offset += param.numel()
+        for param, numel in zip(self.params, self.numels, strict=True):
+            part = own_part(param)
+            view = view_like(self.flat_params[offset : offset + numel], part)
+            view.copy_(part)
+            set_own_part(param, view)
+            offset += numel
 
     def _cut(self) -> list[Piece]:
         pieces, offset = [], 0
-        for param in self.params:
-            if param.numel() == 0:
+        for param, numel in zip(self.params, self.numels, strict=True):
+            if numel == 0:
                 # Without elements, but its optimizer counts steps; the first rank keeps the count.
                 if self._own.start == 0:
                     pieces.append(Piece(param, 0, 0, 0, nn.Parameter(self.master[:0])))
                 continue
-            begin, end = max(offset, self._own.start), min(offset + param.numel(), self._own.stop)
+            begin, end = max(offset, self._own.start), min(offset + numel, self._own.stop)
             if begin < end:
                 at = begin - self._own.start
                 shard = nn.Parameter(self.master[at : at + end - begin])
                 pieces.append(Piece(param, begin - offset, end - offset, at, shard))
-            offset += param.numel()
+            offset += numel
         return pieces
 
     # --- gradients ----------------------------------------------------------------------------------------------
@@ -174,12 +179,20 @@ class ShardedBucket(Bucket):
     @property
     def views(self) -> list[Tensor]:
         """The parameters' gradients in the full buffer, which is made when the first of them comes."""
+        if self._shard is not None and self._shard_in_full:
+            # Reduced, and not used by a step yet: what is coming must not overwrite it.
+            self._shard_in_full = False
+            if any(piece.shard.grad is not None for piece in self.pieces):
+                self._shard = self._shard.clone()
+                for piece in self.pieces:
+                    if piece.shard.grad is not None:
+                        piece.shard.grad = self._shard[piece.offset : piece.offset + piece.stop - piece.start]
         if self._full is None:
             self._full = torch.zeros_like(self.flat_params)
             offset = 0
-            for param in self.params:
-                self._views.append(view_like(self._full[offset : offset + param.numel()], param))
-                offset += param.numel()
+            for param, numel in zip(self.params, self.numels, strict=True):
+                self._views.append(view_like(self._full[offset : offset + numel], own_part(param)))
+                offset += numel
         return self._views
 
     @property
@@ -204,6 +217,7 @@ class ShardedBucket(Bucket):
         elif self.keep_full and self._full is not None and self.master.dtype == self._dtype:
             self._shard = self._full[self._own]
             self._shard.copy_(reduced)
+            self._shard_in_full = True
         else:
             self._shard = reduced.to(self.master.dtype)
         for param in self.params:

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.data_parallel.reducer import GradientReducer
 from lightning_pardist.engines.elementwise import require_elementwise
-from lightning_pardist.engines.gradients import clamp_, scale_, sum_of_squares
+from lightning_pardist.engines.gradients import Counts, sum_of_powers
 from lightning_pardist.engines.offload import HostCopies, HostStep, Offload, StateFile
 from lightning_pardist.engines.zero.bucket import Piece, ShardedBucket
 from lightning_pardist.engines.zero.host import HostSlice
 from lightning_pardist.engines.zero.state import gather_optimizer_state, slice_optimizer_state
 from lightning_pardist.engines.zero.transport import ReduceScatter
-
-
-@dataclass
-class _Binding:
-    """An optimizer and the parameters that the user gave it, group by group."""
-
-    optimizer: Optimizer
-    originals: list[list[nn.Parameter]]
 
 
 class ZeroEngine:
@@ -39,8 +31,9 @@ class ZeroEngine:
     ``2 Psi + 2 Psi/N`` (stage 1) or ``Psi + 3 Psi/N`` (stage 2) in fp32 with Adam. Stage 1 sends gradients once an
     optimizer step; stage 2 sends them with every backward, because it keeps only slices of them.
 
-    The optimizers' parameter groups are rewritten: in place of each parameter stand the parts of it in this rank's
-    slice, flat. On one rank nothing is changed, unless the optimizer steps on the host.
+    Within a step, the optimizer's groups and state hold the parts of parameters in this rank's slice, flat; at any
+    other time they hold the module's own parameters, so that whoever freezes, adds or looks up parameters finds them.
+    On one rank nothing is changed, unless the optimizer steps on the host.
 
     Args:
         module: Its parameters become views of flat buffers; values must agree over the group.
@@ -72,22 +65,17 @@ class ZeroEngine:
             raise ValueError(f"zero_stage={zero_stage} is not served by ZeroEngine. Use 1 or 2.")
         self.group = group
         self.zero_stage = zero_stage
-        self._bindings = [_Binding(opt, [list(g["params"]) for g in opt.param_groups]) for opt in optimizers]
+        self._optimizers = list(optimizers)
+        self._showing: set[Optimizer] = set()
+        self._undo: list[Callable[[], None]] = []
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
-        self._handles: list[RemovableHandle] = []
         self._buckets: list[ShardedBucket] = []
         self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
         self._offload = offload
         self._store = None if offload is None or offload.folder is None else StateFile(offload.folder)
         self._copies: HostCopies | None = None
         self._host_steps: dict[Optimizer, HostStep] = {}
-        self._undo: list[Callable[[], None]] = []
-        lanes = {
-            param: index
-            for index, binding in enumerate(self._bindings)
-            for params in binding.originals
-            for param in params
-        }
+        lanes = {param: index for index, optimizer in enumerate(optimizers) for param in _params(optimizer)}
         self._is_sliced = group.size() > 1 or offload is not None
         if self._is_sliced:
             for optimizer in optimizers:
@@ -105,12 +93,9 @@ class ZeroEngine:
             alone=self._is_sliced,
         )
         self._bind()
-        if offload is not None:
+        if self._is_sliced:
             for optimizer in optimizers:
-                self._step_on_host(optimizer, offload)
-        for index, optimizer in enumerate(optimizers):
-            hook = partial(self._after_step, index)
-            self._handles.append(optimizer.register_step_post_hook(hook))
+                self._undo.append(self._step_on_slices(optimizer))
 
     # --- DataEngine ---------------------------------------------------------------------------------------------
 
@@ -157,9 +142,6 @@ class ZeroEngine:
 
         The optimizers keep their slices, so that :meth:`optimizer_state` still answers (a checkpoint after training).
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -169,34 +151,28 @@ class ZeroEngine:
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
-    def squared_grad_norm(self, optimizer: Optimizer, counts: Callable[[nn.Parameter], bool] | None = None) -> Tensor:
-        """Sum of squares of all gradients of an optimizer's parameters. Collective over the group."""
-        whole = {piece.shard: param for param, pieces in self._pieces.items() for piece in pieces}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        total = sum_of_squares(
-            [
-                param.grad
-                for param in params
-                if param.grad is not None and (counts is None or counts(whole.get(param, param)))
-            ],
-            device=self._device,
-        )
+    def grad_power(
+        self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
+    ) -> Tensor:
+        """Sum of powers of the gradients of some parameters, over all slices. Collective over the group."""
+        grads = [grad for param in params if counts is None or counts(param) for grad in self._grads_of(param)]
+        total = sum_of_powers(grads, norm_type, device=self._device)
         if self.group.size() > 1:
-            dist.all_reduce(total, group=self.group)
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            dist.all_reduce(total, op=op, group=self.group)
         return total
 
-    def scale_grads(self, optimizer: Optimizer, factor: Tensor) -> None:
-        """Multiply this rank's slices of an optimizer's gradients by a scalar. Not collective."""
-        scale_(optimizer, factor)
-
-    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamp every element of this rank's slices to ``[-limit, limit]``. Not collective."""
-        clamp_(optimizer, limit)
+    def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        """What this rank keeps of the gradients of some parameters. Not collective."""
+        return [grad for param in params for grad in self._grads_of(param)]
 
     def zero_grad(self) -> None:
         """Forget all gradients of the slices, as the module's own ``zero_grad`` does for whole ones."""
         for bucket in self._buckets:
             bucket.drop_gradients()
+
+    def _grads_of(self, param: nn.Parameter) -> list[Tensor]:
+        return [shard.grad for shard in self._shards_of(param) if shard.grad is not None]
 
     # --- optimizer state ----------------------------------------------------------------------------------------
 
@@ -208,12 +184,12 @@ class ZeroEngine:
         """
         if not self._is_sliced:
             return optimizer.state_dict()
-        state = gather_optimizer_state(
-            optimizer, self._binding(optimizer).originals, self._pieces, self._buckets, group=self.group
-        )
-        if host_step := self._host_steps.get(optimizer):
-            for param in optimizer.state:
-                host_step.evict(param)
+        originals = [list(group["params"]) for group in optimizer.param_groups]
+        with self.slices(optimizer):
+            state = gather_optimizer_state(optimizer, originals, self._pieces, self._buckets, group=self.group)
+            if host_step := self._host_steps.get(optimizer):
+                for shard in optimizer.state:
+                    host_step.evict(shard)
         return state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -222,12 +198,15 @@ class ZeroEngine:
         Raises:
             ValueError: If the state's parameter groups do not fit the optimizer's.
         """
-        if self._is_sliced:
-            state = slice_optimizer_state(optimizer, self._binding(optimizer).originals, self._pieces, state)
-        optimizer.load_state_dict(state)
-        if host_step := self._host_steps.get(optimizer):
-            for param in optimizer.state:
-                host_step.settle(param)
+        if not self._is_sliced:
+            optimizer.load_state_dict(state)
+            return
+        originals = [list(group["params"]) for group in optimizer.param_groups]
+        with self.slices(optimizer):
+            optimizer.load_state_dict(slice_optimizer_state(optimizer, originals, self._pieces, state))
+            if host_step := self._host_steps.get(optimizer):
+                for shard in optimizer.state:
+                    host_step.settle(shard)
 
     # --- offload ------------------------------------------------------------------------------------------------
 
@@ -240,39 +219,97 @@ class ZeroEngine:
     def _window_bytes(self) -> int:
         return 0 if self._offload is None else int(self._offload.window_mb * 2**20)
 
-    def _step_on_host(self, optimizer: Optimizer, offload: Offload) -> None:
+    def _make_host_step(self, optimizer: Optimizer) -> HostStep:
         # Windows bound what is resident; on a device they also let copies back begin before the last update.
         in_windows = self._store is not None or self._device.type != "cpu"
-        host_step = HostStep(
-            optimizer,
-            store=self._store,
-            window_bytes=self._window_bytes if in_windows else None,
-            on_stepped=self._note_stepped,
-        )
-        self._host_steps[optimizer] = host_step
-        self._undo.append(host_step.replace())
+        with self.slices(optimizer):
+            return HostStep(
+                optimizer,
+                store=self._store,
+                window_bytes=self._window_bytes if in_windows else None,
+                on_stepped=self._note_stepped,
+            )
 
     def _note_stepped(self, shards: Sequence[nn.Parameter]) -> None:
         for bucket in {id(b): b for b in (self._bucket_of.get(shard) for shard in shards) if b is not None}.values():
             bucket.note_stepped(shards)
 
-    # --- binding ------------------------------------------------------------------------------------------------
+    # --- slices -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def slices(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, an optimizer's groups and state hold this rank's slices in place of parameters. Not collective."""
+        if optimizer in self._showing:
+            yield
+            return
+        originals = [group["params"] for group in optimizer.param_groups]
+        outside = optimizer.state
+        shard_of = {param: shards[0] for param in _params(optimizer) if (shards := self._shards_of(param))}
+        for group, params in zip(optimizer.param_groups, originals, strict=True):
+            group["params"] = [shard_of[param] for param in params if param in shard_of]
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        state.update({shard: outside[param] for param, shard in shard_of.items() if param in outside})
+        optimizer.state = state
+        self._showing.add(optimizer)
+        try:
+            yield
+        finally:
+            self._showing.discard(optimizer)
+            for group, params in zip(optimizer.param_groups, originals, strict=True):
+                group["params"] = params
+            outside.clear()
+            outside.update({p: optimizer.state[shard] for p, shard in shard_of.items() if shard in optimizer.state})
+            optimizer.state = outside
+
+    def _step_on_slices(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let ``step`` update slices and gather parameters, and ``zero_grad`` reach slices; returns the way back."""
+        inner_step, inner_zero_grad = optimizer.step, optimizer.zero_grad
+        update: Callable[..., Any] = inner_step
+        if self._offload is not None:
+            self._host_steps[optimizer] = self._make_host_step(optimizer)
+            update = self._host_steps[optimizer].run
+
+        @functools.wraps(inner_step)
+        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            with self.slices(optimizer):
+                update(**kwargs)
+            self._gather(optimizer)
+            return result
+
+        @functools.wraps(inner_zero_grad)
+        def zero_grad(set_to_none: bool = True) -> None:
+            inner_zero_grad(set_to_none=set_to_none)
+            for param in _params(optimizer):
+                for piece in self._pieces.get(param, ()):
+                    piece.shard.grad = None
+
+        optimizer.step = step  # type: ignore[method-assign]
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+        def undo() -> None:
+            optimizer.step = inner_step  # type: ignore[method-assign]
+            del optimizer.__dict__["zero_grad"]
+
+        return undo
+
+    def _gather(self, optimizer: Optimizer) -> None:
+        members = set(_params(optimizer))
+        works = [bucket.gather(self.group) for bucket in self._buckets if bucket.params[0] in members]
+        for work in works:
+            if work is not None:
+                work.wait()
 
     @property
     def _device(self) -> torch.device:
         return self._buckets[0].device if self._buckets else torch.device("cpu")
 
-    def _binding(self, optimizer: Optimizer) -> _Binding:
-        for binding in self._bindings:
-            if binding.optimizer is optimizer:
-                return binding
-        raise ValueError(f"This {type(optimizer).__name__} is not one of the engine's optimizers.")
-
     def _bind(self) -> None:
-        """Let parameter groups hold slices, also those of parameters and groups that came later (unfrozen layers)."""
-        groups = sum(len(binding.optimizer.param_groups) for binding in self._bindings)
-        known = sum(len(binding.originals) for binding in self._bindings)
-        if len(self._buckets) == len(self.reducer.buckets) and groups == known:
+        """Take note of buckets that came later (unfrozen layers)."""
+        if len(self._buckets) == len(self.reducer.buckets):
             return
         self._buckets = [bucket for bucket in self.reducer.buckets if isinstance(bucket, ShardedBucket)]
         self._pieces = {param: [] for bucket in self._buckets for param in bucket.params}
@@ -280,23 +317,16 @@ class ZeroEngine:
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 self._pieces[piece.param].append(piece)
-        for binding in self._bindings:
-            for group in binding.optimizer.param_groups[len(binding.originals) :]:
-                binding.originals.append(list(group["params"]))
-            for group, originals in zip(binding.optimizer.param_groups, binding.originals, strict=True):
-                group["params"] = [shard for param in originals for shard in self._shards_of(param)]
 
     def _shards_of(self, param: nn.Parameter) -> list[nn.Parameter]:
+        """The slice's part of a parameter, if there is one."""
         pieces = self._pieces.get(param)
         # Frozen parameters are in no bucket yet, and stand for themselves.
         return [param] if pieces is None else [piece.shard for piece in pieces]
 
-    def _after_step(self, lane: int, *unused: Any) -> None:
-        members = {param for params in self._bindings[lane].originals for param in params}
-        works = [bucket.gather(self.group) for bucket in self._buckets if bucket.params[0] in members]
-        for work in works:
-            if work is not None:
-                work.wait()
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.local_tensors import own_part, wrapped_like
 from lightning_pardist.engines.zero.bucket import Piece, ShardedBucket
 
 Pieces = Mapping[nn.Parameter, Sequence[Piece]]
@@ -34,7 +35,8 @@ def gather_optimizer_state(
         group: The data axis' process group.
 
     Returns:
-        On the first rank the whole state in host memory, elsewhere parameter groups without state.
+        On the first rank the whole state in host memory, elsewhere parameter groups without state. Where parameters
+        are split over tensor ranks, so is their state, as DTensors.
     """
     number = {param: index for index, param in enumerate(param for params in originals for param in params)}
     keep = group.rank() == 0
@@ -64,7 +66,7 @@ def gather_optimizer_state(
                 continue
             for param in members:
                 if key in known.get(number[param], {}):
-                    state[number[param]][key] = bucket.slice_of(param, flat).clone()
+                    state[number[param]][key] = wrapped_like(bucket.slice_of(param, flat).clone(), param)
     if keep:
         for index, found in known.items():
             state[index].update({key: value for key, value in found.items() if value is not None})
@@ -87,7 +89,7 @@ def slice_optimizer_state(
         optimizer: Its parameter groups hold slices.
         originals: The user's parameters, group by group.
         pieces: Each parameter's parts in this rank's slice.
-        state: What ``optimizer.state_dict()`` of one process gave.
+        state: What ``optimizer.state_dict()`` of one process gave, or this tensor rank's part of it.
 
     Returns:
         A state dict for ``optimizer``.
@@ -137,9 +139,9 @@ def _is_elementwise(value: Any, shard: Tensor) -> bool:
 
 
 def _part_of(value: Any, param: nn.Parameter, piece: Piece | None) -> Any:
-    if piece is None or not isinstance(value, Tensor) or value.shape != param.shape:
+    if piece is None or not isinstance(value, Tensor) or value.shape != own_part(param).shape:
         return value
-    flat = value.contiguous(memory_format=_order_of(param)).as_strided((value.numel(),), (1,))
+    flat = value.contiguous(memory_format=_order_of(own_part(param))).as_strided((value.numel(),), (1,))
     return flat[piece.start : piece.stop].clone()
 
 

@@ -1,0 +1,111 @@
+"""Tensor ranks times data ranks, the engines together: 2 x 2 ranks against one process."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_pardist.engines.data_parallel import AllReduce, GradientReducer
+from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
+from lightning_pardist.engines.tensor import apply, full_state_dict, plan, whole_tensor
+from lightning_pardist.engines.tensor.optimizer import attach
+from lightning_pardist.engines.zero import ZeroEngine
+from tests.helpers.parity import assert_close
+from tests.helpers.ranks import run_ranks
+from tests.helpers.zoo import build
+
+STEPS = 3
+OPTIMIZERS = {
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-2, eps=1e-3),
+    "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+}
+
+
+def make_engine(kind, module, optimizer, group):
+    if kind == "ddp":
+        attach(optimizer)
+        return GradientReducer(module, transport=AllReduce(group), bucket_size_mb=0.01, first_bucket_size_mb=0.01)
+    return ZeroEngine(module, [optimizer], group=group, zero_stage=int(kind[-1]), bucket_size_mb=0.01)
+
+
+def train(kind, name, optimizer_name):
+    reference = build(name)
+    model = copy.deepcopy(reference)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    data_rank = mesh["data_parallel"].get_local_rank()
+    sample = model.batch(0)
+    runtime = apply(model, plan(model, lambda: model.loss(sample), tp_size=2), mesh["tensor_parallel"])
+    broadcast_tensors([*model.parameters(), *model.buffers()], group=mesh["data_parallel"].get_group())
+    one, many = OPTIMIZERS[optimizer_name](reference.parameters()), OPTIMIZERS[optimizer_name](model.parameters())
+    engine = make_engine(kind, model, many, mesh["data_parallel"].get_group())
+    for step in range(STEPS):
+        one.zero_grad()
+        sum(reference.loss(reference.batch(10 * step + rank)) / 2 for rank in range(2)).backward()
+        one.step()
+        many.zero_grad()
+        for half in range(2):
+            # Accumulation: the same batch twice, half each.
+            with runtime.step():
+                loss = runtime.whole(model.loss(model.batch(10 * step + data_rank))) / 2
+                with engine.no_sync() if half == 0 else engine.backward(loss):
+                    loss.backward()
+        if kind == "ddp":
+            for (label, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
+                if p.grad is not None:
+                    assert_close({label: whole_tensor(q.grad)}, {label: p.grad})
+        many.step()
+        engine.step_done()
+    state = engine.optimizer_state(many)["state"]
+    engine.detach()
+    weights = dict(reference.named_parameters(remove_duplicate=False))
+    found = full_state_dict(model)
+    # Running statistics are those of each rank's own samples.
+    assert_close({name: found[name] for name in weights}, {name: p.detach() for name, p in weights.items()})
+    if kind != "ddp" and data_rank == 0:
+        for index, entry in one.state_dict()["state"].items():
+            assert_close({key: whole_tensor(value) for key, value in state[index].items()}, entry)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "optimizer"),
+    [("ddp", "gpt", "fused"), ("ddp", "resnet", "sgd"), ("zero1", "llama", "adam"), ("zero2", "gpt", "adam")],
+)
+def test_data_engines_work_on_parts(kind, name, optimizer):
+    run_ranks(4, train, kind, name, optimizer)
+
+
+def step_of_optimizers_on_whole_matrices():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",))
+    for make in (
+        lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+        lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2),
+        lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3),
+    ):
+        # In fp64: their first steps are signs, which rounding flips where gradients are all but zero.
+        reference = build("mlp").double()
+        model = copy.deepcopy(reference)
+        batch = tuple(t.double() if t.is_floating_point() else t for t in model.batch(0))
+        runtime = apply(model, plan(model, lambda: model.loss(batch), tp_size=2), mesh["tensor_parallel"])  # noqa: B023
+        one, many = make(reference), make(model)
+        attach(many)
+
+        def evaluate(module, optimizer, around):
+            optimizer.zero_grad()
+            with around():
+                loss = module.loss(batch)  # noqa: B023
+                loss.backward()
+            return loss
+
+        def nothing():
+            return torch.enable_grad()
+
+        for _ in range(2):
+            one.step(lambda: evaluate(reference, one, nothing))  # noqa: B023
+            many.step(lambda: evaluate(model, many, runtime.step))  # noqa: B023
+        assert_close(full_state_dict(model), reference.state_dict())
+
+
+def test_optimizers_that_need_whole_matrices_get_them():
+    run_ranks(2, step_of_optimizers_on_whole_matrices)
