@@ -379,6 +379,10 @@ class PardistStrategy(ParallelStrategy):
             allow_skipped_steps(trainer)
         if self.dims.data_parallel == 1 or self.lightning_module is None:
             return
+        if trainer.predicting:
+            loop = trainer.predict_loop
+            loop.run = partial(self._predict, loop, loop.run)  # type: ignore[method-assign]
+            self._at_end.append(partial(loop.__dict__.pop, "run", None))
         if self.broadcast_buffers:
             self._buffer_sync = BufferSync(self.lightning_module, group=self.data_group)
         self._evaluation = ExactEvaluation(trainer, group=self.data_group)
@@ -480,6 +484,14 @@ class PardistStrategy(ParallelStrategy):
     def _end_evaluation(self) -> None:
         for part in self.parts:
             part.end_evaluation()
+
+    def _predict(self, loop: Any, run: Callable[[], T]) -> T:
+        """A rank without samples leaves at once, without the hooks; others may still need what it holds."""
+        predictions = run()
+        if loop.skip:
+            self._start_evaluation()
+            self._end_evaluation()
+        return predictions
 
     @override
     def on_validation_start(self) -> None:
