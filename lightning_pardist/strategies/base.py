@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among
-from lightning_pardist.engines import sync_batchnorm
+from lightning_pardist.engines import activation_checkpointing, sync_batchnorm
+from lightning_pardist.engines.activation_checkpointing import Checkpointing
 from lightning_pardist.engines.allocator import keep_freed_memory
 from lightning_pardist.engines.api import DataEngine
 from lightning_pardist.engines.data_parallel import BufferSync
@@ -92,6 +93,9 @@ class PardistStrategy(ParallelStrategy):
         broadcast_buffers: Whether buffers follow the first rank's.
         keep_freed_memory: Whether, on CPU, the allocator keeps what a step frees for the next one: steps
             are faster, and memory stays resident at the step's peak.
+        activation_checkpointing: Names of classes of modules that keep their inputs only, and run their forward again
+            in backward; ``"auto"`` for the model's repeated blocks. Results do not change, dropout and batch norm
+            included.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class PardistStrategy(ParallelStrategy):
         sync_metrics: bool = True,
         broadcast_buffers: bool = True,
         keep_freed_memory: bool = True,
+        activation_checkpointing: Checkpointing | None = None,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -147,6 +152,7 @@ class PardistStrategy(ParallelStrategy):
         self.sync_metrics = sync_metrics
         self.broadcast_buffers = broadcast_buffers
         self.keep_freed_memory = keep_freed_memory
+        self.activation_checkpointing = activation_checkpointing
         self.data, self.tensor, self.pipeline = data, tensor, pipeline
         for part in (data, tensor, pipeline):
             if part is not None:
@@ -324,8 +330,11 @@ class PardistStrategy(ParallelStrategy):
         if self.world_size > 1 and not self.data.broadcasts:
             tensors = itertools.chain(module.parameters(), module.buffers())
             broadcast_tensors((tensor.detach() for tensor in tensors), group=_world())
-        for part in self.parts:
+        for part in self._model_axes:
             part.transform(trainer, module)
+        if fitting and self.activation_checkpointing is not None:
+            self._at_end.append(activation_checkpointing.apply(module, self.activation_checkpointing))
+        self.data.transform(trainer, module)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
