@@ -43,6 +43,7 @@ from lightning_pardist.engines.process_group import destroy_alone, init_process_
 from lightning_pardist.engines.watchdog import Watchdog
 from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
 from lightning_pardist.strategies.clipping import JobWideClipping
+from lightning_pardist.strategies.deepspeed_config import DeepSpeedConfig
 from lightning_pardist.strategies.evaluation import ExactEvaluation
 from lightning_pardist.strategies.launchers import (
     MultiProcessLauncher,
@@ -157,6 +158,8 @@ class PardistStrategy(ParallelStrategy):
         for part in (data, tensor, pipeline):
             if part is not None:
                 part.bind(self)
+        #: Settings for the Trainer from a DeepSpeed configuration.
+        self.deepspeed: DeepSpeedConfig | None = None
         self.dims = ParallelDims()
         self.watchdog: Watchdog | None = None
         self._num_nodes = 1
@@ -318,6 +321,8 @@ class PardistStrategy(ParallelStrategy):
         if self.accelerator is None or self.lightning_module is None or self.model is None:
             raise RuntimeError("The strategy is set up by a Trainer's fit, validate, test or predict.")
         module = self.lightning_module
+        if self.deepspeed is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.deepspeed.apply(trainer, replicas=self.dims.data_parallel)
         for part in self.parts:
             part.check(trainer)
         self.accelerator.setup(trainer)
