@@ -21,6 +21,7 @@ _MIB = 2**20
 
 #: What holds here without being asked for; listed only where a file asks for the contrary.
 _ALWAYS = {
+    "overlap_comm": True,
     "contiguous_gradients": True,
     "reduce_scatter": True,
     "allgather_partitions": True,

@@ -52,7 +52,6 @@ def test_what_has_no_counterpart_is_listed_once():
     assert listed == [
         "optimizer",
         "steps_per_print",
-        "zero_optimization.overlap_comm",
         "zero_optimization.sub_group_size",
         "fp16.hysteresis",
         "fp16.min_loss_scale",
