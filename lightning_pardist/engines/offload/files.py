@@ -42,9 +42,9 @@ def require_folder(folder: str | os.PathLike[str]) -> Path:
 class StateFile:
     """Space for tensors on disk. One a rank.
 
-    The file has no name from its first moment on, so the system takes it back when this and the last tensor in it go, or
-    with the process, however that ends. Its blocks are allocated before they are mapped: a full disk is an error here, and
-    never a fault in the middle of a step.
+    The file has no name from its first moment on, so the system takes it back when this and the last tensor in it go,
+    or with the process, however that ends. Its blocks are allocated before they are mapped: a full disk is an error
+    here, and never a fault in the middle of a step.
 
     A tensor in it is an ordinary one to its users. Pages that are read or written become resident; :meth:`evict` lets
     them go, after which they are the system's file cache at most, which it writes out and drops as it needs memory.
