@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.checkpoint.states import Slots
 from lightning_pardist.engines.gradients import Counts
 
 
@@ -68,16 +69,16 @@ class DataEngine(Protocol):
         """Forget gradients that the engine keeps outside the module's parameters."""
         ...
 
-    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Inside, an optimizer's groups hold what this rank's step updates, with its gradients. Not collective."""
-        ...
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of one process, whole at least on the first rank. Collective."""
         ...
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take this rank's part of a state dict of one process."""
+        ...
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """What an optimizer holds on this rank of the parameters that the user gave it, group by group."""
         ...
 
     def held_bytes(self) -> int:

@@ -15,7 +15,7 @@ gradients are not counted as ready, and are reduced at the end, when nothing mor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pardist.engines.checkpoint.states import Slots, whole_slots
 from lightning_pardist.engines.data_parallel.bucket import Bucket, partition
 from lightning_pardist.engines.data_parallel.sparse import reduce_sparse, sparse_parameters
 from lightning_pardist.engines.data_parallel.transport import Transport
@@ -182,7 +183,8 @@ class GradientReducer:
         """Sum of powers of the gradients of some parameters. Not collective: they agree on all ranks."""
         params = list(params)
         grads = self.local_grads(param for param in params if counts is None or counts(param))
-        return sum_of_powers(grads, norm_type, device=params[0].device if params else torch.device("cpu"))
+        devices = (param.device for param in params if not param.is_meta)
+        return sum_of_powers(grads, norm_type, device=next(devices, torch.device("cpu")))
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's part of the gradients of some parameters. Not collective."""
@@ -190,10 +192,6 @@ class GradientReducer:
 
     def zero_grad(self) -> None:
         """Nothing to do: gradients live in the parameters."""
-
-    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """The groups hold the module's parameters, whose gradients are this rank's."""
-        return nullcontext()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict, whole on every rank."""
@@ -211,6 +209,10 @@ class GradientReducer:
         self.buckets.clear()
         self._slots.clear()
         self._abandon()
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Every parameter itself."""
+        return whole_slots(optimizer)
 
     def held_bytes(self) -> int:
         """Bytes of gradient buffers on this rank."""
@@ -273,7 +275,7 @@ class GradientReducer:
         fresh = [
             param
             for param in self.module.parameters()
-            if param.requires_grad and param not in self._slots and id(param) not in sparse
+            if param.requires_grad and not param.is_meta and param not in self._slots and id(param) not in sparse
         ]
         if fresh:
             # Backward runs in about the reverse order of registration.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.checkpoint.states import Slots, whole_slots
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullySharded
 from lightning_pardist.engines.fully_sharded.norm import grad_norm, local_gradients
 from lightning_pardist.engines.fully_sharded.state import own_values, whole_values
 from lightning_pardist.engines.gradients import Counts
+from lightning_pardist.engines.local_tensors import own_shape
 from lightning_pardist.engines.offload import HostStep, Offload, StateFile
 
 
@@ -114,17 +116,14 @@ class ShardedDataEngine:
         """Forget all gradients."""
         self.sharded.zero_grad()
 
-    def slices(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """The groups hold the module's parameters, whose gradients are this rank's."""
-        return nullcontext()
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of one process, put together on the first rank one tensor at a time. Collective.
 
         Returns:
             On the first rank the whole state in host memory, elsewhere parameter groups without state.
         """
-        here = dist.get_rank() == 0
+        writer = self.sharded.writer
+        here = dist.get_rank() == writer
         host = self._hosts.get(optimizer)
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
@@ -133,7 +132,7 @@ class ShardedDataEngine:
             first = number
             for parameter in group["params"]:
                 own = optimizer.state.get(parameter, {})
-                values = dict(whole_values(f"parameter {number}", parameter, own))
+                values = dict(whole_values(f"parameter {number}", parameter, own, writer))
                 if host is not None:
                     host.evict(parameter)
                 if here and values:
@@ -165,6 +164,10 @@ class ShardedDataEngine:
                     if host := self._hosts.get(optimizer):
                         host.settle(parameter)
 
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Every parameter itself."""
+        return whole_slots(optimizer)
+
     def held_bytes(self) -> int:
         """Nothing beside what the parameters themselves hold between steps."""
         return 0
@@ -179,6 +182,11 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _in_dtype_of(parameter: Tensor, value: Any) -> Any:
     """State shaped like its parameter, in the parameter's dtype, as torch's own loading has it."""
-    if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape and value.is_floating_point():
+    if (
+        isinstance(value, torch.Tensor)
+        and value.dim()
+        and value.shape == own_shape(parameter)
+        and value.is_floating_point()
+    ):
         return value.to(parameter.dtype)
     return value

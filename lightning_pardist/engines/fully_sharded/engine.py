@@ -44,6 +44,7 @@ from lightning_pardist.engines.fully_sharded.units import (
     shardable,
 )
 from lightning_pardist.engines.fully_sharded.watch import DirectUse
+from lightning_pardist.engines.local_tensors import own_part
 from lightning_pardist.engines.offload import HostStep
 
 #: Backward of these needs their inputs, not their weights.
@@ -129,7 +130,8 @@ def shard(
     device = torch.device(mesh.device_type) if mesh.device_type == "cpu" else torch.device(mesh.device_type, _current())
     parameters = dict(module.named_parameters())
     for name in whole_names:
-        parameters[name].data = parameters[name].data.to(device)
+        if parameters[name].device != device:
+            parameters[name].data = parameters[name].data.to(device)
     runtime_units = [ShardedUnit(unit, index, unit.module is module) for index, unit in enumerate(plan)]
     return FullySharded(
         module,
@@ -228,6 +230,8 @@ class FullySharded:
         self._order: list[ShardedUnit] | None = []
         self._backwards_before = 0
         data_group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten(_flat_name(mesh)).get_group()
+        #: Global rank that gets whole tensors, first of those that hold the same part of the module.
+        self.writer = dist.get_global_rank(data_group, 0)
         self.meeting = Meeting(_host_group(data_group), data_group)
         self.meeting.active = rank_dependent
         self._runtime = BackwardRuntime(units, replicated, self.meeting, data_size=mesh.size(), check=check)
@@ -573,8 +577,9 @@ def _whole_parameters(
     ]
 
 
-def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
+def _placement(shards: int, parameter: torch.Tensor) -> Shard | None:
     """The first dim that divides evenly, if rows do not and padding would waste more than a hundredth."""
+    parameter = own_part(parameter)
     rows = parameter.size(0)
     padded = -(-rows // shards) * shards
     if padded <= 1.01 * rows or parameter.numel() < 1024:

@@ -35,6 +35,11 @@ def attach(optimizer: Optimizer) -> None:
         _step_on_whole(optimizer)
 
 
+def steps_on_whole(optimizer: Optimizer) -> bool:
+    """Whether :func:`attach` made this optimizer step on whole tensors, so that its state is whole on every rank."""
+    return getattr(optimizer, _MARK, False)
+
+
 def _step_on_whole(optimizer: Optimizer) -> None:
     inner = optimizer.step
     twins: dict[Tensor, nn.Parameter] = {}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.checkpoint.states import Slot, Slots, whole_slots
 from lightning_pardist.engines.data_parallel.reducer import GradientReducer
 from lightning_pardist.engines.elementwise import require_elementwise
 from lightning_pardist.engines.gradients import Counts, sum_of_powers
@@ -233,6 +234,20 @@ class ZeroEngine:
     def _note_stepped(self, shards: Sequence[nn.Parameter]) -> None:
         for bucket in {id(b): b for b in (self._bucket_of.get(shard) for shard in shards) if b is not None}.values():
             bucket.note_stepped(shards)
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Slices of parameters, none where they are other ranks', and whole ones that have no gradients yet."""
+        if not self._is_sliced:
+            return whole_slots(optimizer)
+        return [[self._slot(param) for param in group["params"]] for group in optimizer.param_groups]
+
+    def _slot(self, param: nn.Parameter) -> Slot:
+        pieces = self._pieces.get(param)
+        if pieces is None:
+            return Slot(param)
+        if not pieces:
+            return Slot(param, here=False)
+        return Slot(param, (pieces[0].start, pieces[0].stop, pieces[0].shard))
 
     # --- slices -------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -59,6 +59,12 @@ class Part:
 
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Change the module in place to what this part runs. Collective over the world."""
+
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        """Optimizers were made from the transformed module; the engine of the data axis does not exist yet.
+
+        Collective over the world.
+        """
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -129,6 +135,11 @@ class DataPart(Part):
     @property
     def broadcasts(self) -> bool:
         """Whether :meth:`transform` gives every rank the first rank's values by itself."""
+        return False
+
+    @property
+    def steps_on_parts(self) -> bool:
+        """Whether the engine sees to it that optimizers step on what this rank holds of each parameter."""
         return False
 
     def convert_precision(self, module: pl.LightningModule) -> None:

@@ -115,6 +115,11 @@ class FullyShardedData(DataPart):
     def broadcasts(self) -> bool:
         return True
 
+    @property
+    @override
+    def steps_on_parts(self) -> bool:
+        return True
+
     @override
     def convert_precision(self, module: pl.LightningModule) -> None:
         plugin = self.strategy.precision_plugin
@@ -234,7 +239,7 @@ class FullyShardedData(DataPart):
     @override
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Whole tensors in the first rank's host memory, their names alone on the others. Collective."""
-        return state if self._sharded is None else OrderedDict(full_state(self._sharded.module))
+        return state if self._sharded is None else OrderedDict(full_state(self._sharded.module, self._sharded.writer))
 
     @override
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:

@@ -56,6 +56,11 @@ class ZeroSharded(DataPart):
     def degrees(self, ranks_per_node: int) -> dict[str, Degree]:
         return {"data_shard": "auto"}
 
+    @property
+    @override
+    def steps_on_parts(self) -> bool:
+        return self.strategy.dims.data_parallel > 1
+
     @override
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
         return ZeroEngine(
