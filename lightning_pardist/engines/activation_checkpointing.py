@@ -102,12 +102,20 @@ def _contexts(block: Any) -> tuple[AbstractContextManager[None], AbstractContext
 
 @contextlib.contextmanager
 def _statistics_stay(block: nn.Module) -> Iterator[None]:
-    """The second forward sees the first one's batch: running statistics have counted it."""
-    counting = [child for child in block.modules() if child.training and getattr(child, "track_running_stats", False)]
+    """The second forward sees the first one's batch: running statistics have counted it, and keep what they are."""
+    counting: list[Any] = [c for c in block.modules() if c.training and getattr(c, "track_running_stats", False)]
+    before = [(child, child.momentum, _clone(child.num_batches_tracked)) for child in counting]
     for child in counting:
-        child.track_running_stats = False  # type: ignore[assignment]
+        # Of the new batch they take this share. Without statistics at all, a layer would save other tensors.
+        child.momentum = 0.0
     try:
         yield
     finally:
-        for child in counting:
-            child.track_running_stats = True  # type: ignore[assignment]
+        for child, momentum, batches in before:
+            child.momentum = momentum
+            if batches is not None:
+                child.num_batches_tracked.copy_(batches)
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
