@@ -29,6 +29,15 @@ STRATEGIES = {
     "tp-ddp-4": (functools.partial(TensorParallelStrategy, tensor_parallel_size=2), 4),
     "tp-zero1-4": (functools.partial(TensorParallelStrategy, tensor_parallel_size=2, data_parallel="zero1"), 4),
     "tp-zero2-4": (functools.partial(TensorParallelStrategy, tensor_parallel_size=2, data_parallel="zero2"), 4),
+    "tp-zero3-4": (
+        functools.partial(
+            TensorParallelStrategy,
+            tensor_parallel_size=2,
+            data_parallel="zero3",
+            data_settings={"min_unit_size_mb": 0},
+        ),
+        4,
+    ),
 }
 
 #: name of the column -> (modules, module arguments, Trainer arguments)
@@ -64,7 +73,7 @@ def _cells():
             # On four ranks every push runs what differs most; `make test-all` runs the rest.
             slow = devices == 4 and feature not in ("adam", "clip_norm")
             if row.startswith("tp-"):
-                slow = row != "tp-2" and (row, feature) not in (("tp-sequence-2", "sgd"), ("tp-zero2-4", "clip_norm"))
+                slow = row != "tp-2" and (row, feature) not in (("tp-sequence-2", "sgd"), ("tp-zero3-4", "clip_norm"))
             yield pytest.param(row, feature, marks=pytest.mark.slow if slow else ())
 
 
