@@ -66,6 +66,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     found: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
         local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+        if local.is_meta:
+            continue
         storage = local.untyped_storage()
         found[local.device, storage.data_ptr() or id(storage)] = storage.nbytes()
     return sum(found.values())

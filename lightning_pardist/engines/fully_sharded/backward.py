@@ -407,7 +407,7 @@ def _may_defer(group: Any) -> bool:
 def _answer_gather(group: Any) -> None:
     """Send this rank's shard of a unit that it holds gathered itself."""
     pieces = [
-        _fsdp2.shard_of(parameter).to(dtype)
+        _fsdp2.shard_of(parameter).to(group.device, dtype)
         for parameter, dtype in zip(group.fsdp_params, _fsdp2.gathers_dtype(group), strict=True)
     ]
     mine = torch.cat(pieces)

@@ -45,6 +45,7 @@ from lightning_pardist.engines.fully_sharded.units import (
 )
 from lightning_pardist.engines.fully_sharded.watch import DirectUse
 from lightning_pardist.engines.local_tensors import own_part
+from lightning_pardist.engines.offload import HostStep
 
 #: Backward of these needs their inputs, not their weights.
 _READ_IN_FORWARD_ONLY = (nn.Embedding.forward,)
@@ -418,16 +419,17 @@ class FullySharded:
             root.set_requires_gradient_sync(True)
             self._runtime.sync = True
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer, *, host: HostStep | None = None) -> None:
         """Let an optimizer step on shards, and the module see its new values at once (manual optimization).
 
         Args:
             optimizer: Made from the module's parameters after :func:`shard`.
+            host: Steps in place of the optimizer, where its state is offloaded.
 
         Raises:
             ValueError: If the optimizer's update of an element depends on other elements.
         """
-        step_on_shards(optimizer, before_step=self.keep_changes, after_step=self.refresh)
+        step_on_shards(optimizer, before_step=self.keep_changes, after_step=self.refresh, host=host)
 
     def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of the gradients over all ranks, see :func:`~.norm.grad_norm`. Collective.

@@ -146,9 +146,13 @@ class PipelineEngine:
         self._steps = 0
         self._seed = self._agree_on_seed()
 
-    def free(self) -> int:
-        """Free the parameters of other ranks' stages; the bytes freed. Not collective."""
-        return self.placement.free()
+    def free(self, replaced: dict[nn.Parameter, nn.Parameter] | None = None) -> int:
+        """Free the parameters of other ranks' stages; the bytes freed. Not collective.
+
+        Args:
+            replaced: Receives each freed parameter and its stand-in.
+        """
+        return self.placement.free(replaced)
 
     def train_step(self, step: Callable[[Any], Any], batch: Any, *, scale: float = 1.0) -> StepResult:
         """Forward and backward of one batch. Collective over the pipeline.

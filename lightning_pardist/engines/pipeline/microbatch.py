@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from lightning_pardist.engines.pipeline.structure import (
     children_of,
     flatten,
-    rebuild,
     replace_leaves,
     tensors_in,
     with_children,
@@ -89,29 +88,70 @@ def fresh_copy(value: Any, *, clone: bool = True) -> Any:
     return replace_leaves(value, [copied(leaf) for leaf in flatten(value)[0]])
 
 
-def merge_results(results: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
+#: Puts the numbers at one place of a result together: takes the place, as indices from the outside in, and the numbers.
+CombineNumbers = Callable[[tuple[int, ...], list[Any]], Any]
+
+
+def merge_results(
+    results: Sequence[Any],
+    weights: Sequence[float],
+    sizes: Sequence[int],
+    *,
+    combine: CombineNumbers | None = None,
+    place: tuple[int, ...] = (),
+) -> Any:
     """One result out of the micro-batches' results: samples are concatenated, numbers averaged by weight.
+
+    Samples are tensors with a micro-batch's size in front, and lists with an item a sample.
 
     Args:
         results: What the step returned for each micro-batch.
         weights: Share of each in the batch's loss; they add up to 1.
         sizes: Samples of each.
+        combine: What becomes of numbers, instead of their average.
+        place: Where the results stand in a larger value.
 
     Returns:
-        The same structure; the first result's leaf where leaves are neither tensors nor numbers, and the list of
-        results if their structures differ.
+        The same structure; the first result's leaf where leaves are neither tensors nor numbers, and the list of what
+        the micro-batches gave where their structures differ.
     """
+    first = results[0]
     if len(results) == 1:
-        return results[0]
-    flat = [flatten(result) for result in results]
-    spec = flat[0][1]
-    if any(len(leaves) != len(flat[0][0]) or other != spec for leaves, other in flat):
+        return first
+    if _are_samples(results, sizes):
+        return type(first)(item for result in results for item in result)
+    children = [inside for result in results if (inside := children_of(result)) is not None]
+    if not children:
+        return _merge(list(results), weights, sizes, combine, place)
+    if len(children) < len(results) or len({_shape_of(result) for result in results}) > 1:
         return list(results)
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return rebuild(spec, [_merge(list(column), weights, sizes) for column in columns])
+    columns = enumerate(zip(*children, strict=True))
+    merged = [merge_results(each, weights, sizes, combine=combine, place=(*place, index)) for index, each in columns]
+    return with_children(first, merged)
 
 
-def _merge(column: list[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
+def _shape_of(container: Any) -> tuple[Any, ...]:
+    keys = tuple(container) if isinstance(container, Mapping) else ()
+    return type(container), len(children_of(container) or ()), keys
+
+
+def _are_samples(results: Sequence[Any], sizes: Sequence[int]) -> bool:
+    pairs = list(zip(results, sizes, strict=True))
+    if any(type(result) not in (list, tuple) or len(result) != size for result, size in pairs):
+        return False
+    # Not a few tensors that each hold all samples.
+    return not all(
+        isinstance(item, torch.Tensor) and item.shape[:1] == (size,) for result, size in pairs for item in result
+    )
+
+
+def _merge(
+    column: list[Any],
+    weights: Sequence[float],
+    sizes: Sequence[int],
+    combine: CombineNumbers | None,
+    place: tuple[int, ...],
+) -> Any:
     first = column[0]
     if isinstance(first, bool) or not isinstance(first, (torch.Tensor, int, float)):
         return first
@@ -119,8 +159,23 @@ def _merge(column: list[Any], weights: Sequence[float], sizes: Sequence[int]) ->
         batched = all(t.ndim and t.shape[0] == size for t, size in zip(column, sizes, strict=True))
         if batched and all(t.shape[1:] == first.shape[1:] for t in column):
             return torch.cat(column)
-        if not first.is_floating_point() or any(t.shape != first.shape for t in column):
+        if any(t.shape != first.shape for t in column):
             return column
+    if combine is not None:
+        return combine(place, column)
+    return weighted_mean(column, weights)
+
+
+def weighted_mean(column: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The mean of numbers, or of tensors of one shape; of integers rounded, of integer tensors a list of them all.
+
+    Args:
+        column: The numbers.
+        weights: As many, adding up to 1.
+    """
+    first = column[0]
+    if isinstance(first, torch.Tensor) and not first.is_floating_point():
+        return list(column)
     mean = sum(item * weight for item, weight in zip(column, weights, strict=True))
     return mean if isinstance(first, (torch.Tensor, float)) else type(first)(round(mean))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,11 @@ class Placement:
         if first is not None:
             return self.holders[first][0]
         unit = self._unit_of(name)
-        return 0 if unit is None else min(self.stage_ranks[stage] for stage in self.plan.unit_stages[unit])
+        return 0 if unit is None else self.unit_owner(unit)
+
+    def unit_owner(self, name: str) -> int:
+        """The rank that answers for a unit: the lowest one that runs it."""
+        return min(self.stage_ranks[stage] for stage in self.plan.unit_stages[name])
 
     def is_local(self, name: str) -> bool:
         """Whether this rank holds a parameter."""
@@ -72,26 +76,75 @@ class Placement:
         own = dict(self.module.named_parameters())
         return [own[name] for name, holders in self.holders.items() if holders[0] == self.rank]
 
-    def free(self) -> int:
+    def free(self, replaced: dict[nn.Parameter, nn.Parameter] | None = None) -> int:
         """Replace parameters of other ranks' stages by empty ones on the meta device, ties kept. Not collective.
 
-        Call it before optimizers are made; optimizers skip what has no gradient.
+        Optimizers skip what has no gradient. Those made before hold the old parameters, see :func:`replace_in`.
+
+        Args:
+            replaced: Receives each freed parameter and its stand-in.
 
         Returns:
             Bytes freed.
         """
         empty: dict[int, nn.Parameter] = {}
         freed = 0
+        replaced = {} if replaced is None else replaced
         for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
             if self.is_local(name):
                 continue
             if id(parameter) not in empty:
                 freed += 0 if parameter.is_meta else parameter.numel() * parameter.element_size()
                 meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-                empty[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
+                empty[id(parameter)] = replaced[parameter] = nn.Parameter(meta, parameter.requires_grad)
             owner, _, last = name.rpartition(".")
             self.module.get_submodule(owner)._parameters[last] = empty[id(parameter)]
         return freed
+
+    @torch.no_grad()
+    def restore(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Make the module whole again on every rank: the opposite of :meth:`free`. Collective over the pipeline.
+
+        Buffers that a stage has changed are brought to all ranks as well.
+
+        Returns:
+            Each stand-in and the parameter in its place.
+        """
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        own = dict(self.module.named_parameters())
+        for name, holders in self.holders.items():
+            if len(holders) == dist.get_world_size(self.group):
+                continue
+            parameter = own[name]
+            if parameter.is_meta:
+                whole = torch.empty_strided(
+                    parameter.shape, parameter.stride(), dtype=parameter.dtype, device=_device_of(self.module)
+                )
+                replaced[parameter] = nn.Parameter(whole, parameter.requires_grad)
+            self.broadcast(replaced.get(parameter, parameter), holders[0])
+        for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
+            if parameter in replaced:
+                owner, _, last = name.rpartition(".")
+                self.module.get_submodule(owner)._parameters[last] = replaced[parameter]
+        for name, buffer in self.module.named_buffers():
+            if self._unit_of(name) is not None and not buffer.is_meta:
+                self.broadcast(buffer, self.owner_of(name))
+        return replaced
+
+    def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
+        """Overwrite a tensor with the owner's. Collective over the pipeline.
+
+        Args:
+            tensor: Same shape and dtype on every rank.
+            owner: A rank of the pipeline.
+        """
+        if tensor.numel() == 0:
+            return
+        data = tensor.detach()
+        packed = data if data.is_contiguous() else data.contiguous()
+        dist.broadcast(packed, src=self._global(owner), group=self.group)
+        if packed is not data:
+            data.copy_(packed)
 
     def tied(self) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
         """Trainable parameters that several ranks hold, this rank among them: name, parameter, ranks."""
@@ -180,17 +233,18 @@ class Placement:
         """Names of the module's own state dict, in order."""
         return list(self.module.state_dict(keep_vars=True))
 
-    def gather(self, writer: int = 0) -> Iterator[tuple[str, Any]]:
+    def gather(self, writer: int = 0, *, state: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
         """The module's state, entry by entry, on one rank. Collective over the pipeline; exhaust it on every rank.
 
         Args:
             writer: Rank that gets the tensors, in the pipeline.
+            state: What to gather, by the same names, if not the module's own state.
 
         Yields:
             Name and value on the writer (one entry more than its own share in memory at a time), name and None on
             others.
         """
-        state = self.module.state_dict(keep_vars=True)
+        state = self.module.state_dict(keep_vars=True) if state is None else state
         for name, entry in state.items():
             owner = self.owner_of(name)
             value = entry.detach() if isinstance(entry, torch.Tensor) else entry
@@ -262,6 +316,20 @@ class Placement:
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def replace_in(optimizers: Iterable[torch.optim.Optimizer], replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Let optimizers hold other parameters in the old ones' places; state of the old ones is dropped. Not collective.
+
+    Args:
+        optimizers: Any.
+        replaced: From :meth:`Placement.free` or :meth:`Placement.restore`.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+        for parameter in replaced:
+            optimizer.state.pop(parameter, None)
 
 
 def _device_of(module: nn.Module) -> torch.device:

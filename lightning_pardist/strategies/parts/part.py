@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -60,8 +60,11 @@ class Part:
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Change the module in place to what this part runs. Collective over the world."""
 
-    def after_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Optimizers were made from the transformed module; the engine of the data axis does not exist yet."""
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        """Optimizers were made from the transformed module; the engine of the data axis does not exist yet.
+
+        Collective over the world.
+        """
 
     # --- steps --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -92,11 +92,6 @@ class TensorParallel(Part):
                     f"{type(callback).__name__} averages whole parameters, which no rank has under {name}."
                     " Remove the callback, or use pardist_ddp, pardist_zero1 or pardist_zero2."
                 )
-        if getattr(self.strategy.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                f"precision={trainer.precision!r} scales the loss, and each tensor rank of {name} would scale its own"
-                " way. Use precision='bf16-mixed'."
-            )
         module = self.strategy.lightning_module
         if module is not None and on_meta(module):
             raise ValueError(
@@ -171,7 +166,7 @@ class TensorParallel(Part):
         )
 
     @override
-    def after_optimizers(self, optimizers: list[Optimizer]) -> None:
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
         if not self.strategy.data.steps_on_parts:
             for optimizer in optimizers:
                 attach(optimizer)

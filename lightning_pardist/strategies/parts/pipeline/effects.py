@@ -1,0 +1,452 @@
+"""What a step leaves behind beside its result, carried from the last stage to every rank.
+
+A pipeline runs the user's step once per stage and micro-batch, and only the last stage gets to its end. There
+``self.log``, metric updates and assignments to attributes (``self.outputs.append(loss)``) are recorded, micro-batch by
+micro-batch; what other stages do of it before they are cut off is undone. Afterwards every rank applies the same
+record, the micro-batches' values combined to those of the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_pardist.engines.pipeline import merge_results
+
+_LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_MISSING = object()
+#: Values that travel; of anything else (a logger, a trainer) only the rank that assigned it knows.
+_PLAIN = (int, float, str, bytes, bool, type(None))
+#: How deep dicts in attributes are looked into.
+_DEPTH = 4
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _MetricName:
+    """Stands for a torchmetrics object on its way to other ranks."""
+
+    name: str
+
+
+@dataclass
+class _Record:
+    """What one micro-batch's run of the step left.
+
+    Attributes:
+        logged: Arguments of each ``self.log``, in order.
+        appended: Items that lists have grown by.
+        assigned: New values of attributes and dictionary entries.
+        metrics: Per metric: values of its last ``forward``, update count and states (lists: what was added).
+    """
+
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    appended: dict[Path, list[Any]] = field(default_factory=dict)
+    assigned: dict[Path, Any] = field(default_factory=dict)
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def as_containers(self) -> dict[str, Any]:
+        """Dicts and lists only, so that the tensors in it are seen by whoever follows them."""
+        return {
+            "logged": self.logged,
+            "appended": [list(self.appended), list(self.appended.values())],
+            "assigned": [list(self.assigned), list(self.assigned.values())],
+            "metrics": self.metrics,
+        }
+
+    @classmethod
+    def of_containers(cls, value: dict[str, Any]) -> _Record:
+        """The inverse of :meth:`as_containers`."""
+        appended, assigned = (
+            dict(zip(map(tuple, value[key][0]), value[key][1], strict=True)) for key in ("appended", "assigned")
+        )
+        return cls(value["logged"], appended, assigned, value["metrics"])
+
+
+class StepEffects:
+    """Records and replays the effects of a module's steps. Not collective.
+
+    Args:
+        module: Whose steps.
+        units: Names of the modules that live on one stage only: what happens in them stays there.
+    """
+
+    def __init__(self, module: pl.LightningModule, units: Collection[str] = ()) -> None:
+        self.module = module
+        inside = [name for name, _ in module.named_modules() if any(_within(name, unit) for unit in units)]
+        self._free = {
+            name: each
+            for name, each in module.named_modules()
+            if name not in inside and not isinstance(each, (Metric, MetricCollection))
+        }
+        self._metrics = {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
+        self._open: _State | None = None
+        self._latest: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around all runs of one step: nothing is logged, and afterwards everything is as it was before."""
+        self._open = self._state()
+        self._latest = {}
+        kept = self.module.__dict__.get("log", _MISSING)
+        try:
+            yield
+        finally:
+            if kept is _MISSING:
+                self.module.__dict__.pop("log", None)
+            else:
+                self.module.__dict__["log"] = kept
+            self._open.restore(self)
+            self._open = None
+
+    def run(self, step: Callable[[Any], Any], microbatch: Any) -> dict[str, Any]:
+        """Run the step on one micro-batch. What a run leaves that is cut off is undone.
+
+        Returns:
+            The step's result under ``"result"``, and the record of its effects.
+        """
+        record = _Record()
+        self.module.__dict__["log"] = self._recorder(record.logged)
+        before = self._state()
+        try:
+            result = step(microbatch)
+        except BaseException:
+            before.restore(self)
+            raise
+        finally:
+            self.module.__dict__.pop("log", None)
+        before.compare(self, record)
+        # The states after the last micro-batch are those that count.
+        for states in self._latest.values():
+            states["states"] = {}
+        self._latest = record.metrics
+        return {"result": result, **record.as_containers()}
+
+    def apply(self, results: Sequence[dict[str, Any]], weights: Sequence[float], sizes: Sequence[int]) -> Any:
+        """Do on this rank what the step did on the last stage, combined over the micro-batches.
+
+        Args:
+            results: Of :meth:`run` for each micro-batch.
+            weights: Share of each in the batch's loss.
+            sizes: Samples of each.
+
+        Returns:
+            What the step would have returned for the whole batch.
+        """
+        records = [_Record.of_containers(result) for result in results]
+        self._apply_attributes(records, weights, sizes)
+        self._apply_metrics(records, weights, sizes)
+        self._apply_logged(records, weights)
+        return merge_results([result["result"] for result in results], weights, sizes)
+
+    # --- logged values ------------------------------------------------------------------------------------------
+
+    def _recorder(self, logged: list[dict[str, Any]]) -> Callable[..., None]:
+        def log(*args: Any, **kwargs: Any) -> None:
+            arguments = dict(_LOG_SIGNATURE.bind(self.module, *args, **kwargs).arguments)
+            arguments.pop("self", None)
+            if isinstance(arguments.get("value"), Metric):
+                arguments["value"] = self._name_of(arguments["value"])
+            elif isinstance(arguments.get("value"), Tensor):
+                arguments["value"] = arguments["value"].detach()
+            logged.append(arguments)
+
+        return log
+
+    def _name_of(self, metric: Metric) -> _MetricName:
+        for name, known in self.module.named_modules():
+            if known is metric:
+                return _MetricName(name)
+        raise ValueError(
+            f"self.log was given a {type(metric).__name__} that is no attribute of {type(self.module).__name__}."
+            " Assign it to the module in __init__."
+        )
+
+    def _apply_logged(self, records: Sequence[_Record], weights: Sequence[float]) -> None:
+        for arguments in _combined_logs([record.logged for record in records], weights):
+            value = arguments["value"]
+            if isinstance(value, _MetricName):
+                arguments["value"] = self.module.get_submodule(value.name)
+            self.module.log(**arguments)
+
+    # --- attributes ---------------------------------------------------------------------------------------------
+
+    def _apply_attributes(self, records: Sequence[_Record], weights: Sequence[float], sizes: Sequence[int]) -> None:
+        for path in dict.fromkeys(path for record in records for path in record.assigned):
+            self._assign(path, _last_or_merged([r.assigned.get(path, _MISSING) for r in records], weights, sizes))
+        for path in dict.fromkeys(path for record in records for path in record.appended):
+            grown = [record.appended.get(path, []) for record in records]
+            target = self._at(path)
+            if not isinstance(target, list):
+                continue
+            if len({len(items) for items in grown}) == 1:
+                target.extend(merge_results(list(column), weights, sizes) for column in zip(*grown, strict=True))
+            else:
+                target.extend(item for items in grown for item in items)
+
+    def _at(self, path: Path) -> Any:
+        value: Any = self._free[path[0]].__dict__.get(path[1], _MISSING)
+        for key in path[2:]:
+            value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
+        return value
+
+    def _assign(self, path: Path, value: Any) -> None:
+        if len(path) == 2:
+            setattr(self._free[path[0]], path[1], value)
+            return
+        owner = self._at(path[:-1])
+        if isinstance(owner, dict):
+            owner[path[-1]] = value
+
+    # --- metrics ------------------------------------------------------------------------------------------------
+
+    def _apply_metrics(self, records: Sequence[_Record], weights: Sequence[float], sizes: Sequence[int]) -> None:
+        for name in dict.fromkeys(name for record in records for name in record.metrics):
+            found = [record.metrics[name] for record in records if name in record.metrics]
+            metric = self._metrics[name]
+            metric._update_count = found[-1]["count"]
+            metric._computed = None
+            for state, value in found[-1]["states"].items():
+                setattr(metric, state, _on(value, metric.device))
+            for each in found:
+                for state, items in each["added"].items():
+                    getattr(metric, state).extend(_on(items, metric.device))
+            caches = [each["forward"] for each in found]
+            if len(caches) == len(records) and all(cache is not None for cache in caches):
+                metric._forward_cache = merge_results(caches, weights, sizes)
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def _state(self) -> _State:
+        attributes = {
+            (name, key): _freeze(value)
+            for name, module in self._free.items()
+            for key, value in module.__dict__.items()
+            if key not in _REGISTRIES
+        }
+        metrics = {name: _freeze_metric(metric) for name, metric in self._metrics.items()}
+        return _State(attributes, metrics)
+
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "log", "training"})
+
+
+@dataclass
+class _State:
+    """A moment's attributes of free modules and states of metrics."""
+
+    attributes: dict[tuple[str, str], _Frozen]
+    metrics: dict[str, dict[str, Any]]
+
+    def restore(self, effects: StepEffects) -> None:
+        """Put everything back."""
+        for name, module in effects._free.items():
+            for key in [key for key in module.__dict__ if key not in _REGISTRIES]:
+                if (name, key) not in self.attributes:
+                    del module.__dict__[key]
+        for (name, key), frozen in self.attributes.items():
+            effects._free[name].__dict__[key] = frozen.thaw()
+        for name, kept in self.metrics.items():
+            _thaw_metric(effects._metrics[name], kept)
+
+    def compare(self, effects: StepEffects, record: _Record) -> None:
+        """Write into a record what has changed since."""
+        for name, module in effects._free.items():
+            for key, value in module.__dict__.items():
+                if key not in _REGISTRIES:
+                    _compare(self.attributes.get((name, key)), value, (name, key), record)
+        leaders = _leaders(effects.module)
+        for name, metric in effects._metrics.items():
+            source = leaders.get(id(metric), metric)
+            before = self.metrics[name]
+            if source._update_count != before["count"] or metric._forward_cache is not before["forward"]:
+                record.metrics[name] = _metric_change(metric, source, before)
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """A value, and what it contained if it is a list or a dict."""
+
+    value: Any
+    items: tuple[Any, ...] | None = None
+    keys: tuple[Any, ...] | None = None
+
+    def thaw(self) -> Any:
+        """The value with its contents of then."""
+        if self.items is None:
+            return self.value
+        if self.keys is None:
+            if not _same_items(self.value, self.items):
+                self.value[:] = self.items
+            return self.value
+        contents = [item.thaw() for item in self.items]
+        if tuple(self.value) != self.keys or not _same_items(list(self.value.values()), contents):
+            self.value.clear()
+            self.value.update(zip(self.keys, contents, strict=True))
+        return self.value
+
+
+def _freeze(value: Any, depth: int = 0) -> _Frozen:
+    if isinstance(value, list):
+        return _Frozen(value, tuple(value))
+    if isinstance(value, dict) and depth < _DEPTH:
+        return _Frozen(value, tuple(_freeze(item, depth + 1) for item in value.values()), tuple(value))
+    return _Frozen(value)
+
+
+def _same_items(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    return len(first) == len(second) and all(map(operator.is_, first, second))
+
+
+def _compare(before: _Frozen | None, now: Any, path: Path, record: _Record) -> None:
+    if before is None or before.value is not now:
+        if _travels(now):
+            record.assigned[path] = now.detach() if isinstance(now, Tensor) else now
+    elif before.keys is not None and before.items is not None:
+        old = dict(zip(before.keys, before.items, strict=True))
+        for key, value in now.items():
+            _compare(old.get(key), value, (*path, key), record)
+    elif before.items is not None and not _same_items(now, before.items):
+        length = len(before.items)
+        if _same_items(now[:length], before.items):
+            record.appended[path] = now[length:]
+        elif _travels(now):
+            record.assigned[path] = list(now)
+
+
+def _travels(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_travels(item) for item in value)
+    if isinstance(value, dict):
+        return all(_travels(item) for item in value.values())
+    return isinstance(value, (Tensor, *_PLAIN)) and not isinstance(value, nn.Parameter)
+
+
+def _last_or_merged(values: list[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
+    """Tensors are combined as results are; of numbers, which may count, the last one stands for the batch."""
+    known = [value for value in values if value is not _MISSING]
+    if len(known) == len(values) and any(isinstance(leaf, Tensor) for leaf in _leaves(known[-1])):
+        return merge_results(known, weights, sizes)
+    return known[-1]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------
+
+
+def _freeze_metric(metric: Metric) -> dict[str, Any]:
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {
+        "count": metric._update_count,
+        "forward": metric._forward_cache,
+        "computed": metric._computed,
+        # Updates may add in place.
+        "states": {name: list(v) if isinstance(v, list) else v.detach().clone() for name, v in states.items()},
+    }
+
+
+def _thaw_metric(metric: Metric, kept: dict[str, Any]) -> None:
+    if metric._update_count == kept["count"] and metric._forward_cache is kept["forward"]:
+        return
+    metric._update_count, metric._forward_cache, metric._computed = kept["count"], kept["forward"], kept["computed"]
+    for name, value in kept["states"].items():
+        setattr(metric, name, list(value) if isinstance(value, list) else value.clone())
+
+
+def _metric_change(metric: Metric, source: Metric, before: dict[str, Any]) -> dict[str, Any]:
+    states, added = {}, {}
+    for name in source._defaults:
+        value = getattr(source, name)
+        if isinstance(value, list):
+            added[name] = value[len(before["states"][name]) :]
+        else:
+            states[name] = value.detach().clone()
+    forward = metric._forward_cache if metric._forward_cache is not before["forward"] else None
+    return {"count": source._update_count, "forward": forward, "states": states, "added": added}
+
+
+def _leaders(module: nn.Module) -> dict[int, Metric]:
+    """In a collection, metrics with the same states share the first one's."""
+    found: dict[int, Metric] = {}
+    for collection in module.modules():
+        if isinstance(collection, MetricCollection) and collection._groups_checked:
+            for members in collection._groups.values():
+                first = collection._modules[members[0]]
+                found.update({id(collection._modules[name]): first for name in members[1:]})
+    return found
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_on(item, device) for item in value]
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+# --- logs -----------------------------------------------------------------------------------------------------------
+
+
+def _combined_logs(logs: Sequence[list[dict[str, Any]]], weights: Sequence[float]) -> list[dict[str, Any]]:
+    """One call of ``log`` for each that a run over the whole batch would have made."""
+    columns: dict[tuple[str, int], list[tuple[dict[str, Any], float]]] = {}
+    for logged, weight in zip(logs, weights, strict=True):
+        times: dict[str, int] = {}
+        for arguments in logged:
+            name = arguments["name"]
+            times[name] = times.get(name, -1) + 1
+            columns.setdefault((name, times[name]), []).append((arguments, weight))
+    return [_combine_log(column) for column in columns.values()]
+
+
+def _combine_log(column: list[tuple[dict[str, Any], float]]) -> dict[str, Any]:
+    combined = dict(column[-1][0])
+    weights = [weight for _, weight in column]
+    if all(arguments.get("batch_size") is not None for arguments, _ in column):
+        sizes = [int(arguments["batch_size"]) for arguments, _ in column]
+        combined["batch_size"] = sum(sizes)
+        weights = [float(size) for size in sizes] if sum(sizes) else weights
+    total = sum(weights) or 1.0
+    shares = [weight / total for weight in weights]
+    values = [arguments["value"] for arguments, _ in column]
+    combined["value"] = _combine_values(values, shares, combined.get("reduce_fx", "mean"))
+    return combined
+
+
+def _combine_values(values: list[Any], shares: list[float], reduce_fx: Any) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _combine_values([value[key] for value in values], shares, reduce_fx) for key in first}
+    if isinstance(first, _MetricName) or len(values) == 1:
+        return values[-1]
+    tensors = torch.stack([torch.as_tensor(value).reshape(()) for value in values])
+    fold = _FOLDS.get(getattr(reduce_fx, "__name__", reduce_fx))
+    if fold is not None:
+        return fold(tensors)
+    if not tensors.is_floating_point():
+        tensors = tensors.to(torch.get_default_dtype())
+    return (tensors * torch.tensor(shares, dtype=tensors.dtype, device=tensors.device)).sum()
+
+
+_FOLDS: dict[Any, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+def _within(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")

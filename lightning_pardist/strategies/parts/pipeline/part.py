@@ -1,0 +1,332 @@
+"""The pipeline axis of a strategy: the module's steps recorded, planned, taken apart and run stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_pardist.engines.pipeline import (
+    CannotPipelineError,
+    PipelineEngine,
+    PipelineOptions,
+    PipelinePlan,
+    StepResult,
+)
+from lightning_pardist.engines.pipeline.outside import OutsideCalls
+from lightning_pardist.engines.pipeline.placement import replace_in
+from lightning_pardist.engines.pipeline.structure import map_leaves
+from lightning_pardist.mesh import Degree
+from lightning_pardist.strategies.parts.part import Part
+from lightning_pardist.strategies.parts.pipeline.agreement import (
+    SameBatches,
+    agree_on_plans,
+    raise_together,
+    share_random_state,
+)
+from lightning_pardist.strategies.parts.pipeline.effects import StepEffects
+from lightning_pardist.strategies.parts.pipeline.recording import STEPS, StepKey, StepRecorder, loss_of
+from lightning_pardist.strategies.parts.pipeline.refusals import check_optimizers, check_trainer
+from lightning_pardist.strategies.parts.pipeline.settings import PipelineSettings
+
+#: How long a rank that calls the module outside of steps waits for the others to do so.
+_OUTSIDE_TIMEOUT = timedelta(seconds=60)
+
+
+class PipelinePart(Part):
+    """Runs a module's steps as a pipeline over one axis of the mesh.
+
+    Until optimizers are made every rank has the whole module. Then each step function is recorded on a sample batch,
+    the stages are planned and tried, and parameters of other ranks' stages are freed (they stay in the module and in
+    the optimizers, empty, on ``meta``). After a run that ended well the module is whole again on every rank.
+
+    Args:
+        settings: How to split and run.
+
+    Attributes:
+        engine: The running pipeline; None outside of runs.
+        last_result: What the last step came to, with its timeline if ``settings.record_times``.
+    """
+
+    def __init__(self, settings: PipelineSettings) -> None:
+        self.settings = settings
+        self.engine: PipelineEngine | None = None
+        self.last_result: StepResult | None = None
+        self._outside: OutsideCalls | None = None
+        self._effects: StepEffects | None = None
+        self._same_batch: SameBatches | None = None
+        self._plans: dict[StepKey, PipelinePlan] = {}
+        self._taken: list[tuple[nn.Parameter, Tensor]] = []
+        self._local: dict[Optimizer, list[bool]] = {}
+        self._metrics: list[Metric] = []
+        self._counted: set[nn.Parameter] | None = None
+        self._connector: Any = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of this rank's pipeline."""
+        return self.strategy.device_mesh["pipeline_parallel"].get_group()
+
+    @override
+    def degrees(self, ranks_per_node: int) -> dict[str, Degree]:
+        return {"pipeline_parallel": self.settings.pipeline_parallel_size}
+
+    @override
+    def check(self, trainer: pl.Trainer) -> None:
+        check_trainer(trainer)
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @override
+    def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        share_random_state(self.group)
+        if self.strategy.dims.data_parallel == 1:
+            # There is nobody to share samples with: loaders stay the user's own, with one process' order of samples.
+            self._connector = trainer._data_connector
+            self._connector.__dict__["_requires_distributed_sampler"] = lambda loader: False
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.process_group is None:
+                # Ranks of one pipeline have the same states, which must not be added up.
+                metric.process_group = self.strategy.data_group
+                self._metrics.append(metric)
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._split(trainer, module, [])
+
+    @override
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        check_optimizers(optimizers)
+        self._split(trainer, trainer.lightning_module, optimizers)
+
+    def _split(self, trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Record, plan, try, and free what other ranks hold. Collective over the world.
+
+        Raises:
+            CannotPipelineError: On every rank, if the module cannot be cut as asked.
+        """
+        group, device = self.group, self.strategy.root_device
+        plans: dict[StepKey, PipelinePlan] = {}
+        failure = None
+        try:
+            plans = StepRecorder(trainer, self.settings, group.size()).make_plans()
+        except Exception as error:
+            failure = error
+        raise_together(failure)
+        self._plans = agree_on_plans(plans)
+        first = next(iter(self._plans.values()))
+        self._effects = StepEffects(module, first.trace.unit_names)
+        self._same_batch = SameBatches(group, device)
+        self.engine = PipelineEngine(module, first, group=group, device=device, options=self._options())
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        self.engine.free(replaced)
+        replace_in(optimizers, replaced)
+        self._local = {
+            optimizer: [not param.is_meta for settings in optimizer.param_groups for param in settings["params"]]
+            for optimizer in optimizers
+        }
+        self._counted = set(self.engine.placement.owned())
+        if group.size() > 1:
+            self._outside = OutsideCalls(self.engine.placement, device, _group_for_outside(self.strategy.device_mesh))
+            self._outside.install()
+
+    def _options(self) -> PipelineOptions:
+        settings, weight = self.settings, self.settings.loss_weight
+        return PipelineOptions(
+            schedule=settings.schedule,
+            num_microbatches=settings.microbatches(self.group.size()),
+            chunks_per_rank=settings.chunks_per_rank,
+            loss_of=loss_of,
+            weight_of=weight if callable(weight) else None,
+            loss_is_sum=weight == "sum",
+            share="all",
+            timeout_s=settings.message_timeout_s,
+            record_times=settings.record_times,
+        )
+
+    def _scaler(self) -> Any:
+        return getattr(self.strategy.precision_plugin, "scaler", None)
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        engine, effects = self.engine, self._effects
+        if engine is None or effects is None or self._same_batch is None:
+            return step(*args, **kwargs)
+        batch, *rest = (*args, *kwargs.values())
+        batch = self._same_batch(batch)
+
+        def run(microbatch: Any) -> Any:
+            return effects.run(lambda part: step(part, *rest), microbatch)
+
+        stage = self._trainer.state.stage
+        with effects.watching(), nullcontext() if self._outside is None else self._outside.suspended():
+            if stage == RunningStage.TRAINING:
+                done = self._train(engine, run, batch)
+            else:
+                done = engine.eval_step(run, batch, plan=self._plan_of(stage, rest))
+        self.last_result = done
+        results = [map_leaves(self._to_device, result) for result in done.results]
+        return effects.apply(results, done.weights, done.sizes)
+
+    def _train(self, engine: PipelineEngine, run: Callable[[Any], Any], batch: Any) -> StepResult:
+        scaler = self._scaler()
+        scale = (1.0 if scaler is None else float(scaler.get_scale())) / self._trainer.accumulate_grad_batches
+        # Lightning zeroes gradients between training_step and backward: those made here wait for backward.
+        earlier = engine.placement.take_gradients()
+        try:
+            with self._data_engine_waits():
+                done = engine.train_step(run, batch, scale=scale)
+            self._taken = engine.placement.take_gradients()
+        finally:
+            engine.placement.add_gradients(earlier)
+        return done
+
+    def _data_engine_waits(self) -> AbstractContextManager[None]:
+        data_engine = self.strategy._engine
+        return nullcontext() if data_engine is None else data_engine.hands_off()
+
+    @override
+    def backward(self, run: Callable[[], None]) -> None:
+        """Hand over the gradients that the schedule has made; ``run`` would make none."""
+        taken, self._taken = self._taken, []
+        if self.engine is None:
+            run()
+        else:
+            self.engine.placement.add_gradients(taken)
+
+    def _plan_of(self, stage: RunningStage | None, rest: Sequence[Any]) -> PipelinePlan:
+        name = "" if stage is None else STEPS[stage]
+        several = sum(step == name for step, _ in self._plans) > 1
+        key = (name, int(rest[-1]) if several else 0)
+        if key not in self._plans:
+            raise CannotPipelineError(
+                f"No run of {name} was recorded for loader {key[1]}: there was none when the module was split. Give the"
+                " Trainer all loaders from the start.",
+                (),
+            )
+        return self._plans[key]
+
+    def _to_device(self, value: Any) -> Any:
+        return value.to(self.strategy.root_device) if isinstance(value, Tensor) else value
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    @override
+    def counts(self, param: nn.Parameter) -> bool:
+        return self._counted is None or param in self._counted
+
+    @override
+    def sum_over_axis(self, value: Tensor) -> None:
+        dist.all_reduce(value, group=self.group)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self.engine is None or self.group.size() == 1:
+            return state
+        state.update(self.engine.placement.gather(state=state))
+        return state
+
+    @override
+    def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.engine is None:
+            return state
+        own = self.engine.module.state_dict(keep_vars=True)
+        freed = {name for name, value in own.items() if isinstance(value, Tensor) and value.is_meta}
+        # Loading a stand-in into itself does nothing, and its name is not missed.
+        return {name: own[name] if name in freed else value for name, value in state.items()}
+
+    @override
+    def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        size = self.group.size()
+        if size == 1:
+            return state
+        first = dist.get_global_rank(self.group, 0)
+        parts: list[Any] | None = [None] * size if self.group.rank() == 0 else None
+        in_host_memory = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, state["state"])
+        dist.gather_object(in_host_memory, parts, dst=first, group=self.group)
+        merged: dict[Any, Any] = {}
+        for part in reversed(parts or []):
+            merged.update(part)
+        return {**state, "state": dict(sorted(merged.items()))}
+
+    @override
+    def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        local = self._local.get(optimizer)
+        if local is None:
+            return state
+        return {**state, "state": {number: value for number, value in state["state"].items() if local[int(number)]}}
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    @override
+    def describe(self) -> str:
+        if self.engine is None:
+            return ""
+        options = self.engine.options
+        chunks = f", {options.chunks_per_rank} stages a rank" if options.chunks_per_rank > 1 else ""
+        head = f"Pipeline: schedule {options.schedule}, {options.num_microbatches} micro-batches{chunks}"
+        return f"{head}\n{self.engine.plan.describe()}"
+
+    @override
+    def teardown(self) -> None:
+        if self._outside is not None:
+            self._outside.remove()
+            self._outside = None
+        if self._connector is not None:
+            self._connector.__dict__.pop("_requires_distributed_sampler", None)
+            self._connector = None
+        for metric in self._metrics:
+            metric.process_group = None
+        self._metrics.clear()
+        engine, self.engine = self.engine, None
+        self._effects, self._same_batch, self._plans, self._counted, self._taken = None, None, {}, None, []
+        module = self.strategy.lightning_module
+        if engine is None or module is None:
+            return
+        if self.ended_well():
+            replace_in(self.strategy.optimizers, engine.placement.restore())
+        else:
+            module.__dict__["cpu"] = partial(_held_to_host, module)
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        if self.strategy.lightning_module is None:
+            raise RuntimeError("Steps are run by a Trainer's fit, validate, test or predict.")
+        return self.strategy.lightning_module.trainer
+
+
+#: Groups for calls outside of steps, by the ranks in them; as long-lived as those of the mesh.
+_outside_groups: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+def _group_for_outside(mesh: Any) -> dist.ProcessGroup:
+    """A second group of this rank's pipeline, whose waits are short. Collective over the world when it is new."""
+    world = dist.distributed_c10d._get_default_group()
+    axis = mesh.mesh_dim_names.index("pipeline_parallel")
+    rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.mesh.shape[axis]).tolist()
+    for ranks in rows:
+        if (world, tuple(ranks)) not in _outside_groups:
+            _outside_groups[world, tuple(ranks)] = dist.new_group(ranks, timeout=_OUTSIDE_TIMEOUT, backend="gloo")
+    return next(_outside_groups[world, tuple(ranks)] for ranks in rows if dist.get_rank() in ranks)
+
+
+def _held_to_host(module: nn.Module) -> nn.Module:
+    """In place of ``module.cpu()`` where a run was broken off: what other ranks hold has no values to move."""
+    module.__dict__.pop("cpu", None)
+    for each in module.modules():
+        for tensor in (*each._parameters.values(), *each._buffers.values()):
+            if tensor is not None and not tensor.is_meta:
+                tensor.data = tensor.data.cpu()
+    return module

@@ -1,0 +1,67 @@
+"""What no pipeline could run right, refused by name before anything is transformed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
+
+from lightning_pardist.strategies.parts.pipeline.recording import STEPS
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse modules and callbacks. Not collective.
+
+    Raises:
+        ValueError: With what was found and what to use instead.
+    """
+    module = trainer.lightning_module
+    name = type(module).__name__
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise ValueError(f"{name} is compiled as a whole, which hides the modules to cut between. Pass it as it is.")
+    for step in dict.fromkeys(STEPS.values()):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"{name}.{step} takes dataloader_iter, but a pipeline cuts each batch into micro-batches."
+                " Take `batch` instead."
+            )
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{name} optimizes by hand (automatic_optimization=False): a pipeline interleaves the backward passes of"
+            " all micro-batches, and cannot stop at manual_backward. Use automatic optimization, or pardist_ddp,"
+            " pardist_zero3 or pardist_tp."
+        )
+    if is_overridden("backward", module):
+        raise ValueError(
+            f"{name} overrides backward(), which a pipeline's schedule does not call. Remove it, or use pardist_ddp,"
+            " pardist_zero3 or pardist_tp."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} averages whole parameters, which no rank has in a pipeline. Remove the"
+                " callback, or use pardist_ddp, pardist_zero1 or pardist_zero2."
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that mix the parameters of several ranks. Not collective.
+
+    Raises:
+        ValueError: With the optimizer's name.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                f"{type(optimizer).__name__} looks at all gradients at once and steps several times a batch, but each"
+                " rank of a pipeline has those of its stages only. Use pardist_ddp, or an optimizer such as AdamW or"
+                " SGD."
+            )

@@ -1,0 +1,89 @@
+"""Pipeline and layer-wise model parallelism: layers on different ranks, micro-batches on their way through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from lightning_pardist.engines.pipeline.plan import ReadPolicy
+from lightning_pardist.mesh import Degree
+from lightning_pardist.strategies.base import PardistStrategy
+from lightning_pardist.strategies.parts import data_part
+from lightning_pardist.strategies.parts.pipeline import PipelinePart, PipelineSettings
+
+
+class PipelineStrategy(PardistStrategy):
+    """Each rank holds and runs a stage: a run of the module's layers, found by recording a run of its steps.
+
+    The module and its steps stay as they are. Each batch is cut into micro-batches, which go through the stages one
+    behind the other; losses, logged values, metrics and step outputs are those of the batch, on every rank. Idle time
+    over total is ``(p - 1) / (m + p - 1)`` for GPipe (arXiv 1811.06965) and 1F1B (PipeDream-Flush, arXiv 2006.09503),
+    ``p`` ranks and ``m`` micro-batches; interleaving divides the relative bubble by the chunks a rank (arXiv
+    2104.04473), zero-bubble schedules leave a third of it (arXiv 2401.10241). GPipe keeps ``m`` micro-batches'
+    activations, 1F1B ``p``.
+
+    What a step computes from a whole batch, it computes from each micro-batch: batch norm normalizes micro-batches, and
+    losses that compare samples of a batch compare those of a micro-batch. The loss of a batch is the mean of its
+    micro-batches' weighted by samples, unless ``loss_weight`` says otherwise.
+
+    Args:
+        pipeline_parallel_size: Ranks that the module is split over. Other ranks form further pipelines with other
+            samples. ``"auto"``: all ranks.
+        num_microbatches: Micro-batches a step, by default four times the ranks of a pipeline; always 1 for ``"mp"``.
+            Batches with fewer samples make fewer.
+        schedule: ``"mp"`` (one stage at a time, no micro-batches), ``"gpipe"``, ``"1f1b"``, ``"interleaved"``,
+            ``"interleaved_zb"`` (zero bubble) or ``"zbv"``.
+        chunks_per_rank: Stages a rank; 2 for ``"zbv"``, 1 for all but the interleaved schedules.
+        split: Names of the modules with which stages 1, 2, ... begin; by measured cost if None.
+        loss_weight: For losses that are no mean over samples: a function of a micro-batch that returns its weight in
+            the batch's loss (its number of tokens, say), or ``"sum"`` for a loss that is a sum.
+        reads: ``"refuse"`` modules that look at values between their blocks (``if x.mean() > 0``); ``"send"`` allows
+            it, which is right as long as what they see does not decide which blocks run.
+        data_parallel: What serves the data axis: ``"ddp"``, ``"zero1"`` or ``"zero2"``.
+        data_settings: Settings of that, as ``bucket_size_mb``.
+        message_timeout_s: Longest wait for one message between stages, in seconds.
+        record_times: Whether steps keep the times of their computations, for
+            :class:`~lightning_pardist.PipelineTimeline`, which turns it on.
+        **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
+
+    Raises:
+        ValueError: If a setting is out of range; during a run, if the module optimizes by hand, or an optimizer or a
+            callback needs what no rank has.
+        CannotPipelineError: During a run, if the module cannot be split as asked, with the reason.
+    """
+
+    def __init__(
+        self,
+        *,
+        pipeline_parallel_size: Degree = "auto",
+        num_microbatches: int | None = None,
+        schedule: str = "1f1b",
+        chunks_per_rank: int = 1,
+        split: Sequence[str] | None = None,
+        loss_weight: Callable[[Any], float] | Literal["sum"] | None = None,
+        reads: ReadPolicy = "refuse",
+        data_parallel: Literal["ddp", "zero1", "zero2"] = "ddp",
+        data_settings: Mapping[str, Any] | None = None,
+        message_timeout_s: float = 600.0,
+        record_times: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if str(data_parallel) == "zero3":
+            raise ValueError(
+                "data_parallel='zero3' shards the parameters that a pipeline has already distributed. Use 'zero2',"
+                " which leaves each stage's parameters whole, or FSDPStrategy without a pipeline."
+            )
+        pipeline = PipelinePart(
+            PipelineSettings(
+                pipeline_parallel_size=pipeline_parallel_size,
+                num_microbatches=num_microbatches,
+                schedule=schedule,
+                chunks_per_rank=chunks_per_rank,
+                split=split,
+                loss_weight=loss_weight,
+                reads=reads,
+                message_timeout_s=message_timeout_s,
+                record_times=record_times,
+            )
+        )
+        super().__init__(data=data_part(data_parallel, **(data_settings or {})), pipeline=pipeline, **kwargs)

@@ -1,0 +1,170 @@
+"""Pipeline strategies under a Trainer: what users do in steps and hooks comes out as on one process, on every rank."""
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelSummary
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+
+CLASSES = 5
+
+
+class Points(Dataset):
+    """Samples as dicts, one of whose entries is no tensor."""
+
+    def __init__(self, length, seed=3):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(length, 6, generator=generator)
+        self.y = torch.randint(0, CLASSES, (length,), generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return {"x": self.x[index], "y": self.y[index], "name": f"sample {index}"}
+
+
+class Habits(pl.LightningModule):
+    """What modules do beside computing a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, CLASSES)
+        self.train_accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+        scores = {name: make("multiclass", num_classes=CLASSES) for name, make in _SCORES.items()}
+        self.scores = torchmetrics.MetricCollection(scores, prefix="val_")
+        self.curve = torchmetrics.AUROC("multiclass", num_classes=CLASSES)
+        self.total = torchmetrics.SumMetric()
+        self.mean_loss = torchmetrics.MeanMetric()
+        self.val_losses = []
+        self.history = {"names": [], "logits": []}
+        self.seen = 0
+        self.last_logits = None
+        self.outputs = []
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"])
+        self.train_accuracy(logits, batch["y"])
+        self.log("accuracy", self.train_accuracy, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("largest", logits.max(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("sum", logits.sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("lr", self.optimizers().param_groups[0]["lr"])
+        self.log_dict({"a": loss, "b": 2 * loss}, on_step=False, on_epoch=True, batch_size=len(batch["y"]))
+        self.seen += len(batch["y"])
+        self.last_logits = logits.detach()
+        self.total.update(loss.detach() * len(batch["y"]))
+        return {"loss": loss, "logits": logits.detach(), "names": batch["name"]}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.outputs.append(outputs["logits"])
+        assert torch.equal(self.last_logits, outputs["logits"])
+        assert outputs["names"] == batch["name"]
+
+    def on_train_epoch_end(self):
+        self.log("total", self.total.compute())
+        self.total.reset()
+        self.log("seen", float(self.seen))
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        logits = self(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"])
+        self.log("val_loss", loss)
+        self.scores.update(logits, batch["y"])
+        self.curve.update(logits, batch["y"])
+        self.mean_loss(loss, len(batch["y"]))
+        self.val_losses.append(loss)
+        self.history["logits"].append(logits)
+        return logits
+
+    def on_validation_epoch_end(self):
+        self.log("val_total", torch.stack(self.val_losses).sum())
+        self.log("val_mean_logit", torch.cat(self.history["logits"]).mean())
+        self.log_dict(self.scores.compute())
+        self.log("val_curve", self.curve.compute())
+        self.log("val_mean_loss", self.mean_loss.compute())
+        for metric in (self.scores, self.curve, self.mean_loss):
+            metric.reset()
+        self.val_losses.clear()
+        self.history["logits"] = []
+
+    def test_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch["x"]), batch["y"])
+        self.log("test_loss", loss)
+        return {"test": loss}
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch["x"]).softmax(-1), batch["name"]
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_total"}}
+
+
+_SCORES = {
+    "precision": torchmetrics.Precision,
+    "recall": torchmetrics.Recall,
+    "confusion": lambda task, num_classes: torchmetrics.Specificity(task, num_classes=num_classes, average="macro"),
+}
+
+
+def _loader(length, batch_size=8, seed=3):
+    return DataLoader(Points(length, seed), batch_size=batch_size)
+
+
+def _habits(strategy="pardist_pp", devices=2, directory=None, **kwargs):
+    torch.manual_seed(11)
+    module = Habits()
+    best = ModelCheckpoint(directory, monitor="val_total", filename="best")
+    callbacks = [EarlyStopping("val_total", patience=2), best, ModelSummary(max_depth=2)]
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, max_epochs=4, callbacks=callbacks, enable_checkpointing=True, **kwargs
+    )
+    trainer.fit(module, _loader(21), [_loader(13, seed=4)])
+    values = {name: torch.as_tensor(value) for name, value in trainer.callback_metrics.items()}
+    outputs = torch.cat(module.outputs).detach()
+    tested = trainer.test(module, _loader(11, seed=5), verbose=False)
+    predicted = trainer.predict(module, _loader(11, seed=6))
+    state = torch.load(best.best_model_path, weights_only=True)
+    return {
+        "values": values,
+        "weights": snapshot(module),
+        "outputs": {"outputs": outputs},
+        "epoch": trainer.current_epoch,
+        "best": float(best.best_model_score),
+        "stopped": callbacks[0].stopped_epoch,
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "test": {"loss": torch.tensor(tested[0]["test_loss"])},
+        "predictions": {"probabilities": torch.cat([part[0] for part in predicted])},
+        "names": [name for part in predicted for name in part[1]],
+        "state": state["state_dict"],
+        "optimizer": {
+            f"{number}.{key}": value
+            for number, entry in state["optimizer_states"][0]["state"].items()
+            for key, value in entry.items()
+            if value is not None
+        },
+    }
+
+
+def test_what_users_do_in_steps_and_hooks(tmp_path):
+    want = _habits("auto", 1, tmp_path / "alone")
+    for got in run_ranks(2, _habits, "pardist_pp", 2, tmp_path / "ranks"):
+        for part in ("values", "weights", "outputs", "test", "predictions", "state", "optimizer"):
+            assert_close(got[part], want[part])
+        for part in ("epoch", "stopped", "lr", "names"):
+            assert got[part] == want[part], part
