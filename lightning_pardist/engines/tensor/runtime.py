@@ -95,6 +95,9 @@ class TensorRuntime:
 
         Global shapes hold inside. May be nested. What leaves the block should go through :meth:`whole`.
         """
+        if self._depth:
+            yield
+            return
         with ExitStack() as stack:
             stack.enter_context(implicit_replication())
             stack.enter_context(_whole_arguments_for_custom_functions(self))
@@ -127,7 +130,7 @@ class TensorRuntime:
 
         Collective over the tensor group if there are any.
         """
-        return map_only((SplitTensor, DTensor), self._as_plain, tree)
+        return pytree.tree_map_only((SplitTensor, DTensor), self._as_plain, tree)
 
     def _as_plain(self, tensor: SplitTensor | DTensor) -> Tensor:
         if isinstance(tensor, SplitTensor):
@@ -405,7 +408,9 @@ def _inside_engine(mode: _Mode) -> Iterator[None]:
 
     torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
     try:
-        yield
+        # Modes belong to a thread: the engine's own threads for accelerators would run user code without it.
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
 
