@@ -74,6 +74,7 @@ class TensorParallel(Part):
         self.sequence_parallel = sequence_parallel
         self.sample = sample
         self.plan: TensorParallelPlan | None = None
+        self._planned_for = ""
         self.runtime: TensorRuntime | None = None
         self._split: nn.Module | None = None
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
@@ -92,11 +93,6 @@ class TensorParallel(Part):
                     f"{type(callback).__name__} averages whole parameters, which no rank has under {name}."
                     " Remove the callback, or use pardist_ddp, pardist_zero1 or pardist_zero2."
                 )
-        if getattr(self.strategy.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                f"precision={trainer.precision!r} scales the loss, and each tensor rank of {name} would scale its own"
-                " way. Use precision='bf16-mixed'."
-            )
         module = self.strategy.lightning_module
         if module is not None and on_meta(module):
             raise ValueError(
@@ -116,10 +112,11 @@ class TensorParallel(Part):
         module.to(self.strategy.root_device)
         mesh = self.strategy.device_mesh["tensor_parallel"]
         self._share_random_state(mesh.get_group())
-        if self.plan is None or not _fits(self.plan, module):
+        name = rehearsal.step_name(trainer)
+        if self.plan is None or not _fits(self.plan, module) or self._planned_for not in ("training_step", name):
             found = self._find_plan(trainer, module)
             # Control flow may depend on data: all ranks follow the first one's.
-            self.plan = self.strategy.broadcast(found)
+            self.plan, self._planned_for = self.strategy.broadcast(found), name
             rank_zero_info(str(self.plan))
         self.runtime, self._split = apply(module, self.plan, mesh), module
         self.runtime.cover(module)
@@ -215,12 +212,7 @@ class TensorParallel(Part):
         One small gather a step. Random streams drift where one rank does something that others do not (a picture drawn
         on the first rank, say), and with them dropout, which would be wrong in silence.
         """
-        group = runtime.group.process_group
-        device = torch.device("cpu") if torch.device("cpu") in group._device_types else self.strategy.root_device
-        mine = torch.tensor([_fingerprint(batch), _random_fingerprint()], device=device)
-        everyone = mine.new_empty(runtime.group.size * 2)
-        dist.all_gather_into_tensor(everyone, mine, group=group)
-        samples, random = everyone.view(-1, 2).cpu().unbind(1)
+        samples, random = runtime.meet("step", _fingerprint(batch), _random_fingerprint()).unbind(1)
         if (samples != samples[0]).any():
             raise RuntimeError(
                 f"The ranks of one tensor group were given different batches, and {type(self.strategy).__name__} splits"
@@ -228,7 +220,7 @@ class TensorParallel(Part):
                 " trainer.strategy.distributed_sampler_kwargs."
             )
         if (random != random[0]).any():
-            self._share_random_state(group)
+            self._share_random_state(runtime.group.process_group)
 
     # --- what leaves a step ------------------------------------------------------------------------------------
 
@@ -346,8 +338,12 @@ class TensorParallel(Part):
 
     @override
     def teardown(self) -> None:
-        if self.runtime is not None and self.ended_well():
-            self._become_whole()
+        if self.runtime is None or self._split is None or not self.ended_well():
+            return
+        if any(isinstance(param, DTensor) and param.device_mesh.ndim > 1 for param in self._split.parameters()):
+            # The data axis keeps its shards, being too large to be whole.
+            return
+        self._become_whole()
 
     def _become_whole(self) -> None:
         self._unwrap()
