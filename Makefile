@@ -16,7 +16,7 @@ test-all: lint
 	$(PY) -m pytest -q -m "not soak"
 
 soak: $(INSTALLED)
-	$(PY) -m pytest -q -m soak
+	$(PY) -m pytest -q -s -m soak tests/soak
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import itertools
 import os
 import socket
 import struct
@@ -27,6 +28,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 _POLL_S = 0.1
 _CONNECT_TIMEOUT_S = 3.0
+#: Rank 0 is looked for where it should be before it is where it might be.
+_SEARCH_AFTER_S = 5.0
 _TOKEN = "pardist/token"
 _SIOCGIFADDR = 0x8915
 
@@ -40,6 +43,7 @@ class MeetingPoint:
         ports: Candidates, the same on all ranks.
         token: What tells this job from others that might use the same ports. Empty: the only candidate is ours.
         hosted: Whether a launcher holds the store, so that the first rank must not.
+        others: Further hosts that the first rank may be on, where a launcher does not tell for sure.
         one_host: Whether all ranks are known to run on this host, whatever the address is.
         path: A file on a file system that all ranks share, in place of address and ports.
     """
@@ -48,6 +52,7 @@ class MeetingPoint:
     ports: tuple[int, ...] = ()
     token: str = ""
     hosted: bool = False
+    others: tuple[str, ...] = ()
     one_host: bool = False
     path: str | None = None
 
@@ -133,20 +138,19 @@ def _listen(address: str, port: int) -> socket.socket:
 
 def _connect(meeting: MeetingPoint, deadline: float) -> Store:
     seen = "nothing was tried"
+    search_from = time.monotonic() + _SEARCH_AFTER_S
     while time.monotonic() < deadline:
-        for port in meeting.ports:
+        others = meeting.others if time.monotonic() > search_from else ()
+        for address, port in itertools.product((meeting.address, *others), meeting.ports):
             try:
                 # Quiet where nobody listens yet, which torch is not.
-                socket.create_connection((meeting.address, port), timeout=_CONNECT_TIMEOUT_S).close()
-                store = _client(meeting.address, port)
-                if store is None:
-                    seen = f"port {port} belongs to another program"
-                elif meeting.hosted or _is_ours(store, meeting.token):
+                socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S).close()
+                store = _client(address, port)
+                if store is not None and (meeting.hosted or _is_ours(store, meeting.token)):
                     return store
-                else:
-                    seen = f"port {port} belongs to another job"
+                seen = f"port {port} on {address} belongs to another {'program' if store is None else 'job'}"
             except (OSError, RuntimeError) as error:
-                seen = f"port {port}: {str(error).splitlines()[0]}"
+                seen = f"port {port} on {address}: {str(error).splitlines()[0]}"
         time.sleep(_POLL_S)
     raise TimeoutError(
         f"Rank 0 was not found at {meeting.address}, port {', '.join(map(str, meeting.ports))} ({seen}). Check that"

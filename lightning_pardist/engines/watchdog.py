@@ -21,12 +21,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from types import FrameType
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+
+from lightning_pardist.engines.whereabouts import Stillness, main_stack, places, waits_in_collective
 
 _POLL_S = 0.5
 _STORE_TIMEOUT_S = 5.0
@@ -42,6 +43,8 @@ _ECHO = re.compile(
     r"gloo|NCCL|Connection (closed|reset)|Socket Timeout|Broken pipe|recvValue failed|sendBytes failed|wait timeout"
     r"|timed out|Timed out|connection to .* lost",
 )
+
+_TIMEOUT = re.compile("timeout|timed out", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class Watchdog:
         self._beats: dict[int, tuple[int, float]] = {}
         self._started: set[int] = set()
         self._asks, self._told = 0, 0
+        self._stillness = Stillness(self._main_thread)
+        self._standing = False
         #: On the first rank: the largest number that any rank was asked for.
         self.asked = 0
 
@@ -207,6 +212,7 @@ class Watchdog:
                     self._store.set(f"stack/{self.rank}", self._main_stack())
                 self._check_peers(now)
                 self._pass_on_asks()
+                self._compare_places()
                 silent_since = None
             except Exception as error:
                 silent_since = silent_since or now
@@ -227,10 +233,27 @@ class Watchdog:
             known = (what for what in range(_MOST_ASKED, self.asked, -1) if self._store.check([f"asked/{what}"]))
             self.asked = next(known, self.asked)
 
+    def _compare_places(self) -> None:
+        """If no rank has moved for a while: report it where they do not wait for the same thing."""
+        stack = self._main_stack() if self._stillness.seconds() > self.heartbeat_timeout_s else ""
+        standing = waits_in_collective(stack)
+        if standing != self._standing:
+            self._standing = standing
+            self._store.set(f"standing/{self.rank}", stack if standing else "")
+        if self.rank != 0 or not standing:
+            return
+        keys = [f"standing/{rank}" for rank in range(self.world_size)]
+        if not self._store.check(keys):
+            return
+        stacks = {rank: stack.decode() for rank, stack in enumerate(self._store.multi_get(keys))}
+        if all(stacks.values()) and len(set(stacks.values())) > 1:
+            text = f"Ranks wait in different collectives, each for the others.\n{places(stacks)}"
+            self._publish(FailureReport(-1, "?", text))
+
     def _patience_s(self) -> float:
         if self._failing.is_set():
             return 4 * GRACE_S
-        return _BLOCKED_GRACE_S if _waits_in_collective(self._main_stack()) else GRACE_S
+        return _BLOCKED_GRACE_S if waits_in_collective(self._main_stack()) else GRACE_S
 
     def _end(self, cause: FailureReport) -> None:
         """End this process: its main thread is stuck where no exception reaches it."""
@@ -239,10 +262,10 @@ class Watchdog:
         if self._on_exit is not None:
             self._on_exit()
         stack = self._main_stack()
-        if not _waits_in_collective(stack):
+        if not waits_in_collective(stack):
             print(f"[rank {self.rank}] did not stop by itself; it was at:\n{stack}", file=sys.stderr)
         # The first rank speaks for all, unless the failure is its own, which the rank that noticed has shown.
-        message = cause.message() if self.rank == 0 else f"The job ended because rank {cause.rank} failed."
+        message = cause.message() if self.rank == 0 else cause.message().partition("\n")[0]
         print(f"[rank {self.rank}] {message}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
@@ -302,16 +325,16 @@ class Watchdog:
             for rank in after
             if rank != self.rank and self._store.check([f"stack/{rank}"])
         }
-        stuck = {rank: stack for rank, stack in stacks.items() if not _waits_in_collective(stack)}
+        stuck = {rank: stack for rank, stack in stacks.items() if not waits_in_collective(stack)}
         for rank, stack in stuck.items():
             text = f"Rank {rank} did not join a collective that the others wait in.\n{_seen(own)}\nIt was at:\n{stack}"
             return FailureReport(rank, "hanging", text)
+        if stacks and _TIMEOUT.search(own.text):
+            return replace(own, text=f"{own.text.rstrip()}\n\nMeanwhile:\n{places(stacks)}")
         return own
 
     def _main_stack(self) -> str:
-        frames: dict[int, FrameType] = sys._current_frames()
-        frame = frames.get(self._main_thread or -1)
-        return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)"
+        return main_stack(self._main_thread)
 
 
 def format_failure(exception: BaseException) -> str:
@@ -324,11 +347,6 @@ def is_echo(exception: BaseException) -> bool:
     if isinstance(exception, PeerFailedError | dist.DistError):
         return True
     return isinstance(exception, RuntimeError) and bool(_ECHO.search(str(exception)))
-
-
-def _waits_in_collective(stack: str) -> bool:
-    last = stack.rstrip().rsplit("  File ", 1)[-1]
-    return "torch/distributed" in last or "lightning_pardist/engines" in last or ".wait()" in last
 
 
 def _seen(echo: FailureReport) -> str:

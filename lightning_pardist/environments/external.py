@@ -49,6 +49,11 @@ class ExternalEnvironment(ClusterEnvironment):
         return 0
 
     @property
+    def starter(self) -> str | None:
+        """What started this process and may start it again, None if that is not told apart."""
+        return None
+
+    @property
     def job_key(self) -> str | None:
         """What this job shares with its own restarts and with no other job, None if nothing tells."""
         return None

@@ -77,7 +77,7 @@ class SLURMEnvironment(ExternalEnvironment):
         return expand_counts(text) if text else [_num_tasks()]
 
     def nodes(self) -> list[str]:
-        """The nodes of the step, rank 0's first."""
+        """The nodes of the step. Rank 0 is on the first, unless ``--distribution=arbitrary`` has put it elsewhere."""
         names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
         text = next((os.environ[name] for name in names if os.environ.get(name)), "localhost")
         return expand_nodes(text)
@@ -86,10 +86,17 @@ class SLURMEnvironment(ExternalEnvironment):
     def meeting_point(self) -> MeetingPoint:
         job, step = _job(), _step() or 0
         nodes = self.nodes()
-        address = chosen_address() or ("127.0.0.1" if len(nodes) == 1 else nodes[0])
         port = chosen_port()
         ports = candidate_ports(job, step) if port is None else (port,)
-        return MeetingPoint(address=address, ports=ports, token=f"slurm {job}.{step}")
+        token = f"slurm {job}.{step}"
+        if address := chosen_address():
+            return MeetingPoint(address, ports, token)
+        if len(nodes) == 1:
+            return MeetingPoint("127.0.0.1", ports, token)
+        own = os.environ.get("SLURMD_NODENAME")
+        if self.global_rank() == 0 and own in nodes:
+            return MeetingPoint(own, ports, token)
+        return MeetingPoint(nodes[0], ports, token, others=tuple(nodes[1:]))
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import warnings
+from pathlib import Path
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -89,6 +91,16 @@ class TorchrunEnvironment(ExternalEnvironment):
     @override
     def restart_count(self) -> int:
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    @property
+    @override
+    def starter(self) -> str | None:
+        """This host's agent. It does not count as a restart that ranks start anew because a host has come or gone."""
+        try:
+            began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        except OSError:
+            return None
+        return f"{socket.gethostname()} {os.getppid()} {began}"
 
     @property
     @override

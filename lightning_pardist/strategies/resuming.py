@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import zipfile
+from dataclasses import asdict, dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,14 @@ _REMEMBERED = 8
 _fits = itertools.count()
 
 
+@dataclass(frozen=True)
+class _Notes:
+    """What a job leaves for its next start: checkpoints, the newest last, and who started its ranks."""
+
+    paths: list[str] = field(default_factory=list)
+    starters: list[str] = field(default_factory=list)
+
+
 class Resuming:
     """Notes which checkpoints a fit writes, and lets a later start of the same job continue from the newest.
 
@@ -47,7 +56,11 @@ class Resuming:
         self._strategy = strategy
         self._mode = mode
         environment = strategy.cluster_environment
-        job = environment.job_key if isinstance(environment, ExternalEnvironment) and mode == "auto" else None
+        self._environment = environment if isinstance(environment, ExternalEnvironment) else None
+        job = self._environment.job_key if self._environment is not None and mode == "auto" else None
+        #: Whether somebody may start this job again, so that notes are of use.
+        self._takes_notes = mode == "always" or job is not None
+        self._starters: list[str] = []
         parts = (job, program_key(), f"fit{next(_fits)}")
         self._fs, root = url_to_fs(str(trainer.default_root_dir))
         self._folder = f"{root}/{_FOLDER}/{'-'.join(part for part in parts if part)}"
@@ -57,10 +70,16 @@ class Resuming:
 
     def attach(self) -> None:
         """Choose the checkpoint to continue from, and note those that will be written. Collective over the world."""
+        if not self._takes_notes:
+            return
         trainer = self._trainer
         connector, save, resume = trainer._checkpoint_connector, trainer.save_checkpoint, None
-        if self._was_started_before():
-            resume = self._strategy.broadcast(self._newest() if trainer.is_global_zero else None)
+        noted = self._noted() if trainer.is_global_zero else _Notes()
+        if self._was_started_before(noted):
+            resume = self._strategy.broadcast(self._newest(noted) if trainer.is_global_zero else None)
+        elif trainer.is_global_zero and self._fs.exists(self._notes_path):
+            # Left by another job of that name.
+            self._fs.rm(self._notes_path)
         if resume is not None:
             start = connector.resume_start
 
@@ -77,8 +96,7 @@ class Resuming:
             if not weights_only and trainer.is_global_zero:
                 self._note(str(filepath))
 
-        if self._mode != "never":
-            trainer.__dict__["save_checkpoint"] = save_and_note
+        trainer.__dict__["save_checkpoint"] = save_and_note
 
     def detach(self) -> None:
         """Give the Trainer its methods back; after a run that has ended well, remove what a stop has left."""
@@ -101,7 +119,8 @@ class Resuming:
         pl.Trainer.save_checkpoint(self._trainer, self._name(part), weights_only=False)
         self._strategy.checkpoints.finish()
         if first:
-            if self._fs.exists(self.stopped_path):
+            # A file takes the place of another at once, a folder does not.
+            if self._fs.isdir(self.stopped_path):
                 self._fs.rm(self.stopped_path, recursive=True)
             self._fs.mv(part, self.stopped_path, recursive=self._fs.isdir(part))
             self._note(self._name(self.stopped_path))
@@ -111,35 +130,40 @@ class Resuming:
     def _name(self, path: str) -> str:
         return path if self._is_local else str(self._fs.unstrip_protocol(path))
 
-    def _was_started_before(self) -> bool:
-        """Whether some host knows of an earlier start: one that joins later does not."""
-        if self._mode != "auto":
+    def _was_started_before(self, noted: _Notes) -> bool:
+        """Whether some host knows of an earlier start: one that joins later does not. Collective over the world."""
+        if self._mode == "always" or self._environment is None:
             return self._mode == "always"
-        environment = self._strategy.cluster_environment
-        own = environment.restart_count if isinstance(environment, ExternalEnvironment) else 0
-        if self._strategy.world_size == 1:
-            return own > 0
-        counts: list[Any] = [None] * self._strategy.world_size
-        dist.all_gather_object(counts, own)
-        return bool(max(counts) > 0)
+        own = (self._environment.restart_count, self._environment.starter)
+        everyone: list[Any] = [own] * self._strategy.world_size
+        if self._strategy.world_size > 1:
+            dist.all_gather_object(everyone, own)
+        self._starters = sorted({starter for _, starter in everyone if starter})
+        known = bool(set(self._starters) & set(noted.starters))
+        return max(count for count, _ in everyone) > 0 or bool(self._strategy.broadcast(known))
 
-    def _newest(self) -> str | None:
-        return next((path for path in reversed(self._noted()) if self._is_complete(path)), None)
+    def _newest(self, noted: _Notes) -> str | None:
+        return next((path for path in reversed(noted.paths) if self._is_complete(path)), None)
 
-    def _noted(self) -> list[str]:
+    @property
+    def _notes_path(self) -> str:
+        return f"{self._folder}/notes.json"
+
+    def _noted(self) -> _Notes:
         try:
-            with self._fs.open(f"{self._folder}/notes.json") as file:
-                return list(json.load(file))
-        except (OSError, ValueError):
-            return []
+            with self._fs.open(self._notes_path) as file:
+                return _Notes(**json.load(file))
+        except (OSError, ValueError, TypeError):
+            return _Notes()
 
     def _note(self, path: str) -> None:
         # A path that is written again becomes the newest.
-        paths = [*(other for other in self._noted() if other != path), path][-_REMEMBERED:]
+        paths = [*(other for other in self._noted().paths if other != path), path][-_REMEMBERED:]
         self._fs.makedirs(self._folder, exist_ok=True)
-        with self._fs.open(f"{self._folder}/notes.part", "w") as file:
-            json.dump(paths, file)
-        self._fs.mv(f"{self._folder}/notes.part", f"{self._folder}/notes.json")
+        part = f"{self._folder}/notes.part"
+        with self._fs.open(part, "w") as file:
+            json.dump(asdict(_Notes(paths, self._starters)), file)
+        self._fs.mv(part, self._notes_path)
 
     @staticmethod
     def _is_complete(path: str) -> bool:

@@ -64,6 +64,16 @@ def test_hanging_rank_is_found_and_its_place_shown():
     assert not finished.left
 
 
+def test_ranks_in_different_collectives_are_named_long_before_the_timeout():
+    finished = run_script(TRAIN, "pardist_ddp", "2", "desync", "1")
+    assert finished.code == 1
+    report = finished.output[finished.output.rindex("Ranks wait in different collectives") :]
+    assert "torch.distributed.barrier()" in report, finished.output
+    assert "Rank 0 waits in" in report, finished.output
+    assert "Rank 1 waits in" in report, finished.output
+    assert not finished.left
+
+
 def test_rank_that_dies_before_training():
     finished = run_script(TRAIN, "pardist_ddp", "2", "import", "1")
     assert finished.code == 1

@@ -56,6 +56,7 @@ def test_mpirun(num_ranks, strategy):
     assert not finished.left
 
 
+@pytest.mark.slow
 def test_wrong_number_of_devices():
     finished = _run(2, strategy="pardist_ddp", devices=4)
     assert finished.code != 0

@@ -141,3 +141,19 @@ def _wait_for(path: Path, text: str, timeout_s: float = 120.0) -> None:
     while not (path.exists() and text in path.read_text()):
         assert time.monotonic() < deadline, path.read_text() if path.exists() else f"{path} is not there"
         time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["one_node", "many_nodes", "requeue", "torchrun"])
+def test_recipe(slurm, tmp_path, recipe, uninterrupted):
+    nodes = 1 if recipe == "one_node" else 2
+    given = json.dumps({"strategy": "pardist_ddp", "num_nodes": nodes, "devices": 2 // nodes}, separators=(",", ":"))
+    train = f"{TRAIN} {given}"
+    command = ("sbatch", "--parsable", "--output=out.txt", str(ROOT / "recipes" / "slurm" / f"{recipe}.sbatch"))
+    train = train if recipe == "torchrun" else f"python {train}"
+    submitted = slurm.run(*command, cwd=tmp_path, TRAIN=train, RANKS_PER_NODE="1")
+    assert submitted.code == 0, submitted.output
+    assert slurm.wait(submitted.output.strip(), timeout_s=240) == "COMPLETED", (tmp_path / "out.txt").read_text()
+    output = (tmp_path / "out.txt").read_text()
+    assert _ended(output)[0][-1] == uninterrupted(), output
+    assert recipe != "many_nodes" or "training could start" in output

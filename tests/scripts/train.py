@@ -27,6 +27,8 @@ class Module(pl.LightningModule):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.fault == "hang":
                 time.sleep(600)
+            if self.fault == "desync":
+                torch.distributed.barrier()
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self):
@@ -38,8 +40,9 @@ def main() -> None:
     if fault == "import" and os.environ.get("LOCAL_RANK") == fault_rank:
         raise ImportError("no such module on this rank")
     timeout_s = 8.0 if fault == "hang" else 60.0
+    heartbeat_timeout_s = 5.0 if fault == "desync" else 60.0
     if strategy == "pardist_ddp":
-        strategy = lightning_pardist.DDPStrategy(timeout_s=timeout_s)
+        strategy = lightning_pardist.DDPStrategy(timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
     pl.seed_everything(0)
     data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
     trainer = pl.Trainer(

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import FileStore, TCPStore
 
+from lightning_pardist.engines import rendezvous
 from lightning_pardist.engines.rendezvous import MeetingPoint, interface_towards, open_store
 from tests.helpers.ranks import free_port
 
@@ -70,6 +71,15 @@ def test_store_of_another_job():
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
     assert not theirs.check(["key"])
+
+
+def test_first_rank_on_another_host_than_expected(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_SEARCH_AFTER_S", 0.0)
+    ports = (free_port(),)
+    store = open_store(MeetingPoint("127.0.0.2", ports, "a"), rank=0, world_size=2, timeout=WAIT)
+    store.set("key", "value")
+    elsewhere = MeetingPoint("127.0.0.1", ports, "a", others=("127.0.0.3", "127.0.0.2"))
+    assert open_store(elsewhere, rank=1, world_size=2, timeout=WAIT).get("key") == b"value"
 
 
 def test_no_free_port_is_an_error_of_the_first_rank():

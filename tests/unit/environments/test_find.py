@@ -125,6 +125,15 @@ def test_slurm_nodes_in_the_order_of_the_step(variables):
     assert SLURMEnvironment().main_address == "n2"
 
 
+def test_slurm_first_rank_on_another_node(variables):
+    # srun -m arbitrary with a host file
+    variables(STEP | {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n2"})
+    assert SLURMEnvironment().main_address == "n2"
+    variables({"SLURM_PROCID": "1", "SLURMD_NODENAME": "n1"})
+    meeting = SLURMEnvironment().meeting_point()
+    assert (meeting.address, meeting.others) == ("n1", ("n2",))
+
+
 def test_one_node_meets_on_loopback(variables):
     variables(ONE_TASK)
     meeting = SLURMEnvironment().meeting_point()

@@ -1,0 +1,89 @@
+"""Where ranks stand when none of them gets any further.
+
+[Note: deadlock or long transfer] Ranks that wait in different collectives wait for ever, but a rank that receives
+gigabytes over a slow link stands still as well. The latter uses its processor: gloo's threads copy what arrives. So a
+rank counts as standing only while its main thread waits in one place and the whole process does next to nothing. A
+backend that waits by spinning (NCCL) never stands in this sense; there the process group's timeout ends the wait.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from types import FrameType
+
+#: Share of one core below which a process does next to nothing: its watchdog works, too.
+_IDLE_SHARE = 0.1
+_SHOWN_FRAMES = 6
+_LIBRARIES = ("/torch/", "/lightning/", "/lightning_pardist/")
+
+
+def main_stack(thread: int | None) -> str:
+    """The Python stack of a thread at this moment, innermost call last."""
+    frame = _frame(thread)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)"
+
+
+def waits_in_collective(stack: str) -> bool:
+    """Whether a stack ends in a collective operation."""
+    last = stack.rstrip().rsplit("  File ", 1)[-1]
+    return "torch/distributed" in last or "lightning_pardist/engines" in last or ".wait()" in last
+
+
+def places(stacks: dict[int, str]) -> str:
+    """Which ranks wait where, for a person.
+
+    Args:
+        stacks: Stack by rank.
+    """
+    ranks_at: dict[str, list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        ranks_at.setdefault(stack, []).append(rank)
+    shown = []
+    for stack, ranks in ranks_at.items():
+        numbers = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+        shown.append(f"Rank {numbers} waits in:\n{_tail(stack)}")
+    return "\n".join(shown)
+
+
+class Stillness:
+    """Tells for how long a thread has waited in one place while its process did next to nothing.
+
+    Args:
+        thread: The thread, by its identifier.
+    """
+
+    def __init__(self, thread: int | None) -> None:
+        self._thread = thread
+        self._place: list[tuple[str, int]] = []
+        self._since = self._seen = time.monotonic()
+        self._worked = time.process_time()
+
+    def seconds(self) -> float:
+        """Look again. Called every second or so."""
+        now, worked, place = time.monotonic(), time.process_time(), _place(_frame(self._thread))
+        busy = worked - self._worked > _IDLE_SHARE * max(now - self._seen, 1e-3)
+        if busy or place != self._place:
+            self._since, self._place = now, place
+        self._seen, self._worked = now, worked
+        return now - self._since
+
+
+def _frame(thread: int | None) -> FrameType | None:
+    return sys._current_frames().get(thread or -1)
+
+
+def _place(frame: FrameType | None) -> list[tuple[str, int]]:
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _tail(stack: str) -> str:
+    """The innermost frames of the user's own code, and where it waits."""
+    frames = ["  File " + frame.rstrip("\n") for frame in stack.split("  File ")[1:]]
+    own = [frame for frame in frames[:-1] if not any(library in frame.splitlines()[0] for library in _LIBRARIES)]
+    return "\n".join([*own[-_SHOWN_FRAMES:], *frames[-2:]])

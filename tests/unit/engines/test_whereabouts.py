@@ -1,0 +1,55 @@
+"""Where ranks stand."""
+
+import threading
+import time
+
+from lightning_pardist.engines.whereabouts import Stillness, main_stack, places, waits_in_collective
+
+STACK = """\
+  File "/home/me/train.py", line 9, in <module>
+    trainer.fit(module)
+  File "/lib/lightning/pytorch/trainer.py", line 70, in fit
+    run()
+  File "/home/me/module.py", line 12, in training_step
+    torch.distributed.{name}()
+  File "/lib/torch/distributed/distributed_c10d.py", line 5000, in {name}
+    work.wait()
+"""
+
+
+def test_places_are_grouped_and_show_the_users_lines():
+    barrier, reduce = (STACK.format(name=name) for name in ("barrier", "all_reduce"))
+    text = places({0: barrier, 1: reduce, 2: barrier})
+    assert "Rank 0, 2 waits in" in text
+    assert "Rank 1 waits in" in text
+    assert "/home/me/module.py" in text
+    assert "lightning/pytorch/trainer.py" not in text
+    assert waits_in_collective(barrier)
+    assert not waits_in_collective("  File x, line 1, in y\n    time.sleep(1)\n")
+
+
+def test_stillness():
+    go_on, end = threading.Event(), threading.Event()
+
+    def work():
+        go_on.wait()
+        end.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    still = Stillness(thread.ident)
+    still.seconds()
+    time.sleep(0.3)
+    assert still.seconds() > 0.2
+    assert "go_on.wait()" in main_stack(thread.ident)
+    go_on.set()
+    time.sleep(0.1)
+    assert still.seconds() == 0.0, "the thread has moved"
+    time.sleep(0.2)
+    assert still.seconds() > 0.1
+    started = time.process_time()
+    while time.process_time() - started < 0.2:
+        pass
+    assert still.seconds() == 0.0, "the process has worked"
+    end.set()
+    thread.join()
