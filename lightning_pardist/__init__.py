@@ -10,6 +10,7 @@ _torchvision.mend()
 
 from lightning_pardist import registry  # noqa: E402
 from lightning_pardist._version import __version__  # noqa: E402
+from lightning_pardist.callbacks import PipelineTimeline  # noqa: E402
 from lightning_pardist.engines.data_parallel import PowerSGD  # noqa: E402
 from lightning_pardist.engines.pipeline import CannotPipelineError  # noqa: E402
 from lightning_pardist.engines.watchdog import PeerFailedError  # noqa: E402
@@ -30,6 +31,7 @@ __all__ = [
     "PardistStrategy",
     "PeerFailedError",
     "PipelineStrategy",
+    "PipelineTimeline",
     "PowerSGD",
     "ZeroStrategy",
     "__version__",

@@ -110,6 +110,9 @@ class PipelineEngine:
         options: How to run it.
         device: Device of this rank's tensors.
 
+    Attributes:
+        record_times: Whether steps keep their times; may be set between steps, on all ranks alike.
+
     Raises:
         ValueError: If the plan's stages do not fit the ranks, or the schedule does not exist for these numbers.
     """
@@ -128,6 +131,7 @@ class PipelineEngine:
         self.group = group
         self.options = options
         self.device = device or torch.device("cpu")
+        self.record_times = options.record_times
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self.stage_ranks = stage_ranks(options.schedule, self.num_ranks, options.chunks_per_rank)
@@ -295,7 +299,7 @@ class PipelineEngine:
         return box[0]
 
     def _timeline(self, done: Finished) -> Timeline | None:
-        if not self.options.record_times:
+        if not self.record_times:
             return None
         rows: list[list[TimedAction] | None] = [None] * self.num_ranks
         dist.all_gather_object(rows, done.events, group=self.group)
