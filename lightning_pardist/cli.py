@@ -9,14 +9,21 @@ from collections.abc import Callable, Sequence
 
 from lightning.pytorch.cli import LightningCLI
 
+from lightning_pardist import doctor
+from lightning_pardist.cli_checkpoints import convert, inspect
 from lightning_pardist.registry import TABLE
 
 _USAGE = """\
 usage: pardist {fit,validate,test,predict} --model CLASS [--data CLASS] [-c CONFIG] [--trainer.strategy NAME] ...
        pardist strategies
+       pardist inspect CHECKPOINT [--tensors] [--check]
+       pardist convert FOLDER FILE.ckpt | FILE.ckpt FOLDER
+       pardist doctor [--devices N] [--num-nodes N] [--timeout SECONDS]
 
 fit, validate, test and predict take every option of LightningCLI; `pardist fit --help` lists them.
 strategies lists the registered strategies, what each splits and when to choose it.
+inspect says what is inside a checkpoint of either form; convert writes it in the other one.
+doctor, started like the training (srun, torchrun, mpirun), shows what each rank sees and says whether it could start.
 """
 _TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
@@ -78,4 +85,9 @@ def list_strategies(arguments: Sequence[str]) -> int:
     return 0
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"strategies": list_strategies}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "strategies": list_strategies,
+    "inspect": inspect,
+    "convert": convert,
+    "doctor": doctor.main,
+}

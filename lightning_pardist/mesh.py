@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 #: Mesh axes, outermost first. Ranks of one tensor group are neighbours, so that they stay inside a node.
 AXES = ("pipeline_parallel", "data_replicate", "data_shard", "tensor_parallel")
+#: The last of them.
+TENSOR_AXIS = AXES[-1]
 #: Those of them along which ranks see different samples.
 DATA_AXES = ("data_replicate", "data_shard")
 #: ``data_replicate`` x ``data_shard``: the axis along which ranks see different samples.

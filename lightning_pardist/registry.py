@@ -9,10 +9,12 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pardist._other_lightning import refuse_names
+from lightning_pardist.environments.find import choose_for
 from lightning_pardist.strategies.base import PardistStrategy
 from lightning_pardist.strategies.ddp import DDPStrategy
 from lightning_pardist.strategies.fsdp import FSDPStrategy
 from lightning_pardist.strategies.pipeline import PipelineStrategy
+from lightning_pardist.strategies.tensor import TensorParallelStrategy
 from lightning_pardist.strategies.zero import ZeroStrategy
 
 
@@ -52,10 +54,25 @@ TABLE: tuple[Entry, ...] = (
           {"zero_stage": 2}),
     Entry("pardist_zero3", FSDPStrategy, "samples, optimizer state, gradients, parameters",
           "parameters do not fit either"),
+    Entry("pardist_zero2_offload", ZeroStrategy, "samples, optimizer state, gradients",
+          "the device has room for parameters only: the optimizer works on the host",
+          {"zero_stage": 2, "offload": "cpu"}),
+    Entry("pardist_zero3_offload", FSDPStrategy, "samples, optimizer state, gradients, parameters",
+          "devices have room for a few layers: all else is on the host", {"offload": "cpu"}),
+    Entry("pardist_zero3_nvme", FSDPStrategy, "samples, optimizer state, gradients, parameters",
+          "the host has no room for optimizer state either: it is in files on a local disk", {"offload": "disk"}),
     Entry("pardist_fsdp", FSDPStrategy, "samples, optimizer state, gradients, parameters",
           "the same, with units and policies of your own"),
     Entry("pardist_hsdp", FSDPStrategy, "samples; the rest inside each node",
           "nodes are connected slowly: shards inside a node, replicas across", {"data_shard_size": "node"}),
+    Entry("pardist_tp", TensorParallelStrategy, "layers inside", "single layers are large, or a batch is small"),
+    Entry("pardist_tp_ddp", TensorParallelStrategy, "layers inside each node, samples across nodes",
+          "a node's devices are connected well: layers split inside it, replicas across",
+          {"tensor_parallel_size": "node"}),
+    Entry("pardist_tp_zero3", TensorParallelStrategy,
+          "layers inside each node; samples, optimizer state, gradients, parameters across nodes",
+          "the same, and parameters do not fit a node",
+          {"tensor_parallel_size": "node", "data_parallel": "zero3"}),
     Entry("pardist_mp", PipelineStrategy, "layers", "the model fits no device and batches cannot be cut",
           {"schedule": "mp"}),
     Entry("pardist_pp_gpipe", PipelineStrategy, "layers", "layers are split, by the simplest schedule (GPipe)",
@@ -79,3 +96,5 @@ def register() -> None:
             **entry.preset,
         )
     refuse_names(entry.name for entry in TABLE)
+    names = {entry.name for entry in TABLE}
+    choose_for(lambda flag: isinstance(flag, PardistStrategy) or flag in names)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.checkpoint.states import Slots
 from lightning_pardist.engines.gradients import Counts
 
 
@@ -18,6 +19,11 @@ class DataEngine(Protocol):
     @property
     def is_reduced(self) -> bool:
         """Whether gradients were synchronised since :meth:`step_done` was called last."""
+        ...
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the synchronised gradients are those of any rank, also if none of them is this rank's to keep."""
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -69,6 +75,10 @@ class DataEngine(Protocol):
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take this rank's part of a state dict of one process."""
+        ...
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """What an optimizer holds on this rank of the parameters that the user gave it, group by group."""
         ...
 
     def held_bytes(self) -> int:

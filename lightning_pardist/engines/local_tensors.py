@@ -6,8 +6,12 @@ same part, so they work on the parts as on any tensor, and hand back DTensors wh
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from lightning_pardist.mesh import TENSOR_AXIS
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -27,3 +31,34 @@ def wrapped_like(part: Tensor, like: Tensor) -> Tensor:
     """``part`` lying as ``like`` does: as a DTensor around this very tensor if that is one. Not collective."""
     # The constructor, and not from_local(), which would wrap a view of the part.
     return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
+
+
+def tensor_axis(tensor: Tensor) -> int | None:
+    """The mesh axis of the tensor ranks, by its name; None for an ordinary tensor and one that is sharded alone."""
+    names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
+    return names.index(TENSOR_AXIS) if names is not None and TENSOR_AXIS in names else None
+
+
+def own_shape(tensor: Tensor) -> torch.Size:
+    """Shape of this tensor rank's part, were it whole along all other axes; of an ordinary tensor its shape."""
+    axis = tensor_axis(tensor)
+    shape = list(tensor.shape)
+    if axis is not None and isinstance(tensor, DTensor) and not tensor.placements[axis].is_replicate():
+        shape[tensor.placements[axis].dim] //= tensor.device_mesh.size(axis)  # type: ignore[attr-defined]
+    return torch.Size(shape)
+
+
+def over_tensor_ranks(part: Tensor, like: Tensor) -> Tensor:
+    """This tensor rank's part, whole along all other axes, as a DTensor over the tensor ranks alone.
+
+    Args:
+        part: Of shape :func:`own_shape`.
+        like: How the whole is split over the tensor ranks, and maybe over others; an ordinary tensor leaves ``part``
+            as it is.
+    """
+    axis = tensor_axis(like)
+    if axis is None or not isinstance(like, DTensor):
+        return part
+    mesh = like.device_mesh if like.device_mesh.ndim == 1 else like.device_mesh[TENSOR_AXIS]
+    meta = TensorMeta(like.shape, like.stride(), part.dtype)
+    return DTensor(part, DTensorSpec(mesh, (like.placements[axis],), tensor_meta=meta), requires_grad=False)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+
+from lightning_pardist.engines.rendezvous import MeetingPoint, interface_towards, open_store
 
 _store: Store | None = None
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
@@ -35,10 +36,10 @@ def init_process_group(
     *,
     rank: int,
     world_size: int,
-    address: str,
-    port: int,
+    meeting: MeetingPoint,
     device: torch.device,
     timeout: timedelta,
+    store: Store | None = None,
 ) -> None:
     """Make the default process group, unless there is one. Collective over the world.
 
@@ -49,13 +50,14 @@ def init_process_group(
         backend: As torch takes it; None chooses by ``device``.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        address: Host of the first rank.
-        port: Port of the first rank.
+        meeting: Where ranks find each other.
         device: Where this rank's tensors live.
         timeout: Bound on every wait in a collective.
+        store: The job's store, where ranks have met already.
 
     Raises:
         RuntimeError: If a group exists that does not have ``world_size`` ranks.
+        TimeoutError: If ranks do not find each other, with the address and what to check.
     """
     global _store
     if backend is None:
@@ -74,13 +76,14 @@ def init_process_group(
         # Nobody to meet: no port, no environment variable, and destroy_alone() leaves no trace.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device_id)
         return
-    os.environ["MASTER_ADDR"] = address
-    os.environ["MASTER_PORT"] = str(port)
     if _store is None:
         # Ranks may start minutes apart (a cold file system, a queue), however soon collectives are to time out.
-        handler = rendezvous("env://", rank, world_size, timeout=max(timeout, _RENDEZVOUS_TIMEOUT))
-        _store = next(iter(handler))[0]
+        wait = max(timeout, _RENDEZVOUS_TIMEOUT)
+        _store = store or open_store(meeting, rank=rank, world_size=world_size, timeout=wait)
         atexit.register(_destroy)
+    # gloo looks its own host's name up, which may stand for another network, or for loopback alone.
+    if (interface := interface_towards(meeting)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group(
         backend,
         store=PrefixStore(f"pardist/group/{next(_generation)}", _store),

@@ -36,6 +36,8 @@ _CAUSE_WAIT_S = 4.0
 GRACE_S = 8.0
 #: ... and how long if it waits in a collective, which nothing but the end of a process can interrupt.
 _BLOCKED_GRACE_S = 2.0
+#: The largest number that ranks ask each other for (strategies/stopping.py).
+_MOST_ASKED = 2
 _ECHO = re.compile(
     r"gloo|NCCL|Connection (closed|reset)|Socket Timeout|Broken pipe|recvValue failed|sendBytes failed|wait timeout"
     r"|timed out|Timed out|connection to .* lost",
@@ -117,6 +119,17 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="pardist-watchdog", daemon=True)
         self._beats: dict[int, tuple[int, float]] = {}
         self._started: set[int] = set()
+        self._asks, self._told = 0, 0
+        #: On the first rank: the largest number that any rank was asked for.
+        self.asked = 0
+
+    def ask(self, what: int) -> None:
+        """Let the first rank know, within a second or so, that this rank was asked for something. For signal handlers.
+
+        Args:
+            what: A number; larger ones come before smaller ones.
+        """
+        self._asks = max(self._asks, what)
 
     def start(self) -> None:
         """Begin to watch."""
@@ -193,6 +206,7 @@ class Watchdog:
                     last_stack = True
                     self._store.set(f"stack/{self.rank}", self._main_stack())
                 self._check_peers(now)
+                self._pass_on_asks()
                 silent_since = None
             except Exception as error:
                 silent_since = silent_since or now
@@ -204,6 +218,14 @@ class Watchdog:
             noticed = noticed or now
             if now - noticed > self._patience_s():
                 self._end(cause)
+
+    def _pass_on_asks(self) -> None:
+        if self._asks > self._told:
+            self._told = self._asks
+            self._store.set(f"asked/{self._asks}", "1")
+        if self.rank == 0:
+            known = (what for what in range(_MOST_ASKED, self.asked, -1) if self._store.check([f"asked/{what}"]))
+            self.asked = next(known, self.asked)
 
     def _patience_s(self) -> float:
         if self._failing.is_set():

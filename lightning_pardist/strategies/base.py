@@ -16,6 +16,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import TorchSyncBatchNorm
@@ -24,6 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,9 +42,12 @@ from lightning_pardist.engines.gradient_norm import clip_grad_norm, clip_grad_va
 from lightning_pardist.engines.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.process_group import destroy_alone, init_process_group, job_store, verify_same_module
 from lightning_pardist.engines.watchdog import Watchdog
+from lightning_pardist.environments.find import meeting_point
 from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
+from lightning_pardist.strategies.checkpoints import Checkpoints, Form, default_io
 from lightning_pardist.strategies.clipping import JobWideClipping
 from lightning_pardist.strategies.evaluation import ExactEvaluation
+from lightning_pardist.strategies.exact_resume import ExactResume
 from lightning_pardist.strategies.launchers import (
     MultiProcessLauncher,
     ScriptLauncher,
@@ -52,7 +57,10 @@ from lightning_pardist.strategies.launchers import (
 )
 from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.results import EpochResults
+from lightning_pardist.strategies.resuming import RESUME_MODES, Resume, Resuming
+from lightning_pardist.strategies.scaling import JobWideScaling
 from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
+from lightning_pardist.strategies.stopping import OrderlyStop
 
 T = TypeVar("T")
 
@@ -77,7 +85,7 @@ class PardistStrategy(ParallelStrategy):
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer: the devices of this node.
         cluster_environment: Who started the ranks. Found by the Trainer if None.
-        checkpoint_io: How checkpoint files are written. Lightning's default if None.
+        checkpoint_io: How checkpoint files are written. By default complete or not at all, and checked when read.
         precision_plugin: Set by the Trainer from ``precision=``.
         process_group_backend: ``"gloo"``, ``"nccl"`` or a per-device string as torch takes it. By default gloo on CPU,
             and on CUDA NCCL for tensors there with gloo for those in host memory.
@@ -91,6 +99,13 @@ class PardistStrategy(ParallelStrategy):
         broadcast_buffers: Whether buffers follow the first rank's.
         keep_freed_memory: Whether, on CPU, the allocator keeps what a step frees for the next one: steps
             are faster, and memory stays resident at the step's peak.
+        resume: Whether ``fit`` goes on from the newest checkpoint that this job has written: ``"auto"`` where the
+            launcher says that it was started before (a SLURM requeue, a torchrun restart), ``"always"`` also where the
+            same command is started anew with the same ``default_root_dir``, ``"never"`` not. It comes before
+            ``ckpt_path``, which the first start has used.
+        checkpoint: ``"full"`` saves Lightning's single file, for programs without this package; ``"sharded"`` a
+            folder that all ranks write in parallel. Every strategy loads both, of any strategy and number of ranks.
+        async_save: Whether training goes on while a checkpoint is written.
     """
 
     def __init__(
@@ -111,6 +126,9 @@ class PardistStrategy(ParallelStrategy):
         sync_metrics: bool = True,
         broadcast_buffers: bool = True,
         keep_freed_memory: bool = True,
+        resume: Resume = "auto",
+        checkpoint: Form = "full",
+        async_save: bool = False,
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -130,6 +148,8 @@ class PardistStrategy(ParallelStrategy):
                 f"start_method={start_method!r} is not available here."
                 f" Use one of {', '.join(available_start_methods())}."
             )
+        if resume not in RESUME_MODES:
+            raise ValueError(f"resume={resume!r} is unknown. Use one of {', '.join(RESUME_MODES)}.")
         known = dist.Backend.backend_list
         for setting in (process_group_backend or "").split(","):
             backend = setting.rpartition(":")[2].strip().lower()
@@ -146,11 +166,15 @@ class PardistStrategy(ParallelStrategy):
         self.sync_metrics = sync_metrics
         self.broadcast_buffers = broadcast_buffers
         self.keep_freed_memory = keep_freed_memory
+        self.resume: Resume = resume
         self.data, self.tensor, self.pipeline = data, tensor, pipeline
         for part in (data, tensor, pipeline):
             if part is not None:
                 part.bind(self)
+        self.checkpoints = Checkpoints(self, form=checkpoint, async_save=async_save)
+        self.exact_resume = ExactResume(self)
         self.dims = ParallelDims()
+        self._run = 0
         self.watchdog: Watchdog | None = None
         self._num_nodes = 1
         self._owns_group = False
@@ -161,6 +185,8 @@ class PardistStrategy(ParallelStrategy):
         self._evaluation: ExactEvaluation | None = None
         self._epoch_results: EpochResults | None = None
         self._user_clipping: JobWideClipping | None = None
+        self._scaling: JobWideScaling | None = None
+        self._restarts: list[Resuming | OrderlyStop] = []
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -227,6 +253,8 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.dims = self.resolve_dims(self.world_size)
         if self.start_method == "popen" or (
             self.cluster_environment is not None and self.cluster_environment.creates_processes_externally
@@ -256,18 +284,17 @@ class PardistStrategy(ParallelStrategy):
             self.process_group_backend,
             rank=self.global_rank,
             world_size=self.world_size,
-            address=self.cluster_environment.main_address,
-            port=self.cluster_environment.main_port,
+            meeting=meeting_point(self.cluster_environment),
             device=self.root_device,
             timeout=timedelta(seconds=self.timeout_s),
         )
-        run = next(_runs)
+        self._run = next(_runs)
         if self.world_size > 1:
             self.watchdog = Watchdog(
                 job_store(),
                 rank=self.global_rank,
                 world_size=self.world_size,
-                run=run,
+                run=self._run,
                 heartbeat_timeout_s=self.heartbeat_timeout_s,
                 on_exit=partial(children.end, 0.0),
             )
@@ -278,6 +305,15 @@ class PardistStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             # What `self.device_mesh` in a module's configure_model refers to.
             self.lightning_module._device_mesh = self._device_mesh
+            self._attach_restarts(self.lightning_module.trainer)
+
+    def _attach_restarts(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        resuming = Resuming(trainer, self, self.resume)
+        self._restarts = [resuming, OrderlyStop(trainer, self, resuming.save)]
+        for attached in self._restarts:
+            attached.attach()
 
     def stop_watchdog(self) -> None:
         """This rank's work is done; its silence means nothing from now on. Not collective."""
@@ -303,6 +339,14 @@ class PardistStrategy(ParallelStrategy):
             raise RuntimeError("Process groups exist once ranks are connected: use them in configure_model or later.")
         return self._data_group
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """A training loader of a resumed run goes on where the run was saved."""
+        module = self.lightning_module
+        if module is None or module._trainer is None or not module.trainer.training:
+            return dataloader
+        return self.exact_resume.prepare(module.trainer, dataloader)
+
     # --- the module ---------------------------------------------------------------------------------------------
 
     @override
@@ -312,6 +356,7 @@ class PardistStrategy(ParallelStrategy):
         module = self.lightning_module
         for part in self.parts:
             part.check(trainer)
+        self.checkpoints.check(trainer)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         verify_same_module(module, group=_world())
@@ -332,10 +377,17 @@ class PardistStrategy(ParallelStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._engine = self.data.make_engine(module, self.optimizers)
+            self.checkpoints.know_names(module)
             self.precision_plugin.__dict__.update(self._clipping())
             module.__dict__["zero_grad"] = self._zero_grad
             self._user_clipping = JobWideClipping(module, self._engine, self._model_axes)
             self._user_clipping.attach()
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            if scaler is not None and self.world_size > 1:
+                self._scaling = JobWideScaling(
+                    scaler, self._engine, group=_world(), device=self.root_device, before=self.before_collective
+                )
+                self._scaling.attach()
             for wrapped in self._lightning_optimizers:
                 # It took over what the optimizer had before the engine came.
                 if "zero_grad" in wrapped._optimizer.__dict__:
@@ -452,7 +504,7 @@ class PardistStrategy(ParallelStrategy):
             and not self._engine.is_reduced
         ):
             self._engine.reduce()
-            if result is None and any(param.grad is not None for param in module.parameters()):
+            if result is None and self._engine.has_gradients:
                 # None tells a gradient scaler to skip this step, which the ranks with a loss will not.
                 return torch.zeros((), device=self.root_device)
         return result
@@ -535,10 +587,40 @@ class PardistStrategy(ParallelStrategy):
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = default_io(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Write what the Trainer has put together, or begin to under ``async_save``. Collective over the world."""
+        self.checkpoints.save(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove a file or folder on the first rank, after what was begun before is complete."""
+        self.checkpoints.remove(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Check and read a file or a folder. Collective over the world."""
+        checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
+        self.exact_resume.take(checkpoint)
+        return checkpoint
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict of one process, whole at least on the first rank. Collective."""
+        """The state dict of one process, whole at least on the first rank; in shards if so set. Collective."""
+        self.checkpoints.begin()
         state = super().lightning_module_state_dict()
+        if self.checkpoints.sharded:
+            return state
         for part in (self.data, *self._model_axes):
             state = part.whole_module_state(state)
         return state
@@ -548,14 +630,18 @@ class PardistStrategy(ParallelStrategy):
         if self.lightning_module is None:
             raise RuntimeError("A checkpoint is loaded into a module: call a Trainer's fit, validate, test or predict.")
         state: Mapping[str, Any] = checkpoint["state_dict"]
+        if self.checkpoints.fill_module(state, strict=strict):
+            return
         for part in (*reversed(self._model_axes), self.data):
             state = part.local_module_state(state)
         self.data.load_module_state(self.lightning_module, state, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State as one process would have it, whole at least on the first rank. Collective."""
+        """State as one process would have it, whole at least on the first rank; in shards if so set. Collective."""
         optimizer = _plain(optimizer)
+        if self.checkpoints.sharded:
+            return self.checkpoints.optimizer_state(optimizer)
         state = super().optimizer_state(optimizer) if self._engine is None else self._engine.optimizer_state(optimizer)
         for part in self._model_axes:
             state = part.whole_optimizer_state(optimizer, state)
@@ -563,14 +649,24 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._engine is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            for part in reversed(self._model_axes):
-                state = part.local_optimizer_state(optimizer, state)
-            self._engine.load_optimizer_state(optimizer, state)
-            _optimizers_to_device([optimizer], self.root_device)
+        if self.lightning_module is not None:
+            self.exact_resume.settle(self.lightning_module.trainer)
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"The checkpoint holds {len(states)} optimizer(s), configure_optimizers made {len(self.optimizers)}."
+                " Configure as many as when it was saved."
+            )
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            if not self.checkpoints.fill_optimizer(index, optimizer, state):
+                for part in reversed(self._model_axes):
+                    state = part.local_optimizer_state(optimizer, state)
+                # What torch takes as it is would keep a mapped file, and change with whoever writes to it.
+                state = apply_to_collection(state, Tensor, torch.clone)
+                if self._engine is None:
+                    optimizer.load_state_dict(state)
+                else:
+                    self._engine.load_optimizer_state(optimizer, state)
 
     # --- collectives --------------------------------------------------------------------------------------------
 
@@ -660,10 +756,15 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        for attached in (self._evaluation, self._epoch_results, self._user_clipping):
+        self.checkpoints.close(well=self.data.ended_well())
+        self.exact_resume.forget()
+        for attached in (self._evaluation, self._epoch_results, self._user_clipping, self._scaling):
             if attached is not None:
                 attached.detach()
-        self._evaluation = self._epoch_results = self._buffer_sync = self._user_clipping = None
+        self._evaluation = self._epoch_results = self._buffer_sync = None
+        self._user_clipping = self._scaling = None
+        while self._restarts:
+            self._restarts.pop().detach()
         for part in reversed(self.parts):
             part.teardown()
         self._revert_layer_sync()

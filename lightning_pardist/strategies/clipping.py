@@ -80,7 +80,8 @@ class JobWideClipping:
         ) -> None:
             ours, others = self._divide(parameters)
             clip_grad_value(self.engine, ours, float(clip_value))
-            original(others, clip_value, foreach)
+            if others:
+                original(others, clip_value, foreach)
 
         return clip_grad_value_
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -49,11 +50,18 @@ class FSDPStrategy(PardistStrategy):
             ``reset_parameters``.
         whole_after_run_mb: A module of up to this many MiB is whole and ordinary again on every rank when a run has
             ended well. A larger one, or one whose run failed, stays sharded: every rank has to call it together.
+        offload: Where optimizer state lives and steps are taken. ``"cpu"``: in host memory. The path of a folder on a
+            local disk: in files there, of which ``offload_window_mb`` are resident at a time. ``"disk"``: in files in
+            the Trainer's ``default_root_dir``. Shards of parameters rest on the host as well. Adam and AdamW take
+            torch's fused kernel then, unless told otherwise. The files have no names, and are gone with the process,
+            however it ends.
+        offload_window_mb: With files, state that is resident at a time, in MiB.
         **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
 
     Raises:
         ValueError: If a setting is out of range; during a run, if an optimizer needs whole parameters (LBFGS, Muon,
-            Adafactor) or a callback does, with its name.
+            Adafactor) or a callback does, with its name, or the folder for offloaded state cannot be written to.
+        RuntimeError: During ``fit``, if the disk has no room for offloaded state.
     """
 
     def __init__(
@@ -69,6 +77,8 @@ class FSDPStrategy(PardistStrategy):
         watch: Literal["first", "always", "never"] = "first",
         init: InitFunction | None = None,
         whole_after_run_mb: float = 1024.0,
+        offload: str | os.PathLike[str] | None = None,
+        offload_window_mb: float = 64.0,
         **kwargs: Any,
     ) -> None:
         data = FullyShardedData(
@@ -82,5 +92,7 @@ class FSDPStrategy(PardistStrategy):
             watch=watch,
             init=init,
             whole_after_run_mb=whole_after_run_mb,
+            offload=offload,
+            offload_window_mb=offload_window_mb,
         )
         super().__init__(data=data, **kwargs)

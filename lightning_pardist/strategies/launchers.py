@@ -62,7 +62,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks of this node, if that is ours to do, and call ``function`` on this one."""
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         alone = self.num_processes * self.num_nodes == 1
         if not alone and not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 from lightning_pardist.strategies.base import PardistStrategy
@@ -22,15 +23,34 @@ class ZeroStrategy(PardistStrategy):
         zero_stage: 1 shards optimizer state, 2 gradients as well.
         bucket_size_mb: Gradients and parameters travel in buckets of this many MiB.
         overlap: Whether gradients are sent while backward runs.
+        offload: Where optimizer state lives and steps are taken. ``"cpu"``: in host memory. The path of a folder on a
+            local disk: in files there, of which ``offload_window_mb`` are resident at a time. ``"disk"``: in files in
+            the Trainer's ``default_root_dir``. Adam and AdamW take torch's fused kernel then, unless told otherwise.
+            The files have no names, and are gone with the process, however it ends.
+        offload_window_mb: With files, state that is resident at a time, in MiB.
         **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
 
     Raises:
         ValueError: If a setting is out of range; during ``fit``, if an optimizer needs whole parameters (LBFGS, Muon,
-            Adafactor), with its name.
+            Adafactor), with its name, or the folder for offloaded state cannot be written to.
+        RuntimeError: During ``fit``, if the disk has no room for offloaded state.
     """
 
     def __init__(
-        self, *, zero_stage: Literal[1, 2] = 2, bucket_size_mb: float = 25.0, overlap: bool = True, **kwargs: Any
+        self,
+        *,
+        zero_stage: Literal[1, 2] = 2,
+        bucket_size_mb: float = 25.0,
+        overlap: bool = True,
+        offload: str | os.PathLike[str] | None = None,
+        offload_window_mb: float = 64.0,
+        **kwargs: Any,
     ) -> None:
-        data = ZeroSharded(zero_stage=zero_stage, bucket_size_mb=bucket_size_mb, overlap=overlap)
+        data = ZeroSharded(
+            zero_stage=zero_stage,
+            bucket_size_mb=bucket_size_mb,
+            overlap=overlap,
+            offload=offload,
+            offload_window_mb=offload_window_mb,
+        )
         super().__init__(data=data, **kwargs)

@@ -8,8 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_pardist.engines.data_parallel import AllReduce, GradientReducer
 from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
-from lightning_pardist.engines.tensor import apply, full_state_dict, plan, whole_tensor
-from lightning_pardist.engines.tensor.optimizer import attach
+from lightning_pardist.engines.fully_sharded import ShardedDataEngine, find_units, shard
+from lightning_pardist.engines.fully_sharded.state import full_state, load_full_state
+from lightning_pardist.engines.local_tensors import own_part
+from lightning_pardist.engines.tensor import apply, attach, dissolve, full_state_dict, local_like, plan, whole_tensor
 from lightning_pardist.engines.zero import ZeroEngine
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import run_ranks
@@ -66,6 +68,54 @@ def train(kind, name, optimizer_name):
     if kind != "ddp" and data_rank == 0:
         for index, entry in one.state_dict()["state"].items():
             assert_close({key: whole_tensor(value) for key, value in state[index].items()}, entry)
+
+
+def train_sharded(name, optimizer_name):
+    reference = build(name)
+    model = copy.deepcopy(reference)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_shard", "tensor_parallel"))
+    data_rank = mesh["data_shard"].get_local_rank()
+    sample = model.batch(0)
+    runtime = apply(model, plan(model, lambda: model.loss(sample), tp_size=2), mesh["tensor_parallel"])
+    sharded = shard(model, mesh["data_shard"], units=find_units(model, min_unit_bytes=0))
+    one, many = OPTIMIZERS[optimizer_name](reference.parameters()), OPTIMIZERS[optimizer_name](model.parameters())
+    engine = ShardedDataEngine(sharded, [many], accumulate="sharded")
+
+    def loss_of(batch):
+        with runtime.step():
+            return runtime.whole(model.loss(batch))
+
+    for step in range(STEPS):
+        one.zero_grad()
+        sum(reference.loss(reference.batch(10 * step + rank)) / 2 for rank in range(2)).backward()
+        one.step()
+        many.zero_grad()
+        loss = sharded.run(loss_of, model.batch(10 * step + data_rank))
+        with engine.backward(loss), runtime.step():
+            loss.backward()
+        many.step()
+        engine.step_done()
+    held = sum(own_part(param).numel() for param in model.parameters())
+    state = {key: whole_tensor(value) for key, value in full_state(model, sharded.writer) if value is not None}
+    numbered = engine.optimizer_state(many)["state"]
+    if data_rank == 0:
+        weights = dict(reference.named_parameters(remove_duplicate=False))
+        assert_close({key: state[key] for key in weights}, {key: p.detach() for key, p in weights.items()})
+        for index, entry in one.state_dict()["state"].items():
+            assert_close({key: whole_tensor(value) for key, value in numbered[index].items()}, entry)
+    load_full_state(
+        model, {key: local_like(value, dict(model.state_dict())[key]) for key, value in reference.state_dict().items()}
+    )
+    sharded.dissolve()
+    dissolve(model)
+    assert_close(model.state_dict(), reference.state_dict(), rtol=0.0)
+    return held / sum(param.numel() for param in reference.parameters())
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("gpt", "fused"), ("llama", "sgd"), ("mlp", "sgd")])
+def test_parameters_sharded_over_data_ranks_too(name, optimizer):
+    for held in run_ranks(4, train_sharded, name, optimizer):
+        assert name == "mlp" or held < 0.3
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,11 @@ def _average(name, strategy="pardist_ddp", devices=2):
     return snapshot(module)
 
 
+@pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero1", "pardist_zero2"])
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_averages_of_weights(name):
+def test_averages_of_weights(name, strategy):
     want = _average(name, "auto", 1)
-    for got in run_ranks(2, _average, name):
+    for got in run_ranks(2, _average, name, strategy):
         assert_close(got, want)
 
 
@@ -210,25 +211,31 @@ def test_precision(precision, rtol):
     assert_close(results[0], want, rtol=rtol)
 
 
-def _scaler(strategy="pardist_ddp"):
-    """A gradient scaler's decision to skip a step is the same on all ranks, whoever met the infinity."""
+class Overflows(Net):
+    """A gradient of infinity in one element of one parameter, from one rank's samples."""
 
-    class Overflows(Net):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            return loss * float("inf") if batch_idx == 1 and self.global_rank == 1 else loss
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == 1:
+            loss = loss + next(self.parameters()).flatten()[-1] * float("inf")
+        return loss
 
+
+def _scaler(strategy):
     torch.manual_seed(11)
     module = Overflows()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
-    trainer = quiet_trainer(strategy=strategy, devices=2, plugins=[plugin], limit_val_batches=0)
+    trainer = quiet_trainer(strategy=strategy, devices=2, plugins=[plugin], limit_val_batches=0, gradient_clip_val=0.1)
     trainer.fit(module, DataLoader(_points(12), batch_size=2))
     return snapshot(module), scaler.get_scale()
 
 
-def test_gradient_scaler_decides_alike():
-    (first, scale), (second, other) = run_ranks(2, _scaler)
+@pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"])
+def test_gradient_scaler_decides_alike(strategy):
+    (want, _), _ = run_ranks(2, _scaler, "ddp")
+    (first, scale), (second, other) = run_ranks(2, _scaler, strategy)
     assert scale == other == 4.0
     assert_close(second, first, rtol=0)
-    assert all(value.isfinite().all() for value in first.values())
+    # Rounded to fp16 on the way: the same to a few of its steps.
+    assert_close(first, want, rtol=5e-3)

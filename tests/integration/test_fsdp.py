@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -317,8 +317,9 @@ class Lbfgs(Classifier):
 
 
 REFUSALS = {
-    "optimizer": (Lbfgs, {}, "LBFGS updates an element with what it knows of others"),
+    "optimizer": (Lbfgs, {}, "LBFGS cannot step on parts of parameters"),
     "swa": (Classifier, {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}, "StochasticWeightAveraging averages"),
+    "ema": (Classifier, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging averages whole parameters"),
 }
 
 

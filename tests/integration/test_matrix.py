@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from lightning_pardist import FSDPStrategy, PipelineStrategy
+from lightning_pardist import FSDPStrategy, PipelineStrategy, TensorParallelStrategy
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.runs import train
@@ -23,6 +23,12 @@ STRATEGIES = {
     # Small modules: with the usual smallest unit all parameters would be the root's.
     "fsdp-2": (functools.partial(FSDPStrategy, min_unit_size_mb=0), 2),
     "hsdp-4": (functools.partial(FSDPStrategy, min_unit_size_mb=0, data_shard_size=2), 4),
+    "tp-2": ("pardist_tp", 2),
+    "tp-4": ("pardist_tp", 4),
+    "tp-sequence-2": (functools.partial(TensorParallelStrategy, sequence_parallel=True), 2),
+    "tp-ddp-4": (functools.partial(TensorParallelStrategy, tensor_parallel_size=2), 4),
+    "tp-zero1-4": (functools.partial(TensorParallelStrategy, tensor_parallel_size=2, data_parallel="zero1"), 4),
+    "tp-zero2-4": (functools.partial(TensorParallelStrategy, tensor_parallel_size=2, data_parallel="zero2"), 4),
     "mp-2": ("pardist_mp", 2),
     "pp-2": ("pardist_pp", 2),
     "pp_gpipe-2": ("pardist_pp_gpipe", 2),
@@ -59,6 +65,11 @@ REFUSED = {row: _BY_PIPELINES for row in STRATEGIES if row.startswith(("pp", "mp
 REFUSED |= dict.fromkeys(_FOUR_STAGES, _BY_PIPELINES | _TOO_SMALL)
 #: Cells that every push runs, of rows that need not run them all; `make test-all` runs the rest.
 QUICK = {
+    "tp-4": (),
+    "tp-sequence-2": ("sgd",),
+    "tp-ddp-4": (),
+    "tp-zero1-4": (),
+    "tp-zero2-4": ("clip_norm",),
     "pp_gpipe-2": ("adam",),
     "pp_interleaved-2": ("clip_norm",),
     "pp_zb-2": ("accumulate",),

@@ -1,5 +1,6 @@
 """Every way of optimizing that Lightning knows, under data parallelism, against one process."""
 
+import functools
 from unittest import mock
 
 import pytest
@@ -149,6 +150,25 @@ class GanUntoggled(Gan):
     toggle = False
 
 
+class GanWithinOneStep(Gan):
+    """Gradients are zeroed right after a step, so that only toggling keeps the other network's clean."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        for optimizer, network in zip(self.optimizers(), (self.generator, self.discriminator), strict=True):
+            self.toggle_optimizer(optimizer)
+            fake = self.discriminator(self.generator(x))
+            if network is self.generator:
+                loss = F.softplus(-fake).mean()
+            else:
+                loss = F.softplus(fake).mean() + F.softplus(-self.discriminator(y)).mean()
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+        self.note(loss)
+
+
 class WGanGP(Gan):
     """A gradient penalty: a second derivative through ``torch.autograd.grad``."""
 
@@ -264,6 +284,28 @@ class Finetuned(Plain):
         return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
 
 
+class ClipsByHand(Plain):
+    """With torch's functions, in place of ``Trainer(gradient_clip_val=...)``."""
+
+    def on_before_optimizer_step(self, optimizer):
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        nn.utils.clip_grad_value_(self.parameters(), 0.01)
+
+
+class ManualClips(Manual):
+    """Through Lightning's method, and on a torch optimizer that Lightning does not wrap."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.05, "norm")
+        optimizer.step()
+        self.note(loss)
+
+
 class FreezeByHand(Plain):
     def on_train_batch_start(self, batch, batch_idx):
         self.first.requires_grad_(batch_idx >= 2)
@@ -298,6 +340,9 @@ CASES = {
     "manual_lbfgs": (ManualLbfgs, {}, {}),
     "gan": (Gan, {}, {}),
     "gan_untoggled": (GanUntoggled, {}, {}),
+    "gan_within_one_step": (GanWithinOneStep, {}, {}),
+    "clips_by_hand": (ClipsByHand, {}, {}),
+    "manual_clips": (ManualClips, {}, {}),
     "wgan_gp": (WGanGP, {}, {}),
     "checkpoint": (Checkpointed, {}, {}),
     "checkpoint_reentrant": (CheckpointedReentrant, {}, {}),
@@ -346,15 +391,47 @@ def _fit(strategy, devices, name):
     }
 
 
-def _one(name):
-    return _fit("pardist_ddp", dist.get_world_size(), name)
+#: What a strategy refuses in place of a wrong number, by words of the message.
+REFUSED = {
+    "lbfgs": {"pardist_zero1": "LBFGS", "pardist_zero2": "LBFGS", "pardist_zero3": "LBFGS"},
+    "manual_lbfgs": {"pardist_zero1": "LBFGS", "pardist_zero2": "LBFGS", "pardist_zero3": "LBFGS"},
+    "sparse": {"pardist_zero1": "SparseAdam", "pardist_zero2": "SparseAdam", "pardist_zero3": "SparseAdam"},
+    "none_on_all": {"pardist_zero3": "This rank has no loss"},
+    "none_on_all_accumulating": {"pardist_zero3": "This rank has no loss"},
+}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_same_as_one_process(name):
-    want = _fit("auto", 1, name)
-    for got in run_ranks(2, _one, name):
-        for part, expected in want.items():
+def _one(strategy, name):
+    return _fit(strategy, dist.get_world_size(), name)
+
+
+def _refused(strategy, name, words):
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        _fit(strategy, dist.get_world_size(), name)
+
+
+@functools.cache
+def _expected(name):
+    return _fit("auto", 1, name)
+
+
+def _cells():
+    cells = []
+    for strategy in ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"):
+        for name in CASES:
+            # Stages 1 and 2 differ in what the other tests of ZeRO look at.
+            marks = pytest.mark.slow if strategy == "pardist_zero2" else ()
+            cells.append(pytest.param(strategy, name, marks=marks))
+    return cells
+
+
+@pytest.mark.parametrize(("strategy", "name"), _cells())
+def test_same_as_one_process(strategy, name):
+    if words := REFUSED.get(name, {}).get(strategy):
+        run_ranks(2, _refused, strategy, name, words)
+        return
+    for got in run_ranks(2, _one, strategy, name):
+        for part, expected in _expected(name).items():
             assert_close(got[part], expected)
 
 

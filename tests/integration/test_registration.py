@@ -94,8 +94,8 @@ def test_class_path_on_the_command_line(args):
 def test_powersgd_on_the_command_line():
     cli = _cli(
         ["--trainer.strategy=lightning_pardist.DDPStrategy", "--trainer.accelerator=cpu", "--trainer.devices=2",
-         "--trainer.strategy.gradient_compression=lightning_pardist.PowerSGD",
-         "--trainer.strategy.gradient_compression.rank=3"]
+         "--trainer.strategy.data.gradient_compression=lightning_pardist.PowerSGD",
+         "--trainer.strategy.data.gradient_compression.rank=3"]
     )  # fmt: skip
     assert cli.trainer.strategy.data.gradient_compression == lightning_pardist.PowerSGD(rank=3)
 

@@ -8,7 +8,17 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "lightning_pardist"
 MAY_IMPORT_LIGHTNING = ("strategies", "environments", "callbacks", "registry.py", "cli.py")
 #: A layer may import itself and what stands behind it.
-LAYERS = ["cli.py", "registry.py", "callbacks", "strategies", "environments", "engines", "collectives.py", "mesh.py"]
+LAYERS = [
+    "cli.py",
+    "doctor.py",
+    "registry.py",
+    "callbacks",
+    "strategies",
+    "environments",
+    "engines",
+    "collectives.py",
+    "mesh.py",
+]
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

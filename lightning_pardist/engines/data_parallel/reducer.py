@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pardist.engines.checkpoint.states import Slots, whole_slots
 from lightning_pardist.engines.data_parallel.bucket import Bucket, partition
 from lightning_pardist.engines.data_parallel.sparse import reduce_sparse, sparse_parameters
 from lightning_pardist.engines.data_parallel.transport import Transport
@@ -50,6 +51,7 @@ class GradientReducer:
         first_bucket_size_mb: Size of the first bucket.
         overlap: Whether buckets are sent while backward still runs.
         reorder: Whether buckets are ordered anew once the first backward has shown its order.
+        alone: Whether gradients go through buckets also where the group is this rank alone.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class GradientReducer:
         first_bucket_size_mb: float = 1.0,
         overlap: bool = True,
         reorder: bool = True,
+        alone: bool = False,
     ) -> None:
         if bucket_size_mb <= 0 or first_bucket_size_mb <= 0:
             raise ValueError(f"bucket_size_mb={bucket_size_mb} must be positive; 25 is a good start.")
@@ -72,6 +75,7 @@ class GradientReducer:
         self.first_bucket_size_mb = first_bucket_size_mb
         self.transport = transport
         self.overlap = overlap
+        self.alone = alone
         self.buckets: list[Bucket] = []
         #: Whether gradients were averaged since :meth:`step_done` was called last.
         self.is_reduced = False
@@ -90,8 +94,13 @@ class GradientReducer:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anybody to average with."""
-        return self.group.size() > 1
+        """Whether gradients go through buckets: there is somebody to average with, or it was asked for."""
+        return self.alone or self.group.size() > 1
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(param.grad is not None for param in self.module.parameters())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -200,6 +209,10 @@ class GradientReducer:
         self.buckets.clear()
         self._slots.clear()
         self._abandon()
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Every parameter itself."""
+        return whole_slots(optimizer)
 
     def held_bytes(self) -> int:
         """Bytes of gradient buffers on this rank."""

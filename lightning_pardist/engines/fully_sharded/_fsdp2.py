@@ -12,6 +12,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_pardist.engines.fully_sharded.state import whole_over_data
+
 
 def state_of(module: FSDPModule) -> Any:
     """The ``FSDPState`` of a module that ``fully_shard`` was applied to."""
@@ -115,7 +117,7 @@ def undo(module: FSDPModule) -> None:
         for fsdp_param in group.fsdp_params:
             handles.append(fsdp_param._post_load_hook_handle)
             shard, info = fsdp_param.sharded_param, fsdp_param._module_info
-            whole = nn.Parameter(shard.detach().full_tensor(), requires_grad=shard.requires_grad)
+            whole = nn.Parameter(whole_over_data(shard), requires_grad=shard.requires_grad)
             info.module._parameters[info.param_name] = whole
             for other, name in zip(info.shared_modules, info.shared_param_names, strict=True):
                 other._parameters[name] = whole

@@ -18,6 +18,7 @@ from lightning_pardist.engines.fully_sharded.meeting import GATHER, REDUCE, Meet
 from lightning_pardist.engines.fully_sharded.outputs import before_backward, shares_memory
 from lightning_pardist.engines.fully_sharded.state import local_part
 from lightning_pardist.engines.fully_sharded.units import Unit
+from lightning_pardist.engines.local_tensors import own_part
 
 
 class ShardedUnit:
@@ -66,7 +67,7 @@ class ShardedUnit:
         with torch.inference_mode(False), torch.no_grad():
             self.module.unshard()
         if self.resident:
-            self._versions = {id(p): whole._version for p, whole in self._gathered_parameters()}
+            self._versions = {id(p): own_part(whole)._version for p, whole in self._gathered_parameters()}
 
     def _gathered_parameters(self) -> Iterator[tuple[Any, nn.Parameter]]:
         for group in self.groups:
@@ -80,8 +81,9 @@ class ShardedUnit:
         if not (self._versions and self.gathered):
             return
         for parameter, whole in self._gathered_parameters():
-            if self._versions.get(id(parameter)) != whole._version:
-                self._versions[id(parameter)] = whole._version
+            version = own_part(whole)._version
+            if self._versions.get(id(parameter)) != version:
+                self._versions[id(parameter)] = version
                 with torch.no_grad():
                     shard = parameter.sharded_param
                     shard.to_local().copy_(local_part(whole.detach(), shard))
@@ -319,16 +321,16 @@ class BackwardRuntime:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
-            gradients = [p.grad.reshape(-1) for p in parameters if p.dtype == dtype and p.grad is not None]
+            gradients = [own_part(p.grad).reshape(-1) for p in parameters if p.dtype == dtype and p.grad is not None]
             flat = torch.cat(gradients)
             if flat.numel():
                 self.meeting.mean_(flat)
             offset = 0
             for parameter in parameters:
                 if parameter.dtype == dtype and parameter.grad is not None:
-                    values = flat[offset : offset + parameter.numel()]
-                    parameter.grad.copy_(values.view_as(parameter))
-                    offset += parameter.numel()
+                    gradient = own_part(parameter.grad)
+                    gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
+                    offset += gradient.numel()
 
     # -- answering other ranks
 
@@ -405,7 +407,7 @@ def _may_defer(group: Any) -> bool:
 def _answer_gather(group: Any) -> None:
     """Send this rank's shard of a unit that it holds gathered itself."""
     pieces = [
-        _fsdp2.shard_of(parameter).to(dtype)
+        _fsdp2.shard_of(parameter).to(group.device, dtype)
         for parameter, dtype in zip(group.fsdp_params, _fsdp2.gathers_dtype(group), strict=True)
     ]
     mine = torch.cat(pieces)

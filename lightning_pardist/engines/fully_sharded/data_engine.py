@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.checkpoint.states import Slots, whole_slots
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullySharded
 from lightning_pardist.engines.fully_sharded.norm import grad_norm, local_gradients
 from lightning_pardist.engines.fully_sharded.state import own_values, whole_values
 from lightning_pardist.engines.gradients import Counts
+from lightning_pardist.engines.local_tensors import own_shape
+from lightning_pardist.engines.offload import HostStep, Offload, StateFile
 
 
 class ShardedDataEngine:
@@ -28,22 +31,44 @@ class ShardedDataEngine:
         sharded: The module's handle.
         optimizers: Made from the module's parameters after it was sharded.
         accumulate: Where gradients of all but the last micro-batch stay.
+        offload: Where optimizer state lives and steps are taken. On a device, the module has to be sharded with
+            torch's ``CPUOffloadPolicy``.
 
     Raises:
         ValueError: If an optimizer's update of an element depends on other elements.
+        RuntimeError: If there is no room for offloaded state.
     """
 
-    def __init__(self, sharded: FullySharded, optimizers: Sequence[Optimizer], *, accumulate: Accumulate) -> None:
+    def __init__(
+        self,
+        sharded: FullySharded,
+        optimizers: Sequence[Optimizer],
+        *,
+        accumulate: Accumulate,
+        offload: Offload | None = None,
+    ) -> None:
         self.sharded = sharded
         self.accumulate = accumulate
         self._is_reduced = False
+        self._hosts: dict[Optimizer, HostStep] = {}
+        if offload is not None:
+            in_files = offload.folder is not None
+            store = StateFile(offload.folder) if offload.folder is not None else None
+            window_bytes = int(offload.window_mb * 2**20) if in_files else None
+            for optimizer in optimizers:
+                self._hosts[optimizer] = HostStep(optimizer, store=store, window_bytes=window_bytes)
         for optimizer in optimizers:
-            sharded.attach(optimizer)
+            sharded.attach(optimizer, host=self._hosts.get(optimizer))
 
     @property
     def is_reduced(self) -> bool:
         """Whether a backward has run since :meth:`step_done` was called last."""
         return self._is_reduced
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(param.grad is not None for param in self.sharded.module.parameters())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -97,7 +122,9 @@ class ShardedDataEngine:
         Returns:
             On the first rank the whole state in host memory, elsewhere parameter groups without state.
         """
-        here = dist.get_rank() == 0
+        writer = self.sharded.writer
+        here = dist.get_rank() == writer
+        host = self._hosts.get(optimizer)
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         number = 0
@@ -105,7 +132,9 @@ class ShardedDataEngine:
             first = number
             for parameter in group["params"]:
                 own = optimizer.state.get(parameter, {})
-                values = dict(whole_values(f"parameter {number}", parameter, own))
+                values = dict(whole_values(f"parameter {number}", parameter, own, writer))
+                if host is not None:
+                    host.evict(parameter)
                 if here and values:
                     state[number] = values
                 number += 1
@@ -132,6 +161,12 @@ class ShardedDataEngine:
                 if values := state["state"].get(index):
                     fitted = {key: _in_dtype_of(parameter, value) for key, value in values.items()}
                     optimizer.state[parameter] = own_values(parameter, fitted, local=True)
+                    if host := self._hosts.get(optimizer):
+                        host.settle(parameter)
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Every parameter itself."""
+        return whole_slots(optimizer)
 
     def held_bytes(self) -> int:
         """Nothing beside what the parameters themselves hold between steps."""
@@ -147,6 +182,11 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _in_dtype_of(parameter: Tensor, value: Any) -> Any:
     """State shaped like its parameter, in the parameter's dtype, as torch's own loading has it."""
-    if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape and value.is_floating_point():
+    if (
+        isinstance(value, torch.Tensor)
+        and value.dim()
+        and value.shape == own_shape(parameter)
+        and value.is_floating_point()
+    ):
         return value.to(parameter.dtype)
     return value

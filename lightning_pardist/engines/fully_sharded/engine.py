@@ -44,6 +44,8 @@ from lightning_pardist.engines.fully_sharded.units import (
     shardable,
 )
 from lightning_pardist.engines.fully_sharded.watch import DirectUse
+from lightning_pardist.engines.local_tensors import own_part
+from lightning_pardist.engines.offload import HostStep
 
 #: Backward of these needs their inputs, not their weights.
 _READ_IN_FORWARD_ONLY = (nn.Embedding.forward,)
@@ -128,7 +130,8 @@ def shard(
     device = torch.device(mesh.device_type) if mesh.device_type == "cpu" else torch.device(mesh.device_type, _current())
     parameters = dict(module.named_parameters())
     for name in whole_names:
-        parameters[name].data = parameters[name].data.to(device)
+        if parameters[name].device != device:
+            parameters[name].data = parameters[name].data.to(device)
     runtime_units = [ShardedUnit(unit, index, unit.module is module) for index, unit in enumerate(plan)]
     return FullySharded(
         module,
@@ -227,6 +230,8 @@ class FullySharded:
         self._order: list[ShardedUnit] | None = []
         self._backwards_before = 0
         data_group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten(_flat_name(mesh)).get_group()
+        #: Global rank that gets whole tensors, first of those that hold the same part of the module.
+        self.writer = dist.get_global_rank(data_group, 0)
         self.meeting = Meeting(_host_group(data_group), data_group)
         self.meeting.active = rank_dependent
         self._runtime = BackwardRuntime(units, replicated, self.meeting, data_size=mesh.size(), check=check)
@@ -414,16 +419,17 @@ class FullySharded:
             root.set_requires_gradient_sync(True)
             self._runtime.sync = True
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer, *, host: HostStep | None = None) -> None:
         """Let an optimizer step on shards, and the module see its new values at once (manual optimization).
 
         Args:
             optimizer: Made from the module's parameters after :func:`shard`.
+            host: Steps in place of the optimizer, where its state is offloaded.
 
         Raises:
             ValueError: If the optimizer's update of an element depends on other elements.
         """
-        step_on_shards(optimizer, before_step=self.keep_changes, after_step=self.refresh)
+        step_on_shards(optimizer, before_step=self.keep_changes, after_step=self.refresh, host=host)
 
     def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of the gradients over all ranks, see :func:`~.norm.grad_norm`. Collective.
@@ -571,8 +577,9 @@ def _whole_parameters(
     ]
 
 
-def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
+def _placement(shards: int, parameter: torch.Tensor) -> Shard | None:
     """The first dim that divides evenly, if rows do not and padding would waste more than a hundredth."""
+    parameter = own_part(parameter)
     rows = parameter.size(0)
     padded = -(-rows // shards) * shards
     if padded <= 1.01 * rows or parameter.numel() < 1024:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pardist.engines.local_tensors import own_part
+
 #: Small tensors are broadcast together, up to this many bytes.
 BROADCAST_BYTES = 16 * 2**20
 
@@ -18,13 +20,13 @@ def sync_from_first_rank(tensors: Sequence[torch.Tensor], groups: Sequence[dist.
     """Overwrite tensors with those of the groups' first rank. Collective over ``groups``, one after the other.
 
     Args:
-        tensors: Same shapes and dtypes on every rank; not on ``meta``.
+        tensors: Same shapes and dtypes on every rank; not on ``meta``. Of DTensors this rank's parts are meant.
         groups: Process groups of the mesh axes, outermost first.
     """
     with torch.no_grad():
         for group in groups:
             source = dist.get_global_rank(group, 0)
-            for bucket in _buckets([tensor.detach() for tensor in tensors if tensor.numel()]):
+            for bucket in _buckets([own_part(tensor).detach() for tensor in tensors if tensor.numel()]):
                 if len(bucket) == 1 and bucket[0].is_contiguous():
                     dist.broadcast(bucket[0], source, group=group)
                     continue

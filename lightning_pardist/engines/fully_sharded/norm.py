@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+
+from lightning_pardist.engines.fully_sharded.state import sharded_axes
 
 
 def grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Norm of all gradients as one vector. Collective over the meshes of the parameters, one reduction each axis.
+    """Norm of all gradients as one vector. Collective over the data axes of the parameters, one reduction each.
 
-    Every rank sums the powers of its shards; sharded axes are added up, replicated copies counted once.
+    Every rank sums the powers of its shards; sharded axes are added up, replicated copies counted once. What is split
+    over tensor ranks is added up over the data axes alone.
 
     Args:
         parameters: ``DTensor`` or ordinary parameters, each once; ordinary ones are the same on all ranks.
@@ -32,7 +35,7 @@ def grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> tor
         key: tuple[Any, ...] = ()
         if isinstance(parameter, DTensor):
             # Every rank takes part, also one whose shard is empty.
-            axes = tuple(axis for axis, p in enumerate(parameter.placements) if isinstance(p, Shard))
+            axes = tuple(sharded_axes(parameter))
             key = (parameter.device_mesh, axes)
             meshes.setdefault(key, [parameter.device_mesh.get_group(axis) for axis in axes])
             device = parameter.to_local().device

@@ -11,54 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pardist.engines.elementwise import require_elementwise
+from lightning_pardist.engines.offload.step import HostStep, follow_schedulers
+
 _MARK = "_pardist_steps_on_shards"
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether stepping on halves of a parameter gives the halves of stepping on the whole. Tried out, not looked up.
-
-    False for LBFGS, Muon, Shampoo, LARS, LAMB, Adafactor and the like, whose update of an element depends on others.
-
-    Args:
-        optimizer: Any optimizer; neither it nor its parameters are changed.
-    """
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 4, generator=generator)
-    gradients = [torch.randn(4, 4, generator=generator) for _ in range(3)]
-    options = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
-    ]
-    try:
-        for option in options:
-            if "lr" in option:
-                # That of a warmup's first step may be 0, and would hide what the optimizer does.
-                option["lr"] = 0.1
-            whole = _try(optimizer, option, [start], [[g] for g in gradients])
-            halves = _try(optimizer, option, list(start.split(2)), [list(g.split(2)) for g in gradients])
-            if not torch.allclose(torch.cat(whole), torch.cat(halves), rtol=1e-6, atol=1e-7):
-                return False
-    except Exception:
-        return False
-    return True
-
-
-def _try(
-    optimizer: torch.optim.Optimizer, option: dict[str, Any], parts: list[torch.Tensor], steps: list[list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    clone = object.__new__(type(optimizer))
-    clone.__dict__.update(optimizer.__dict__)
-    clone.__dict__.pop("step", None)
-    parameters = [nn.Parameter(part.clone()) for part in parts]
-    option = {k: v.detach().clone().cpu() if isinstance(v, torch.Tensor) else v for k, v in option.items()}
-    clone.param_groups = [{**option, "params": parameters}]
-    clone.state = defaultdict(dict)
-    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-    for gradients in steps:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        step(clone)
-    return [parameter.detach() for parameter in parameters]
 
 
 def step_on_shards(
@@ -66,6 +22,7 @@ def step_on_shards(
     *,
     before_step: Callable[[], None] | None = None,
     after_step: Callable[[], None] | None = None,
+    host: HostStep | None = None,
 ) -> None:
     """Let ``optimizer.step()`` run on this rank's shards as ordinary tensors, in place. Not collective.
 
@@ -77,17 +34,14 @@ def step_on_shards(
         optimizer: Made from the module's parameters after it was sharded.
         before_step: Called right before the update, after a closure.
         after_step: Called after every step, such as ``FullySharded.refresh``.
+        host: Steps in place of the optimizer, where its state is offloaded.
 
     Raises:
         ValueError: If the optimizer's update of an element depends on other elements.
     """
     if getattr(optimizer, _MARK, False):
         return
-    if not is_elementwise(optimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} updates an element with what it knows of others (a norm, a matrix), so it is"
-            " wrong on shards. Use pardist_ddp, or an optimizer that works element by element (SGD, Adam, AdamW)."
-        )
+    require_elementwise(optimizer, form="dims")
     inner = optimizer.step
     twins: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -108,7 +62,7 @@ def step_on_shards(
                     if parameter in state:
                         local_state[twin] = state[parameter]
             self.state = local_state
-            inner(**kwargs)
+            (inner if host is None else host.run)(**kwargs)
         finally:
             for group, parameters in zip(self.param_groups, groups, strict=True):
                 for parameter, twin in zip(parameters, group["params"], strict=True):
@@ -122,6 +76,7 @@ def step_on_shards(
             after_step()
         return result
 
+    follow_schedulers(optimizer, step)
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     setattr(optimizer, _MARK, True)
 

@@ -9,21 +9,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lightning_pardist.engines.local_tensors import over_tensor_ranks, own_part, own_shape, tensor_axis
 
 
 def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
-    """Put one sharded tensor together on the host of the writer. Collective over its mesh.
+    """Put one sharded tensor together on the host of the writer. Collective over its data axes.
 
     Args:
-        value: Sharded over one axis, replicated over the others.
+        value: Sharded over one data axis, replicated over the others; it may be split over tensor ranks as well.
         writer: Global rank that gets the tensor.
 
     Returns:
-        The whole tensor, on the host, on the writer; nothing elsewhere.
+        The whole tensor, on the host, on the writer; nothing elsewhere. Of a tensor that is split over tensor ranks
+        the writer's part, as a DTensor over these.
     """
-    sharded = [axis for axis, placement in enumerate(value.placements) if not placement.is_replicate()]
-    simple = len(sharded) == 1 and type(value.placements[sharded[0]]) is Shard
-    if not simple:
+    sharded = sharded_axes(value)
+    if len(sharded) != 1 or not isinstance(value.placements[sharded[0]], Shard | _StridedShard):
         whole = value.full_tensor()
         return whole.detach().to("cpu", copy=True) if dist.get_rank() == writer else None
     placement = value.placements[sharded[0]]
@@ -32,35 +35,61 @@ def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
     if writer not in ranks:
         return None
     size, dim = group.size(), placement.dim  # type: ignore[attr-defined]
-    piece = -(-value.size(dim) // size)
-    local = value.to_local().detach()
-    if local.size(dim) < piece or not local.is_contiguous():
-        padded_shape = list(value.shape)
-        padded_shape[dim] = piece
-        padded = local.new_zeros(padded_shape)
-        padded.narrow(dim, 0, local.size(dim)).copy_(local)
-        local = padded
+    local = _padded(value, dim, size)
     here = dist.get_rank() == writer
     pieces = [torch.empty_like(local) for _ in range(size)] if here else None
     dist.gather(local, pieces, dst=writer, group=group)
     if pieces is None:
         return None
-    return torch.cat(pieces, dim=dim).narrow(dim, 0, value.size(dim)).cpu()
+    return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).cpu(), value)
+
+
+def whole_over_data(value: DTensor) -> torch.Tensor:
+    """The whole tensor on every rank, or this tensor rank's part of it as a DTensor. Collective over its data axes."""
+    sharded = sharded_axes(value)
+    if tensor_axis(value) is None or len(sharded) != 1:
+        whole: torch.Tensor = value.full_tensor()
+        return whole.detach()
+    dim = value.placements[sharded[0]].dim  # type: ignore[attr-defined]
+    group = value.device_mesh.get_group(sharded[0])
+    local = _padded(value, dim, group.size())
+    pieces = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(pieces, local, group=group)
+    return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).contiguous(), value)
+
+
+def sharded_axes(value: DTensor) -> list[int]:
+    """Data axes over which a tensor is sharded."""
+    axes = enumerate(value.placements)
+    return [axis for axis, placement in axes if not placement.is_replicate() and axis != tensor_axis(value)]
+
+
+def _padded(value: DTensor, dim: int, size: int) -> torch.Tensor:
+    """This rank's shard, contiguous and as long as that of the first rank."""
+    local = value.to_local().detach()
+    shape = list(own_shape(value))
+    shape[dim] = -(-shape[dim] // size)
+    if local.size(dim) == shape[dim] and local.is_contiguous():
+        return local
+    padded = local.new_zeros(shape)
+    padded.narrow(dim, 0, local.size(dim)).copy_(local)
+    return padded
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """The part of a whole tensor that this rank holds of ``like``; reads no more of ``whole`` than that.
 
     Args:
-        whole: Global shape; may be memory-mapped.
+        whole: Global shape, or this tensor rank's part of it; may be memory-mapped.
         like: Whose mesh and placements count.
     """
-    sharded = [axis for axis, placement in enumerate(like.placements) if not placement.is_replicate()]
-    if len(sharded) == 1 and type(like.placements[sharded[0]]) is Shard:
+    sharded = sharded_axes(like)
+    if len(sharded) == 1 and isinstance(like.placements[sharded[0]], Shard | _StridedShard):
+        whole = own_part(whole)
         dim = like.placements[sharded[0]].dim  # type: ignore[attr-defined]
-        piece = -(-like.size(dim) // like.device_mesh.size(sharded[0]))
-        start = min(piece * like.device_mesh.get_local_rank(sharded[0]), like.size(dim))
-        return whole.narrow(dim, start, min(piece, like.size(dim) - start))
+        piece = -(-whole.size(dim) // like.device_mesh.size(sharded[0]))
+        start = min(piece * like.device_mesh.get_local_rank(sharded[0]), whole.size(dim))
+        return whole.narrow(dim, start, min(piece, whole.size(dim) - start))
     placed = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return placed.to_local()
 
@@ -241,7 +270,7 @@ def own_values(parameter: torch.Tensor, values: Mapping[str, Any], *, local: boo
     for key, value in values.items():
         if not isinstance(value, torch.Tensor):
             own[key] = value
-        elif isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        elif isinstance(parameter, DTensor) and value.shape == own_shape(parameter):
             part = local_part(value, parameter).to(parameter.to_local().device, copy=True).contiguous()
             own[key] = part if local else _wrap(part, parameter)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,22 @@ class DirectUse(TorchFunctionMode):
                 for parameter in group.fsdp_params:
                     self.owners[id(parameter.sharded_param)] = (unit, parameter)
 
+    def __enter__(self) -> DirectUse:
+        # Where the parameters are split over tensor ranks as well, those see them first, and ask here.
+        for unit, parameter in self.owners.values():
+            parameter.sharded_param._pardist_gather = functools.partial(self._gather, unit, parameter)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for _, parameter in self.owners.values():
+            del parameter.sharded_param._pardist_gather
+
+    def _gather(self, unit: ShardedUnit, parameter: Any) -> Any:
+        self.keep(unit)
+        return _fsdp2.gathered_parameter(parameter)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -60,8 +77,7 @@ class DirectUse(TorchFunctionMode):
         if not self._sharded(value):
             return value
         unit, parameter = self.owners[id(value)]
-        self.keep(unit)
-        return _fsdp2.gathered_parameter(parameter)
+        return self._gather(unit, parameter)
 
 
 #: Methods that look at a tensor's form, not at its values.

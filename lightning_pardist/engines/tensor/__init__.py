@@ -6,16 +6,20 @@ Life cycle::
     print(found)                                                  # what is split, why, and what it sends
     runtime = apply(module, found, mesh["tensor_parallel"])       # parameters become DTensors in place
     optimizer = torch.optim.AdamW(module.parameters())            # as ever
+    attach(optimizer)                                             # it steps on this rank's parts
     with runtime.step():                                          # around forward and backward of every step
         loss = module.loss(batch)
         loss.backward()
     optimizer.step()
     state = full_state_dict(module)                               # plain whole tensors under the module's own names
+    dissolve(module)                                              # plain whole parameters again
 """
 
 from lightning_pardist.engines.tensor.layout import Layout
+from lightning_pardist.engines.tensor.optimizer import attach, steps_on_whole
 from lightning_pardist.engines.tensor.parallelize import (
     apply,
+    dissolve,
     full_optimizer_state,
     full_state_dict,
     load_full_optimizer_state,
@@ -39,6 +43,8 @@ __all__ = [
     "TensorPlan",
     "TensorRuntime",
     "apply",
+    "attach",
+    "dissolve",
     "full_optimizer_state",
     "full_state_dict",
     "load_full_optimizer_state",
@@ -46,5 +52,6 @@ __all__ = [
     "local_like",
     "local_squared_norm",
     "plan",
+    "steps_on_whole",
     "whole_tensor",
 ]

@@ -260,7 +260,18 @@ GLOBAL_PROPERTIES = frozenset([
 ])  # fmt: skip
 #: Answered by this rank's part.
 LOCAL_PROPERTIES = frozenset(
-    ["get:requires_grad", "get:grad_fn", "get:is_leaf", "get:_version", "is_contiguous", "stride", "get:output_nr"]
+    [
+        "get:requires_grad",
+        "get:grad_fn",
+        "get:is_leaf",
+        "get:_version",
+        "is_contiguous",
+        "stride",
+        "get:output_nr",
+        "untyped_storage",
+        "get:_base",
+        "data_ptr",
+    ]
 )
 #: On a parameter these mean the DTensor itself.
 PARAMETER_METHODS = frozenset([

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_pardist.engines.fully_sharded.optimizer import is_elementwise, step_on_shards
+from lightning_pardist.engines.elementwise import is_elementwise
+from lightning_pardist.engines.fully_sharded.optimizer import step_on_shards
 from lightning_pardist.engines.local_tensors import own_part
 from lightning_pardist.engines.tensor.parallelize import local_like, whole_tensor
 
@@ -28,10 +29,15 @@ def attach(optimizer: Optimizer) -> None:
     Args:
         optimizer: Made from a module's parameters after :func:`~lightning_pardist.engines.tensor.apply`.
     """
-    if is_elementwise(optimizer):
+    if is_elementwise(optimizer, form="dims"):
         step_on_shards(optimizer)
     elif not getattr(optimizer, _MARK, False):
         _step_on_whole(optimizer)
+
+
+def steps_on_whole(optimizer: Optimizer) -> bool:
+    """Whether :func:`attach` made this optimizer step on whole tensors, so that its state is whole on every rank."""
+    return getattr(optimizer, _MARK, False)
 
 
 def _step_on_whole(optimizer: Optimizer) -> None:

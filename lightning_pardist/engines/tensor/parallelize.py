@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_pardist.engines.local_tensors import over_tensor_ranks
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
 from lightning_pardist.engines.tensor.plan import TensorParallelPlan
 from lightning_pardist.engines.tensor.runtime import TensorRuntime
@@ -68,6 +69,31 @@ def apply(module: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> Tens
     return runtime
 
 
+def dissolve(module: nn.Module) -> None:
+    """Take back what :func:`apply` did: plain whole parameters and buffers on every rank. Collective.
+
+    Tied parameters stay tied. Gradients are let go.
+
+    Args:
+        module: A module after :func:`apply`; one that was not split stays as it is.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for owner, name, _ in _slots(module, buffers=False):
+        parameter: Tensor | None = owner._parameters[name]
+        if not isinstance(parameter, DTensor):
+            continue
+        if id(parameter) not in made:
+            made[id(parameter)] = nn.Parameter(whole_tensor(parameter).clone(), requires_grad=parameter.requires_grad)
+            made[id(parameter)]._pardist_split = parameter  # type: ignore[attr-defined]
+        setattr(owner, name, made[id(parameter)])
+    for whole in made.values():
+        del whole._pardist_split  # type: ignore[attr-defined]
+    for owner, name, _ in _slots(module, buffers=True):
+        buffer = owner._buffers[name]
+        if isinstance(buffer, DTensor):
+            owner._buffers[name] = whole_tensor(buffer).clone()
+
+
 def _check(module: nn.Module, plan: TensorParallelPlan) -> None:
     shapes = {item.name: item.shape for item in plan.parameters}
     found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -121,14 +147,16 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     local = tensor.to_local().detach()
     if layout is None:
         return local
-    group = tensor.device_mesh.get_group()
+    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, local.contiguous(), group=group)
     return layout.join(parts)
 
 
 def local_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A plain whole tensor laid out as ``like`` is; the inverse of :func:`whole_tensor`. Not collective.
+    """A plain whole tensor laid out over the tensor ranks as ``like`` is; the inverse of :func:`whole_tensor`.
+
+    Not collective.
 
     Raises:
         ValueError: If the shapes differ.
@@ -137,12 +165,12 @@ def local_like(whole: Tensor, like: Tensor) -> Tensor:
         return whole
     if tuple(whole.shape) != tuple(like.shape):
         raise ValueError(f"A tensor of shape {tuple(whole.shape)} was loaded where {tuple(like.shape)} is needed.")
-    mesh, layout = like.device_mesh, from_placement(like.placements[-1], like.ndim)
+    axis = like.device_mesh.ndim - 1
+    layout = from_placement(like.placements[axis], like.ndim)
     whole = whole.to(like.device)
-    local = whole if layout is None else layout.take(whole, mesh.get_local_rank(), mesh.size())
-    return DTensor.from_local(
-        local.clone().contiguous(), mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    if layout is not None:
+        whole = layout.take(whole, like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis))
+    return over_tensor_ranks(whole.clone().contiguous(), like)
 
 
 def full_state_dict(module: nn.Module, *, keep: bool = True) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 import lightning_pardist.engines.tensor.rules_matmul
 import lightning_pardist.engines.tensor.rules_nn
@@ -79,6 +80,9 @@ class TensorRuntime:
         self.fallbacks: dict[str, Fallback] = {}
         # Both sides of views that became copies, by storage, until the step ends.
         self._copied_views: dict[int, Tensor] = {}
+        self._depth = 0
+        self._called: tuple[nn.Module, ExitStack] | None = None
+        self._handles: list[RemovableHandle] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -92,8 +96,17 @@ class TensorRuntime:
             stack.enter_context(_without_mha_fast_path())
             stack.enter_context(_Mode(self))
             stack.callback(self._forget)
+            stack.enter_context(self._counted())
             self._forget()
             yield
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     def _forget(self) -> None:
         self.group.forget()
@@ -102,6 +115,48 @@ class TensorRuntime:
     def whole(self, tree: Any) -> Any:
         """The same with every split tensor gathered. Collective over the tensor group if there are any."""
         return pytree.tree_map_only(SplitTensor, self.gather, tree)
+
+    def plain(self, tree: Any) -> Any:
+        """The same with every split tensor and every parameter as a plain whole tensor, for code that knows no other.
+
+        Collective over the tensor group if there are any.
+        """
+        return map_only((SplitTensor, DTensor), self._as_plain, tree)
+
+    def _as_plain(self, tensor: SplitTensor | DTensor) -> Tensor:
+        if isinstance(tensor, SplitTensor):
+            return self.gather(tensor)
+        if any(placement.is_partial() for placement in tensor.placements):
+            return tensor.full_tensor()
+        opened = self._open(tensor)
+        return self.gather(opened) if isinstance(opened, SplitTensor) else opened
+
+    def cover(self, module: nn.Module) -> None:
+        """Have calls of the module and its submodules outside of :meth:`step` run as in one, with plain results.
+
+        Hooks of users and callbacks call modules where no step runs. Undone by :meth:`uncover`.
+        """
+        for child in module.modules():
+            self._handles.append(child.register_forward_pre_hook(self._enter_by_call, prepend=True))
+            self._handles.append(child.register_forward_hook(self._leave_by_call, always_call=True))
+
+    def uncover(self) -> None:
+        """Take back :meth:`cover`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter_by_call(self, module: nn.Module, args: Any) -> None:
+        if not self._depth:
+            self._called = module, ExitStack()
+            self._called[1].enter_context(self.step())
+
+    def _leave_by_call(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._called is None or self._called[0] is not module:
+            return None
+        (_, stack), self._called = self._called, None
+        with stack:
+            return self.plain(output)
 
     def gather(self, tensor: SplitTensor) -> Tensor:
         """A split tensor as a whole one, with autograd. Collective over the tensor group."""
@@ -116,6 +171,8 @@ class TensorRuntime:
         first = args[0] if args else None
         if name in LOCAL_PROPERTIES and isinstance(first, SplitTensor):
             return func(first.local, *args[1:], **kwargs)
+        if name == "register_hook" and isinstance(first, SplitTensor):
+            return self._register_hook(first, *args[1:], **kwargs)
         if isinstance(first, DTensor) and (
             inplace or name in PARAMETER_METHODS or name.startswith(("set:", "delete:"))
         ):
@@ -130,8 +187,19 @@ class TensorRuntime:
             return func(*args, **kwargs)
         return self._on_parts(func, name, inplace, args, kwargs)
 
+    def _register_hook(self, tensor: SplitTensor, hook: Callable[[Any], Any]) -> Any:
+        """The user's hook sees a split gradient, as split as the tensor."""
+
+        def seen(grad: Tensor) -> Any:
+            result = hook(SplitTensor(grad, tensor.split_layout, self))
+            return result.local if isinstance(result, SplitTensor) else result
+
+        return tensor.local.register_hook(seen)
+
     def _open(self, parameter: DTensor) -> Tensor:
         """A parameter as a plain tensor if it is whole, as a split tensor if not; gradients come back as DTensors."""
+        if parameter.device_mesh.ndim > 1:
+            parameter = _gathered(parameter)
         layout = from_placement(parameter.placements[-1], parameter.ndim)
         local = parameter.to_local()
         return local if layout is None else SplitTensor(local, layout, self)
@@ -360,7 +428,9 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> Iterator[No
     before = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # DTensor's and fully_shard's own functions know what they are given.
+        if cls.__module__.startswith("torch.distributed.fsdp") and _concerned(args):
+            return _on_locals(lambda *parts: before.__func__(cls, *parts, **kwargs), args, runtime)
+        # DTensor's own functions know what they are given.
         if _concerned(args) and not cls.__module__.startswith("torch.distributed."):
             opened = map_only(DTensor, runtime._open, args)
             if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves(opened)):
@@ -373,3 +443,28 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> Iterator[No
         yield
     finally:
         torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+
+def _on_locals(apply: Callable[..., Any], args: tuple[Any, ...], runtime: TensorRuntime) -> Any:
+    """A function that hands its tensors through to add hooks to their history, on the parts of split ones."""
+    layouts = [arg.split_layout if isinstance(arg, SplitTensor) else None for arg in args]
+    results = apply(*(arg.local if isinstance(arg, SplitTensor) else arg for arg in args))
+    if not isinstance(results, tuple):
+        return results
+    layouts = layouts[len(layouts) - len(results) :]
+    return tuple(
+        result if layout is None else SplitTensor(result, layout, runtime)
+        for result, layout in zip(results, layouts, strict=True)
+    )
+
+
+def _gathered(parameter: DTensor) -> DTensor:
+    """A parameter that is sharded over data ranks too, and used where its module has not gathered it."""
+    gather = getattr(parameter, "_pardist_gather", None)
+    if gather is None:
+        raise RuntimeError(
+            "A parameter that is sharded over the data axis was used outside its module's call, which it was not in the"
+            " first run of this step. Set data_settings={'watch': 'always'} to look for such uses in every step."
+        )
+    gathered: DTensor = gather()
+    return gathered

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_pardist.engines.data_parallel.bucket import Bucket, view_like
 from lightning_pardist.engines.local_tensors import own_part, set_own_part
 from lightning_pardist.engines.memory import storage_bytes
+from lightning_pardist.engines.zero.host import HostSlice
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,24 @@ class ShardedBucket(Bucket):
         rank: This rank's index in the data axis.
         world_size: Size of the data axis.
         keep_full: Whether the whole gradient buffer is kept between steps (ZeRO-1), or only the slice (ZeRO-2).
+        make_host: Makes what keeps the slice's masters and gradients on the host, if the optimizer steps there.
 
     Attributes:
         shard_numel: Elements of a slice, padding included.
         pieces: What lies in this rank's slice.
+        has_gradients: Whether any rank had a gradient since they were dropped.
         master: What the optimizer updates, shape ``[shard_numel]``: the slice itself, or its fp32 copy.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], *, rank: int, world_size: int, keep_full: bool) -> None:
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        world_size: int,
+        keep_full: bool,
+        make_host: Callable[[Tensor], HostSlice] | None = None,
+    ) -> None:
         self.params = list(params)
         self.numels = [own_part(param).numel() for param in self.params]
         self.numel = sum(self.numels)
@@ -67,13 +78,19 @@ class ShardedBucket(Bucket):
         self._adopt_parameters()
         low_precision = self._dtype in (torch.float16, torch.bfloat16)
         own = self.flat_params[self._own]
+        self.host = None if make_host is None else make_host(own)
         self.master: Tensor = own.float() if low_precision else own
+        if self.host is not None:
+            self.master = self.host.master
         self.master_dtype = self.master.dtype
         self.pieces = self._cut()
         self.flags = torch.zeros(len(self.params), device=self.device)
         self._full: Tensor | None = None
         self._views: list[Tensor] = []
         self._shard: Tensor | None = None
+        self._published = False
+        self._unstepped: set[int] = set()
+        self.has_gradients = False
         self._shard_in_full = False
         self.reset()
 
@@ -83,10 +100,30 @@ class ShardedBucket(Bucket):
     def gather(self, group: dist.ProcessGroup) -> dist.Work | None:
         """Send this rank's updated slice and receive the others'. Collective over ``group``; returns at once."""
         own = self.flat_params[self._own]
-        if self.master.data_ptr() != own.data_ptr():
+        if self.host is not None:
+            self._publish(self.host)
+            self.host.wait_published()
+            self._await_step()
+        elif self.master.data_ptr() != own.data_ptr():
             own.copy_(self.master)
         work: dist.Work | None = dist.all_gather_into_tensor(self.flat_params, own, group=group, async_op=True)
         return work
+
+    @torch.no_grad()
+    def note_stepped(self, shards: Collection[nn.Parameter]) -> None:
+        """Some shards are updated: once all are, their copy back to the device begins, while others are updated."""
+        self._unstepped -= {id(shard) for shard in shards}
+        if self.host is not None and not self._unstepped:
+            self._publish(self.host)
+
+    def _publish(self, host: HostSlice) -> None:
+        if not self._published:
+            host.publish()
+        self._published = True
+
+    def _await_step(self) -> None:
+        self._published = False
+        self._unstepped = {id(piece.shard) for piece in self.pieces if piece.shard.grad is not None}
 
     @torch.no_grad()
     def release_memory(self) -> None:
@@ -95,8 +132,10 @@ class ShardedBucket(Bucket):
             set_own_part(param, own_part(param).detach().clone())
             param.grad = None
         for piece in self.pieces:
-            piece.shard.data = piece.shard.data.clone()
+            if self.host is None or not self.host.is_apart:
+                piece.shard.data = piece.shard.data.clone()
             piece.shard.grad = None
+        self.host = None
         self.flat_params = self.master = self.flat_params.new_empty(0)
         self._full, self._views, self._shard = None, [], None
 
@@ -166,7 +205,14 @@ class ShardedBucket(Bucket):
     def take(self, reduced: Tensor) -> None:
         """Receive the mean of this rank's slice, shape ``[shard_numel]``, and let the full gradients go."""
         fresh = self._shard is None or all(piece.shard.grad is None for piece in self.pieces)
-        if self._shard is not None and not fresh:
+        if self.host is not None and self.host.is_away:
+            received = self.host.receive(reduced)
+            if self._shard is None or fresh:
+                self._shard = received
+            else:
+                self.host.wait_received()
+                self._shard.add_(received)
+        elif self._shard is not None and not fresh:
             self._shard.add_(reduced)
         elif self.keep_full and self._full is not None and self.master.dtype == self._dtype:
             self._shard = self._full[self._own]
@@ -183,12 +229,16 @@ class ShardedBucket(Bucket):
         """Hand the slice's gradients to the shards; a parameter that no rank used keeps what it had."""
         if self._shard is None:
             raise RuntimeError("release() comes after take()")
+        if self.host is not None:
+            self.host.wait_received()
         used = [True] * len(self.params) if not self.pending else [flag > 0 for flag in self.flags.tolist()]
         by_param = dict(zip(self.params, used, strict=True))
         for piece in self.pieces:
             if by_param[piece.param]:
                 numel = piece.stop - piece.start
                 piece.shard.grad = self._shard[piece.offset : piece.offset + numel]
+        self.has_gradients = self.has_gradients or any(used)
+        self._await_step()
         self.reset()
 
     def held_bytes(self) -> int:
@@ -197,5 +247,6 @@ class ShardedBucket(Bucket):
 
     def drop_gradients(self) -> None:
         """Forget all gradients, as ``zero_grad`` does."""
+        self.has_gradients = False
         for piece in self.pieces:
             piece.shard.grad = None

@@ -14,10 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.checkpoint.states import Slot, Slots, whole_slots
 from lightning_pardist.engines.data_parallel.reducer import GradientReducer
+from lightning_pardist.engines.elementwise import require_elementwise
 from lightning_pardist.engines.gradients import Counts, sum_of_powers
+from lightning_pardist.engines.offload import HostCopies, HostStep, Offload, StateFile
 from lightning_pardist.engines.zero.bucket import Piece, ShardedBucket
-from lightning_pardist.engines.zero.elementwise import require_elementwise
+from lightning_pardist.engines.zero.host import HostSlice
 from lightning_pardist.engines.zero.state import gather_optimizer_state, slice_optimizer_state
 from lightning_pardist.engines.zero.transport import ReduceScatter
 
@@ -31,7 +34,7 @@ class ZeroEngine:
 
     Within a step, the optimizer's groups and state hold the parts of parameters in this rank's slice, flat; at any
     other time they hold the module's own parameters, so that whoever freezes, adds or looks up parameters finds them.
-    On one rank nothing is changed.
+    On one rank nothing is changed, unless the optimizer steps on the host.
 
     Args:
         module: Its parameters become views of flat buffers; values must agree over the group.
@@ -40,9 +43,12 @@ class ZeroEngine:
         zero_stage: 1 or 2.
         bucket_size_mb: Size of a bucket.
         overlap: Whether gradients are sent while backward runs.
+        offload: Where optimizer state lives and steps are taken; on the parameters' device if None. A rank by itself
+            uses slices too, then.
 
     Raises:
         ValueError: If an optimizer needs whole parameters, or the stage is neither 1 nor 2.
+        RuntimeError: If there is no room for offloaded state.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class ZeroEngine:
         zero_stage: int,
         bucket_size_mb: float = 25.0,
         overlap: bool = True,
+        offload: Offload | None = None,
     ) -> None:
         if zero_stage not in (1, 2):
             raise ValueError(f"zero_stage={zero_stage} is not served by ZeroEngine. Use 1 or 2.")
@@ -64,21 +71,30 @@ class ZeroEngine:
         self._undo: list[Callable[[], None]] = []
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
         self._buckets: list[ShardedBucket] = []
+        self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
+        self._offload = offload
+        self._store = None if offload is None or offload.folder is None else StateFile(offload.folder)
+        self._copies: HostCopies | None = None
+        self._host_steps: dict[Optimizer, HostStep] = {}
         lanes = {param: index for index, optimizer in enumerate(optimizers) for param in _params(optimizer)}
-        if group.size() > 1:
+        self._is_sliced = group.size() > 1 or offload is not None
+        if self._is_sliced:
             for optimizer in optimizers:
-                require_elementwise(optimizer)
+                require_elementwise(optimizer, form="flat")
         self.reducer = GradientReducer(
             module,
-            transport=ReduceScatter(group, keep_full=zero_stage == 1),
+            transport=ReduceScatter(
+                group, keep_full=zero_stage == 1, make_host=None if offload is None else self._make_host
+            ),
             lanes=lanes,
             bucket_size_mb=bucket_size_mb,
             first_bucket_size_mb=min(1.0, bucket_size_mb),
             overlap=overlap,
             reorder=False,
+            alone=self._is_sliced,
         )
         self._bind()
-        if group.size() > 1:
+        if self._is_sliced:
             for optimizer in optimizers:
                 self._undo.append(self._step_on_slices(optimizer))
 
@@ -88,6 +104,11 @@ class ZeroEngine:
     def is_reduced(self) -> bool:
         """Whether gradients were reduced since the last step."""
         return self.reducer.is_reduced
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient on any rank."""
+        return self.reducer.has_gradients or any(bucket.has_gradients for bucket in self._buckets)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradients accumulate inside: whole and unsent in stage 1, sliced and sent in stage 2."""
@@ -162,11 +183,15 @@ class ZeroEngine:
         Returns:
             On the group's first rank, with whole tensors in host memory; without state on the others.
         """
-        if self.group.size() == 1:
+        if not self._is_sliced:
             return optimizer.state_dict()
         originals = [list(group["params"]) for group in optimizer.param_groups]
         with self.slices(optimizer):
-            return gather_optimizer_state(optimizer, originals, self._pieces, self._buckets, group=self.group)
+            state = gather_optimizer_state(optimizer, originals, self._pieces, self._buckets, group=self.group)
+            if host_step := self._host_steps.get(optimizer):
+                for shard in optimizer.state:
+                    host_step.evict(shard)
+        return state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take this rank's part of a state dict of one process. Not collective.
@@ -174,12 +199,55 @@ class ZeroEngine:
         Raises:
             ValueError: If the state's parameter groups do not fit the optimizer's.
         """
-        if self.group.size() == 1:
+        if not self._is_sliced:
             optimizer.load_state_dict(state)
             return
         originals = [list(group["params"]) for group in optimizer.param_groups]
         with self.slices(optimizer):
             optimizer.load_state_dict(slice_optimizer_state(optimizer, originals, self._pieces, state))
+            if host_step := self._host_steps.get(optimizer):
+                for shard in optimizer.state:
+                    host_step.settle(shard)
+
+    # --- offload ------------------------------------------------------------------------------------------------
+
+    def _make_host(self, own: Tensor) -> HostSlice:
+        if self._copies is None:
+            self._copies = HostCopies(own.device)
+        return HostSlice(own, copies=self._copies, store=self._store, window_bytes=self._window_bytes)
+
+    @property
+    def _window_bytes(self) -> int:
+        return 0 if self._offload is None else int(self._offload.window_mb * 2**20)
+
+    def _make_host_step(self, optimizer: Optimizer) -> HostStep:
+        # Windows bound what is resident; on a device they also let copies back begin before the last update.
+        in_windows = self._store is not None or self._device.type != "cpu"
+        with self.slices(optimizer):
+            return HostStep(
+                optimizer,
+                store=self._store,
+                window_bytes=self._window_bytes if in_windows else None,
+                on_stepped=self._note_stepped,
+            )
+
+    def _note_stepped(self, shards: Sequence[nn.Parameter]) -> None:
+        for bucket in {id(b): b for b in (self._bucket_of.get(shard) for shard in shards) if b is not None}.values():
+            bucket.note_stepped(shards)
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Slices of parameters, none where they are other ranks', and whole ones that have no gradients yet."""
+        if self.group.size() == 1:
+            return whole_slots(optimizer)
+        return [[self._slot(param) for param in group["params"]] for group in optimizer.param_groups]
+
+    def _slot(self, param: nn.Parameter) -> Slot:
+        pieces = self._pieces.get(param)
+        if pieces is None:
+            return Slot(param)
+        if not pieces:
+            return Slot(param, here=False)
+        return Slot(param, (pieces[0].start, pieces[0].stop, pieces[0].shard))
 
     # --- slices -------------------------------------------------------------------------------------------------
 
@@ -211,6 +279,10 @@ class ZeroEngine:
     def _step_on_slices(self, optimizer: Optimizer) -> Callable[[], None]:
         """Let ``step`` update slices and gather parameters, and ``zero_grad`` reach slices; returns the way back."""
         inner_step, inner_zero_grad = optimizer.step, optimizer.zero_grad
+        update: Callable[..., Any] = inner_step
+        if self._offload is not None:
+            self._host_steps[optimizer] = self._make_host_step(optimizer)
+            update = self._host_steps[optimizer].run
 
         @functools.wraps(inner_step)
         def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -219,7 +291,7 @@ class ZeroEngine:
                 with torch.enable_grad():
                     result = closure()
             with self.slices(optimizer):
-                inner_step(**kwargs)
+                update(**kwargs)
             self._gather(optimizer)
             return result
 
@@ -256,6 +328,7 @@ class ZeroEngine:
             return
         self._buckets = [bucket for bucket in self.reducer.buckets if isinstance(bucket, ShardedBucket)]
         self._pieces = {param: [] for bucket in self._buckets for param in bucket.params}
+        self._bucket_of = {piece.shard: bucket for bucket in self._buckets for piece in bucket.pieces}
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 self._pieces[piece.param].append(piece)

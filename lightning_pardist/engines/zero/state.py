@@ -123,9 +123,8 @@ def slice_optimizer_state(
 
 def _gather_key(optimizer: Optimizer, bucket: ShardedBucket, key: str, group: dist.ProcessGroup) -> Tensor:
     values = [optimizer.state.get(piece.shard, {}).get(key) for piece in bucket.pieces]
-    # After training the state may have moved to host memory, on all ranks alike.
-    device = next((value.device for value in values if value is not None), bucket.device)
-    own = torch.zeros(bucket.shard_numel, dtype=bucket.master_dtype, device=device)
+    # Offloaded, or after training, the state is on the host; also a rank without any must gather where the others do.
+    own = torch.zeros(bucket.shard_numel, dtype=bucket.master_dtype, device=bucket.device)
     for piece, value in zip(bucket.pieces, values, strict=True):
         if value is not None:
             own[piece.offset : piece.offset + value.numel()] = value

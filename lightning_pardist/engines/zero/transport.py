@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_pardist.engines.data_parallel.bucket import Bucket
 from lightning_pardist.engines.data_parallel.transport import Transport, reduce_flags
 from lightning_pardist.engines.zero.bucket import ShardedBucket
+from lightning_pardist.engines.zero.host import HostSlice
 
 #: Buckets that may be on their way at once: what they receive into is memory beyond the states that ZeRO counts.
 _IN_FLIGHT = 2
@@ -28,17 +29,31 @@ class ReduceScatter(Transport):
     Args:
         group: The data axis' process group.
         keep_full: Whether full gradients are kept between steps (ZeRO-1).
+        make_host: See :class:`~lightning_pardist.engines.zero.bucket.ShardedBucket`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, keep_full: bool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        keep_full: bool,
+        make_host: Callable[[Tensor], HostSlice] | None = None,
+    ) -> None:
         self.group = group
+        self.make_host = make_host
         self.scale = 1.0 / group.size()
         self.keep_full = keep_full
         self._flying: deque[tuple[ShardedBucket, Any, Tensor]] = deque()
 
     @override
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
-        return ShardedBucket(params, rank=self.group.rank(), world_size=self.group.size(), keep_full=self.keep_full)
+        return ShardedBucket(
+            params,
+            rank=self.group.rank(),
+            world_size=self.group.size(),
+            keep_full=self.keep_full,
+            make_host=self.make_host,
+        )
 
     @override
     def launch(self, bucket: Bucket, *, index: int, is_last: bool) -> Any:

@@ -61,7 +61,10 @@ class Part:
         """Change the module in place to what this part runs. Collective over the world."""
 
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
-        """Change the module once optimizers have been made, and the optimizers with it. Collective over the world."""
+        """Optimizers were made from the transformed module; the engine of the data axis does not exist yet.
+
+        Collective over the world.
+        """
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -132,6 +135,11 @@ class DataPart(Part):
     @property
     def broadcasts(self) -> bool:
         """Whether :meth:`transform` gives every rank the first rank's values by itself."""
+        return False
+
+    @property
+    def steps_on_parts(self) -> bool:
+        """Whether the engine sees to it that optimizers step on what this rank holds of each parameter."""
         return False
 
     def convert_precision(self, module: pl.LightningModule) -> None:

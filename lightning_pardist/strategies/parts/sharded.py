@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -26,6 +27,7 @@ from lightning_pardist.engines.fully_sharded.materialize import InitFunction, on
 from lightning_pardist.engines.fully_sharded.state import full_state, load_full_state
 from lightning_pardist.engines.fully_sharded.units import MIN_UNIT_BYTES, UnitPolicy
 from lightning_pardist.mesh import Degree
+from lightning_pardist.strategies.parts.offloading import OffloadSetting
 from lightning_pardist.strategies.parts.part import DataPart
 from lightning_pardist.strategies.settings import one_of
 
@@ -54,6 +56,8 @@ class FullyShardedData(DataPart):
         watch: Literal["first", "always", "never"] = "first",
         init: InitFunction | None = None,
         whole_after_run_mb: float = 1024.0,
+        offload: str | os.PathLike[str] | None = None,
+        offload_window_mb: float = 64.0,
     ) -> None:
         one_of("accumulate", accumulate, ("sharded", "unsharded"))
         one_of("watch", watch, ("first", "always", "never"))
@@ -73,6 +77,7 @@ class FullyShardedData(DataPart):
         self.watch: Literal["first", "always", "never"] = watch
         self.init = init
         self.whole_after_run_mb = whole_after_run_mb
+        self.offload = OffloadSetting(offload, offload_window_mb)
         self._sharded: FullySharded | None = None
         self._uneven: AbstractContextManager[None] | None = None
         self._built_on_meta = False
@@ -86,6 +91,7 @@ class FullyShardedData(DataPart):
 
     @override
     def check(self, trainer: pl.Trainer) -> None:
+        self.offload.check(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ValueError(
@@ -104,6 +110,11 @@ class FullyShardedData(DataPart):
     @property
     @override
     def broadcasts(self) -> bool:
+        return True
+
+    @property
+    @override
+    def steps_on_parts(self) -> bool:
         return True
 
     @override
@@ -136,6 +147,10 @@ class FullyShardedData(DataPart):
         _move_torchmetrics_to_device(module, device)
         _update_properties(module, device=device)
 
+    @property
+    def _shards_rest_on_host(self) -> bool:
+        return self.offload.settings is not None and self.strategy.root_device.type != "cpu"
+
     def _shard(self, module: pl.LightningModule) -> FullySharded:
         dims, plugin = self.strategy.dims, self.strategy.precision_plugin
         axes = ("data_shard",) if dims.data_replicate == 1 else ("data_replicate", "data_shard")
@@ -148,6 +163,7 @@ class FullyShardedData(DataPart):
             units=find_units(module, policy=self.units, min_unit_bytes=int(self.min_unit_size_mb * _MIB)),
             reshard_after_forward=self.reshard_after_forward,
             mp_policy=policy,
+            offload_policy=CPUOffloadPolicy() if self._shards_rest_on_host else None,
             init=self.init,
             rank_dependent=self.rank_dependent,
             watch=self.watch,
@@ -157,7 +173,7 @@ class FullyShardedData(DataPart):
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             module.__dict__[name] = self._followed(getattr(module, name))
-        return ShardedDataEngine(self.sharded, optimizers, accumulate=self.accumulate)
+        return ShardedDataEngine(self.sharded, optimizers, accumulate=self.accumulate, offload=self.offload.settings)
 
     @property
     def sharded(self) -> FullySharded:
@@ -207,7 +223,7 @@ class FullyShardedData(DataPart):
     @override
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Whole tensors in the first rank's host memory, their names alone on the others. Collective."""
-        return state if self._sharded is None else OrderedDict(full_state(self._sharded.module))
+        return state if self._sharded is None else OrderedDict(full_state(self._sharded.module, self._sharded.writer))
 
     @override
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:

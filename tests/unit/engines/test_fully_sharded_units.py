@@ -4,7 +4,6 @@ from torch import nn
 
 from lightning_pardist.engines.fully_sharded import find_units, format_units
 from lightning_pardist.engines.fully_sharded.materialize import materialize
-from lightning_pardist.engines.fully_sharded.optimizer import is_elementwise
 from lightning_pardist.engines.fully_sharded.outputs import before_backward, shares_memory, tensors_in
 from tests.distributed import sharded_modules as zoo
 
@@ -111,25 +110,6 @@ def test_outputs_are_searched_everywhere():
     assert not shares_memory({"w": weight * 2}, storages)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "expected"),
-    [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, True),
-        (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}, True),
-        (torch.optim.Adam, {"lr": 0.1, "fused": True}, True),
-        (torch.optim.Rprop, {"lr": 0.1}, True),
-        (torch.optim.LBFGS, {"lr": 0.1}, False),
-        (torch.optim.Adafactor, {"lr": 0.1}, False),
-    ],
-)
-def test_elementwise_optimizers_are_told_by_trying(kind, options, expected):
-    parameter = nn.Parameter(torch.ones(3, 3))
-    optimizer = kind([parameter], **options)
-    assert is_elementwise(optimizer) is expected
-    assert torch.equal(parameter, torch.ones(3, 3))
-    assert not optimizer.state
-
-
 def test_materialize_shards_a_unit_before_the_next_has_values():
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
@@ -143,7 +123,3 @@ def test_materialize_shards_a_unit_before_the_next_has_values():
 
     materialize(module, shard_now, is_unit=lambda m: isinstance(m, nn.Linear))
     assert whole == [2, 2, 2]
-
-
-def test_a_learning_rate_of_zero_hides_nothing():
-    assert not is_elementwise(torch.optim.Adafactor([torch.nn.Parameter(torch.ones(4, 4))], lr=0.0))

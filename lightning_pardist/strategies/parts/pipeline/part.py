@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -144,7 +143,6 @@ class PipelinePart(Part):
             for optimizer in optimizers
         }
         self._counted = set(self.engine.placement.owned())
-        self._synchronize_scaler()
         if group.size() > 1:
             self._outside = OutsideCalls(self.engine.placement, device, _group_for_outside(self.strategy.device_mesh))
             self._outside.install()
@@ -177,22 +175,6 @@ class PipelinePart(Part):
             share="all",
             timeout_s=settings.message_timeout_s,
         )
-
-    def _synchronize_scaler(self) -> None:
-        """One stage's overflow makes all stages skip the step."""
-        scaler = self._scaler()
-        if scaler is None or self.group.size() == 1:
-            return
-        original, device = scaler._unscale_grads_, self.strategy.root_device
-
-        def unscale(*args: Any) -> dict[torch.device, Tensor]:
-            found = original(*args)
-            worst = max((float(value) for value in found.values()), default=0.0)
-            overflow = torch.tensor([worst], device=device)
-            dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)
-            return {place: overflow.to(place) for place in found or (device,)}
-
-        scaler.__dict__["_unscale_grads_"] = unscale
 
     def _scaler(self) -> Any:
         return getattr(self.strategy.precision_plugin, "scaler", None)
@@ -335,8 +317,6 @@ class PipelinePart(Part):
         for metric in self._metrics:
             metric.process_group = None
         self._metrics.clear()
-        if (scaler := self._scaler()) is not None:
-            scaler.__dict__.pop("_unscale_grads_", None)
         engine, self.engine = self.engine, None
         self._effects, self._same_batch, self._counted = None, None, None
         self._plans, self._rules, self._taken = {}, {}, []

@@ -1,0 +1,42 @@
+"""Copies between a device and pinned host memory, on a stream of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HostCopies:
+    """Moves tensors while the device computes. On the host itself a copy is a copy.
+
+    Args:
+        device: The other end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Flat host memory that the device can copy from and to by itself."""
+        return torch.empty(numel, dtype=dtype, pin_memory=self._stream is not None)
+
+    def start(self, source: Tensor, target: Tensor) -> torch.Event | None:
+        """Begin to copy, after what the current stream has computed so far.
+
+        Args:
+            source: On either end; must not change before the copy has ended, and may be dropped.
+            target: On the other end, same shape.
+
+        Returns:
+            What to wait for before ``target`` is read; None if the copy has been made.
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+            on_device = source if source.device.type != "cpu" else target
+            on_device.record_stream(self._stream)
+            return self._stream.record_event()

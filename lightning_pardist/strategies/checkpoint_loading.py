@@ -1,0 +1,45 @@
+"""A module out of a checkpoint, without a Trainer."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.saving import _load_state
+
+from lightning_pardist.engines.checkpoint.folder import FolderReader
+from lightning_pardist.engines.checkpoint.manifest import is_folder, verify_files
+from lightning_pardist.engines.checkpoint.states import FolderState
+
+ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
+
+
+def load_from_checkpoint(
+    cls: type[ModuleT], path: _PATH, *, strict: bool | None = None, weights_only: bool | None = None, **kwargs: Any
+) -> ModuleT:
+    """``cls.load_from_checkpoint`` for checkpoints of either form, on the host. Not collective.
+
+    Args:
+        cls: The module's class.
+        path: A checkpoint folder, or Lightning's single file: local paths or URLs.
+        strict: Whether names must match; the module's ``strict_loading`` if None.
+        weights_only: As ``torch.load`` takes it. By default no code from the checkpoint is run.
+        **kwargs: Arguments of the class, over the saved hyperparameters.
+
+    Raises:
+        FileNotFoundError: If there is no complete checkpoint.
+        DamagedCheckpointError: If a file of the folder is missing, truncated or altered.
+        pickle.UnpicklingError: If it holds objects that take code to build.
+    """
+    if not is_folder(path):
+        return cls.load_from_checkpoint(path, map_location="cpu", strict=strict, weights_only=weights_only, **kwargs)
+    reader = FolderReader(path)
+    verify_files(path, reader.manifest)
+    checkpoint = reader.trainer_state(weights_only=weights_only)
+    checkpoint["state_dict"] = FolderState(reader, checkpoint["state_dict"])
+    checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
+    module = _load_state(cls, checkpoint, strict=strict, **kwargs)
+    if not isinstance(module, cls):
+        raise TypeError(f"{cls.__name__} is not a LightningModule.")
+    return module

@@ -1,0 +1,445 @@
+"""When and by whom checkpoints are written and read, in both forms, at once or in the background."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import lightning
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_pardist._version import __version__
+from lightning_pardist.engines.checkpoint.exchange import (
+    AloneExchange,
+    Exchange,
+    GroupExchange,
+    StoreExchange,
+    together,
+)
+from lightning_pardist.engines.checkpoint.files import local_path, recover
+from lightning_pardist.engines.checkpoint.folder import FolderReader, FolderSave
+from lightning_pardist.engines.checkpoint.manifest import is_folder, verify_files
+from lightning_pardist.engines.checkpoint.states import (
+    ABOUT,
+    FolderState,
+    can_fill,
+    fill_module,
+    fill_optimizer,
+    module_shards,
+    optimizer_shards,
+    whole_slots,
+)
+from lightning_pardist.engines.elementwise import is_elementwise
+from lightning_pardist.engines.process_group import job_store
+from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO
+from lightning_pardist.strategies.settings import one_of
+
+if TYPE_CHECKING:
+    from lightning_pardist.strategies.base import PardistStrategy
+
+Form = Literal["full", "sharded"]
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What one save cost.
+
+    Attributes:
+        path: Where the checkpoint is.
+        stall_s: Seconds for which training waited.
+        write_s: Seconds from the beginning until it was complete.
+    """
+
+    path: str
+    stall_s: float
+    write_s: float
+
+
+class ShardedOptimizerState(dict[str, Any]):
+    """An optimizer's state in a sharded checkpoint: everything but the tensors, and where those are.
+
+    Attributes:
+        tensors: What this rank holds, to be saved.
+        reader: The folder to load from.
+    """
+
+    def __init__(self, rest: Mapping[str, Any], *, tensors: Any = None, reader: FolderReader | None = None) -> None:
+        super().__init__(rest)
+        self.tensors: dict[str, Any] = tensors or {}
+        self.reader = reader
+
+
+class Checkpoints:
+    """A strategy's checkpoints.
+
+    Args:
+        strategy: Whose.
+        form: ``"full"`` for Lightning's single file, written by the first rank; ``"sharded"`` for a folder that all
+            ranks write in parallel.
+        async_save: Whether training goes on while a checkpoint is written.
+
+    Attributes:
+        reports: What the saves of the run cost.
+
+    Raises:
+        ValueError: If a setting is out of range.
+    """
+
+    def __init__(self, strategy: PardistStrategy, *, form: Form, async_save: bool) -> None:
+        one_of("checkpoint", form, get_args(Form))
+        self.strategy = strategy
+        self.form = form
+        self.async_save = async_save
+        self.reports: list[SaveReport] = []
+        self._names: dict[Tensor, str] = {}
+        self._began: float | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+        self._number = 0
+        self._closed = True
+
+    @property
+    def sharded(self) -> bool:
+        """Whether states are left as this rank holds them."""
+        return self.form == "sharded"
+
+    @property
+    def _in_background(self) -> bool:
+        """After a run nobody would wait for a background save."""
+        return self.async_save and not self._closed
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Refuse combinations that cannot be right. Not collective.
+
+        Raises:
+            ValueError: With what was set, what was found and the fix.
+        """
+        self._closed, self.reports = False, []
+        io = self.strategy.checkpoint_io
+        if self.sharded and not isinstance(io, PardistCheckpointIO):
+            raise ValueError(
+                f'checkpoint="sharded" writes its own folder, but the Trainer was given a {type(io).__name__}. Remove'
+                ' the plugin (async_save=True takes the place of AsyncCheckpointIO), or set checkpoint="full".'
+            )
+        if self.async_save and isinstance(io, _WrappingCheckpointIO):
+            raise ValueError(
+                f"async_save=True and {type(io).__name__} would both save in the background. Remove one of them."
+            )
+        for callback in trainer.checkpoint_callbacks:
+            if self.async_save and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+                raise ValueError(
+                    'ModelCheckpoint(save_last="link") would link to a checkpoint that async_save=True has not'
+                    " written yet. Set save_last=True."
+                )
+
+    def know_names(self, module: nn.Module) -> None:
+        """Note the module's parameters: optimizers may keep them when the module no longer does."""
+        self._names = {param: name for name, param in module.named_parameters()}
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A checkpoint is being put together: time counts from here. An earlier one is waited for."""
+        self._began = time.perf_counter()
+        self.finish()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part of an optimizer's state, for :meth:`save`. Not collective."""
+        index = self.strategy.optimizers.index(optimizer)
+        engine, module = self.strategy._engine, self.strategy.lightning_module
+        slots = whole_slots(optimizer) if engine is None else engine.slots(optimizer)
+        names = dict(self._names)
+        if module is not None:
+            names.update({param: name for name, param in module.named_parameters()})
+        tensors, rest = optimizer_shards(index, optimizer, slots, names)
+        return ShardedOptimizerState(rest, tensors=tensors)
+
+    def save(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None) -> None:
+        """Write a checkpoint, or begin to. Collective over the world.
+
+        Raises:
+            OSError: On the rank whose filesystem refused; what was there before is intact.
+            RuntimeError: On the others, with its rank and reason; of an earlier save in the background as well.
+        """
+        began = time.perf_counter() if self._began is None else self._began
+        self._began = None
+        self.finish()
+        self.strategy.before_collective()
+        if state := self.strategy.exact_resume.state(self._exchange()):
+            checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
+        job = self._sharded_job if self.sharded else self._full_job
+        run = job(checkpoint, os.fspath(path), storage_options)
+        if not self._in_background:
+            run(self._exchange())
+            now = time.perf_counter() - began
+            self.reports.append(SaveReport(os.fspath(path), now, now))
+            return
+        exchange = self._background_exchange()
+
+        def in_background() -> None:
+            run(exchange)
+            self.reports.append(SaveReport(os.fspath(path), stall, time.perf_counter() - began))
+
+        stall = time.perf_counter() - began
+        self._submit(in_background)
+
+    def remove(self, path: _PATH) -> None:
+        """Remove a checkpoint on the first rank, in the background after what was begun before is complete."""
+        if not self.strategy.is_global_zero:
+            return
+        if not self._pending:
+            self.strategy.checkpoint_io.remove_checkpoint(path)
+            return
+        earlier = list(self._pending)
+
+        def in_background() -> None:
+            # A checkpoint whose successor could not be written stays.
+            if all(future.exception() is None for future in earlier):
+                self.strategy.checkpoint_io.remove_checkpoint(path)
+
+        self._submit(in_background)
+
+    def finish(self) -> None:
+        """Wait until everything begun is complete. Not collective.
+
+        Raises:
+            BaseException: What went wrong in the background.
+        """
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def close(self, *, well: bool) -> None:
+        """The run has ended: complete what was begun, and say what it cost. Not collective.
+
+        Args:
+            well: Whether a failure of a save is to be raised; it is warned of if another failure ended the run.
+        """
+        try:
+            self.finish()
+        except Exception as error:
+            if well:
+                raise
+            rank_zero_warn(f"The last checkpoint was not written: {error}")
+        finally:
+            self._closed = True
+            if self._executor is not None:
+                self._executor.shutdown(wait=True)
+                self._executor = None
+        if self.async_save and self.reports:
+            rank_zero_info(self.describe())
+
+    def describe(self) -> str:
+        """What the saves so far cost, in one line."""
+        stall = statistics.median(report.stall_s for report in self.reports)
+        write = statistics.median(report.write_s for report in self.reports)
+        return (
+            f"{len(self.reports)} checkpoint(s) written in the background: training waited {stall:.3f} s for each"
+            f" (median), writing took {write:.3f} s."
+        )
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pardist-checkpoint")
+        self._pending.append(self._executor.submit(job))
+
+    def _full_job(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> Callable[[Exchange], None]:
+        io = self.strategy.checkpoint_io
+        if self._in_background and self.strategy.is_global_zero:
+            checkpoint = apply_to_collection(checkpoint, Tensor, _Staging())
+
+        def run(exchange: Exchange) -> None:
+            def write() -> None:
+                if exchange.rank == 0:
+                    io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+            together(exchange, f"Saving {path}", write)
+
+        return run
+
+    def _sharded_job(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> Callable[[Exchange], None]:
+        if storage_options is not None:
+            raise TypeError(f'storage_options={storage_options!r} is not supported by checkpoint="sharded".')
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        tensors, aliases, extra = module_shards(checkpoint["state_dict"])
+        for state in checkpoint.get("optimizer_states", ()):
+            tensors.update(state.tensors)
+        save = FolderSave(tensors, path, aliases=aliases, about=self._about(checkpoint))
+        exchange = self._exchange()
+        if "optimizer_states" in checkpoint:
+            small = exchange.gather([state["small"] for state in checkpoint["optimizer_states"]])
+            rest["optimizer_states"] = [
+                {**state, "small": _merged([of_rank[index] for of_rank in small])}
+                for index, state in enumerate(checkpoint["optimizer_states"])
+            ]
+        rest["state_dict"] = extra
+        save.plan(exchange)
+        if self._in_background:
+            save.stage()
+            rest = apply_to_collection(rest, Tensor, _Staging())
+        return lambda exchange: save.write(exchange, rest)
+
+    def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        strategy = self.strategy
+        return {
+            "strategy": type(strategy).__name__,
+            "data": type(strategy.data).__name__,
+            "degrees": strategy.dims.describe(),
+            "world_size": strategy.world_size,
+            "global_step": checkpoint.get("global_step"),
+            "epoch": checkpoint.get("epoch"),
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": {
+                "lightning_pardist": __version__,
+                "lightning": lightning.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+    def _exchange(self) -> Exchange:
+        return GroupExchange() if self.strategy.world_size > 1 and dist.is_initialized() else AloneExchange()
+
+    def _background_exchange(self) -> Exchange:
+        self._number += 1
+        strategy = self.strategy
+        if strategy.world_size == 1:
+            return AloneExchange()
+        return StoreExchange(
+            job_store(),
+            name=f"{strategy._run}/{self._number}",
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            timeout_s=strategy.timeout_s,
+        )
+
+    # --- loading ------------------------------------------------------------------------------------------------
+
+    def load(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
+        """Check a checkpoint of either form and read it, its tensors when they are needed. Collective over the world.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            DamagedCheckpointError: If a part of it is missing, truncated or altered; nothing has been loaded then.
+            pickle.UnpicklingError: If it holds objects that take code to build, with the classes and two ways out.
+        """
+        self.finish()
+        strategy, exchange = self.strategy, self._exchange()
+        strategy.before_collective()
+        what = f"Loading {os.fspath(path)}"
+
+        def find() -> bool:
+            if exchange.rank:
+                return False
+            if (plain := local_path(path)) is not None:
+                recover(plain)
+            return is_folder(path)
+
+        as_folder = exchange.broadcast(together(exchange, what, find))
+        if not as_folder:
+            return self._load_file(path, weights_only, exchange)
+        reader: FolderReader = together(exchange, what, lambda: FolderReader(path))
+        shares = {"share": exchange.rank, "shares": exchange.world_size}
+        together(exchange, what, lambda: verify_files(path, reader.manifest, **shares))
+        checkpoint: dict[str, Any] = together(exchange, what, lambda: reader.trainer_state(weights_only=weights_only))
+        checkpoint["state_dict"] = FolderState(reader, checkpoint["state_dict"])
+        if "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = [
+                ShardedOptimizerState(state, reader=reader) for state in checkpoint["optimizer_states"]
+            ]
+        return checkpoint
+
+    def _load_file(self, path: _PATH, weights_only: bool | None, exchange: Exchange) -> dict[str, Any]:
+        io = self.strategy.checkpoint_io
+        inner = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
+        what = f"Loading {os.fspath(path)}"
+        checkpoint: dict[str, Any]
+        if not isinstance(inner, PardistCheckpointIO):
+            checkpoint = together(exchange, what, lambda: io.load_checkpoint(path, weights_only=weights_only))
+            return checkpoint
+        # Every byte is read once on every node, which also brings it into the node's cache for all of its ranks.
+        together(exchange, what, lambda: inner.verify(path) if self.strategy.local_rank == 0 else None)
+        checkpoint = together(exchange, what, lambda: inner.read(path, weights_only=weights_only))
+        large = ("state_dict", "optimizer_states")
+        # The rest may live as long as the run; a mapping must not.
+        return {
+            key: value if key in large else apply_to_collection(value, Tensor, torch.clone)
+            for key, value in checkpoint.items()
+        }
+
+    def fill_module(self, state: Any, *, strict: bool) -> bool:
+        """Load a folder straight into what this rank holds of the module. Not collective.
+
+        Returns:
+            Whether it was done; a module with loading of its own gets whole tensors instead.
+        """
+        module = self.strategy.lightning_module
+        if not isinstance(state, FolderState) or module is None or not can_fill(module):
+            return False
+        fill_module(module, state, strict=strict)
+        return True
+
+    def fill_optimizer(self, index: int, optimizer: Optimizer, state: Any) -> bool:
+        """Load a folder straight into what this rank holds of an optimizer's state. Not collective.
+
+        Returns:
+            Whether it was done; the state dict of a full file is not for this.
+        """
+        if not isinstance(state, ShardedOptimizerState) or state.reader is None:
+            return False
+        engine = self.strategy._engine
+        slots = whole_slots(optimizer) if engine is None else engine.slots(optimizer)
+        split = any(isinstance(slot.param, DTensor) for members in slots for slot in members)
+        fill_optimizer(
+            index, optimizer, slots, state, state.reader, parts=not split or is_elementwise(optimizer, form="dims")
+        )
+        return True
+
+
+def default_io(io: CheckpointIO | None) -> CheckpointIO:
+    """The strategies' own way to write files where the user has not chosen another."""
+    if io is None:
+        return PardistCheckpointIO()
+    if isinstance(io, _WrappingCheckpointIO) and type(io.checkpoint_io) in (type(None), TorchCheckpointIO):
+        io.checkpoint_io = PardistCheckpointIO()
+    return io
+
+
+class _Staging:
+    """Copies tensors to host memory; those that share their memory share the copy, as they share it in a file."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Any, Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else id(tensor)
+        if key not in self._copies:
+            self._copies[key] = tensor.detach().to("cpu", copy=True)
+        return self._copies[key]
+
+
+def _merged(of_ranks: list[dict[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    merged: dict[int, dict[str, Any]] = {}
+    for found in of_ranks:
+        for number, values in found.items():
+            for key, value in values.items():
+                merged.setdefault(number, {}).setdefault(key, value)
+    return merged

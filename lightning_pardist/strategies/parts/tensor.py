@@ -1,0 +1,406 @@
+"""The tensor axis: layers split inside, whatever the module is called."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_pardist.engines.fully_sharded.materialize import on_meta
+from lightning_pardist.engines.local_tensors import own_part, wrapped_like
+from lightning_pardist.engines.tensor import (
+    TensorParallelPlan,
+    TensorRuntime,
+    apply,
+    attach,
+    dissolve,
+    local_like,
+    plan,
+    steps_on_whole,
+    whole_tensor,
+)
+from lightning_pardist.mesh import Degree
+from lightning_pardist.strategies import rehearsal
+from lightning_pardist.strategies.parts.part import Part
+from lightning_pardist.strategies.settings import one_of
+
+TensorParallelSize = int | Literal["auto", "node"]
+
+#: Methods of a LightningModule that hand tensors to the Trainer, which knows plain ones only.
+_ABSENT = object()
+_REPORTS = ("log", "log_dict", "all_gather", "print")
+
+
+class TensorParallel(Part):
+    """Layers are split over tensor ranks by a plan that comes from one traced run of the user's step.
+
+    The arguments are those of :class:`~lightning_pardist.TensorParallelStrategy`.
+
+    Raises:
+        ValueError: If a setting is out of range; during a run, if the plan by hand does not fit the module.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensor_parallel_size: TensorParallelSize = "auto",
+        plan: Mapping[str, Any] | None = None,
+        on_indivisible: Literal["error", "replicate"] = "error",
+        sequence_parallel: bool = False,
+        sample: Any = None,
+    ) -> None:
+        if isinstance(tensor_parallel_size, str):
+            one_of("tensor_parallel_size", tensor_parallel_size, ("auto", "node"), or_else="a number of ranks")
+        elif tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size={tensor_parallel_size} is not positive. Use 1 or more, or 'auto'.")
+        one_of("on_indivisible", on_indivisible, ("error", "replicate"))
+        self.tensor_parallel_size = tensor_parallel_size
+        self.overrides = dict(plan or {})
+        self.on_indivisible: Literal["error", "replicate"] = on_indivisible
+        self.sequence_parallel = sequence_parallel
+        self.sample = sample
+        self.plan: TensorParallelPlan | None = None
+        self.runtime: TensorRuntime | None = None
+        self._split: nn.Module | None = None
+        self._wrapped: list[tuple[nn.Module, str, Any]] = []
+
+    @override
+    def degrees(self, ranks_per_node: int) -> dict[str, Degree]:
+        size = self.tensor_parallel_size
+        return {"tensor_parallel": ranks_per_node if size == "node" else size}
+
+    @override
+    def check(self, trainer: pl.Trainer) -> None:
+        name = type(self.strategy).__name__
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"{type(callback).__name__} averages whole parameters, which no rank has under {name}."
+                    " Remove the callback, or use pardist_ddp, pardist_zero1 or pardist_zero2."
+                )
+        if getattr(self.strategy.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"precision={trainer.precision!r} scales the loss, and each tensor rank of {name} would scale its own"
+                " way. Use precision='bf16-mixed'."
+            )
+        module = self.strategy.lightning_module
+        if module is not None and on_meta(module):
+            raise ValueError(
+                f"{type(module).__name__} was built on the meta device, and {name} runs it once to see how its layers"
+                " are connected. Build it with values, or use pardist_fsdp."
+            )
+        if self.runtime is not None and not self.strategy.data.broadcasts:
+            # Left split by a run that failed on every rank: this one starts from whole parameters.
+            self._become_whole()
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @override
+    def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.runtime is not None and self._split is module:
+            return
+        module.to(self.strategy.root_device)
+        mesh = self.strategy.device_mesh["tensor_parallel"]
+        self._share_random_state(mesh.get_group())
+        if self.plan is None or not _fits(self.plan, module):
+            found = self._find_plan(trainer, module)
+            # Control flow may depend on data: all ranks follow the first one's.
+            self.plan = self.strategy.broadcast(found)
+            rank_zero_info(str(self.plan))
+        self.runtime, self._split = apply(module, self.plan, mesh), module
+        self.runtime.cover(module)
+        self._wrap_reports(module)
+
+    def _find_plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> TensorParallelPlan:
+        name = rehearsal.step_name(trainer)
+        with rehearsal.without_trace(module, trainer):
+            try:
+                batch = self._batch(trainer)
+            except rehearsal.NoSample as problem:
+                example = module.example_input_array
+                if example is None:
+                    raise ValueError(
+                        f"{type(self.strategy).__name__} runs {name} once before it starts, and has no batch for it:"
+                        f" {problem}. Set {type(self.strategy).__name__}(sample=batch), or example_input_array in the"
+                        " module."
+                    ) from problem
+                batch = rehearsal.on_device(trainer, example)
+
+                def step() -> Any:
+                    return _call(module, batch)
+            else:
+
+                def step() -> Any:
+                    return rehearsal.run(module, name, batch, trainer)
+
+            return self.find_plan(module, step, tp_size=self.strategy.dims.tensor_parallel)
+
+    def _batch(self, trainer: pl.Trainer) -> Any:
+        if self.sample is None:
+            return rehearsal.first_batch(trainer)
+        return rehearsal.on_device(trainer, self.sample() if callable(self.sample) else self.sample)
+
+    def find_plan(self, module: nn.Module, step: Callable[[], Any], *, tp_size: int) -> TensorParallelPlan:
+        """Derive the plan from one run of ``step``. Not collective.
+
+        Raises:
+            ValueError: If a pattern of the plan by hand matches nothing or a size does not divide.
+        """
+        return plan(
+            module,
+            step,
+            tp_size=tp_size,
+            overrides=self.overrides,
+            on_indivisible=self.on_indivisible,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    @override
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        if not self.strategy.data.steps_on_parts:
+            for optimizer in optimizers:
+                attach(optimizer)
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.runtime is None:
+            return step(*args, **kwargs)
+        self._agree(self.runtime, (args, kwargs))
+        with self.runtime.step():
+            return self._plain(step(*args, **kwargs))
+
+    @override
+    def backward(self, run: Callable[[], None]) -> None:
+        if self.runtime is None:
+            run()
+            return
+        with self.runtime.step():
+            run()
+
+    def _plain(self, tree: Any) -> Any:
+        """The same without split tensors and parameters, for code outside of steps. Collective if there are any."""
+        return tree if self.runtime is None else self.runtime.plain(tree)
+
+    # --- one stream of samples and random numbers ---------------------------------------------------------------
+
+    def _share_random_state(self, group: dist.ProcessGroup) -> None:
+        """All tensor ranks draw the same numbers: samples, dropout of whole tensors. Collective over the group."""
+        states = [_collect_rng_states(include_cuda=torch.cuda.is_available())]
+        dist.broadcast_object_list(states, group_src=0, group=group)
+        _set_rng_states(states[0])
+
+    def _agree(self, runtime: TensorRuntime, batch: Any) -> None:
+        """Refuse different samples on the ranks of one tensor group, and bring random streams together again.
+
+        One small gather a step. Random streams drift where one rank does something that others do not (a picture drawn
+        on the first rank, say), and with them dropout, which would be wrong in silence.
+        """
+        group = runtime.group.process_group
+        device = torch.device("cpu") if torch.device("cpu") in group._device_types else self.strategy.root_device
+        mine = torch.tensor([_fingerprint(batch), _random_fingerprint()], device=device)
+        everyone = mine.new_empty(runtime.group.size * 2)
+        dist.all_gather_into_tensor(everyone, mine, group=group)
+        samples, random = everyone.view(-1, 2).cpu().unbind(1)
+        if (samples != samples[0]).any():
+            raise RuntimeError(
+                f"The ranks of one tensor group were given different batches, and {type(self.strategy).__name__} splits"
+                " the work on one batch. Shuffle alike on all ranks (seed_everything), and shard samples by"
+                " trainer.strategy.distributed_sampler_kwargs."
+            )
+        if (random != random[0]).any():
+            self._share_random_state(group)
+
+    # --- what leaves a step ------------------------------------------------------------------------------------
+
+    def _wrap_reports(self, module: pl.LightningModule) -> None:
+        """Values that steps log, and what metrics take, are plain tensors; metrics combine over the data axis."""
+        for child in module.modules():
+            if isinstance(child, pl.LightningModule):
+                for name in _REPORTS:
+                    self._wrap(child, name)
+            elif isinstance(child, Metric):
+                self._wrap(child, "update")
+                if child.process_group is None:
+                    self._replace(child, "process_group", self.strategy.data_group)
+
+    def _wrap(self, owner: nn.Module, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._plain((args, kwargs))
+            return original(*args, **kwargs)
+
+        self._replace(owner, name, wrapped)
+
+    def _replace(self, owner: nn.Module, name: str, value: Any) -> None:
+        self._wrapped.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+        owner.__dict__[name] = value
+
+    def _unwrap(self) -> None:
+        for owner, name, before in reversed(self._wrapped):
+            if before is _ABSENT:
+                owner.__dict__.pop(name, None)
+            else:
+                owner.__dict__[name] = before
+        self._wrapped.clear()
+
+    # --- the gradient norm --------------------------------------------------------------------------------------
+
+    @override
+    def counts(self, param: nn.Parameter) -> bool:
+        if self.runtime is None or self.runtime.group.rank == 0:
+            return True
+        return isinstance(param, DTensor) and not param.placements[-1].is_replicate()
+
+    @override
+    def sum_over_axis(self, value: Tensor) -> None:
+        if self.runtime is not None:
+            dist.all_reduce(value, group=self.runtime.group.process_group)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self.runtime is None:
+            return state
+        keep = self.runtime.group.rank == 0
+        # Tied parameters are gathered once, and stay one tensor in the file.
+        done: dict[tuple[int, torch.Size], Tensor] = {}
+        for name, value in state.items():
+            if isinstance(value, DTensor):
+                key = own_part(value).data_ptr(), value.shape
+                if key not in done or not value.numel():
+                    whole = whole_tensor(value)
+                    done[key] = whole.cpu() if keep else whole.new_empty(0)
+                state[name] = done[key]
+        return state
+
+    @override
+    def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.runtime is None or self._split is None:
+            return state
+        mine = self._split.state_dict()
+        return {
+            name: local_like(value, mine[name]) if isinstance(mine.get(name), DTensor) else value
+            for name, value in state.items()
+        }
+
+    @override
+    def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        params = _parameters(optimizer)
+        whole = {
+            number: {
+                key: _whole_value(value, params[number], on_whole=steps_on_whole(optimizer))
+                for key, value in state["state"][number].items()
+            }
+            for number in sorted(state["state"])
+        }
+        return {**state, "state": whole}
+
+    @override
+    def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        params = _parameters(optimizer)
+        if steps_on_whole(optimizer):
+            return state
+        saved = [number for group in state["param_groups"] for number in group["params"]]
+        local = {
+            number: {key: _local_value(value, params[position]) for key, value in state["state"][number].items()}
+            for position, number in enumerate(saved)
+            if number in state["state"] and position < len(params)
+        }
+        return {**state, "state": local}
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    @override
+    def describe(self) -> str:
+        if self.plan is None:
+            return ""
+        fallbacks = f"; on whole tensors: {', '.join(sorted({f.operator for f in self.plan.fallbacks}))}"
+        return (
+            f"{self.plan.bytes_per_rank:,} of {self.plan.total_bytes:,} bytes of parameters on each of"
+            f" {self.plan.tp_size} tensor ranks, {self.plan.collective_count('forward')} collectives forward and"
+            f" {self.plan.collective_count('backward')} backward" + (fallbacks if self.plan.fallbacks else "")
+        )
+
+    @override
+    def teardown(self) -> None:
+        if self.runtime is not None and self.ended_well():
+            self._become_whole()
+
+    def _become_whole(self) -> None:
+        self._unwrap()
+        if self.runtime is not None and self._split is not None:
+            self.runtime.uncover()
+            dissolve(self._split)
+        self.runtime = self._split = None
+
+
+def _fits(plan: TensorParallelPlan, module: nn.Module) -> bool:
+    found = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    return found == {item.name: item.shape for item in plan.parameters}
+
+
+def _call(module: nn.Module, example: Any) -> Any:
+    if isinstance(example, dict):
+        return module(**example)
+    return module(*example) if isinstance(example, tuple) else module(example)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The module's parameters in the order in which the optimizer numbers them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _whole_value(value: Any, param: nn.Parameter, *, on_whole: bool) -> Any:
+    if isinstance(value, DTensor):
+        return whole_tensor(value).cpu()
+    if not isinstance(value, Tensor) or not isinstance(param, DTensor) or on_whole:
+        return value
+    part = own_part(param)
+    return whole_tensor(wrapped_like(value, param)) if value.dim() and value.shape == part.shape else value
+
+
+def _local_value(value: Any, param: nn.Parameter) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(param, DTensor) or not value.dim():
+        return value
+    return own_part(local_like(value, param)) if value.shape == param.shape else value
+
+
+def _fingerprint(tree: Any) -> int:
+    """A number that differs between different batches, of a sample of their elements; shapes alone on an accelerator,
+    where looking at elements would wait for it.
+    """
+    result = 0
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            result = zlib.crc32(str(tuple(leaf.shape)).encode(), result)
+            if leaf.device.type == "cpu" and leaf.layout == torch.strided and leaf.numel():
+                flat = leaf.detach().reshape(-1)
+                sample = flat[:: max(1, flat.numel() // 256)].contiguous()
+                result = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), result)
+        elif isinstance(leaf, (int, float, str)):
+            result = zlib.crc32(repr(leaf).encode(), result)
+    return result
+
+
+def _random_fingerprint() -> int:
+    result = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        result = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), result)
+    return result

@@ -1,0 +1,229 @@
+"""Optimizer state and step on the host: the same numbers, less memory, files that leave nothing behind."""
+
+import ctypes
+import gc
+import os
+import sys
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_pardist.engines.fully_sharded import ShardedDataEngine, find_units, shard
+from lightning_pardist.engines.offload import HostStep, Offload, StateFile, require_folder
+from lightning_pardist.engines.zero import ZeroEngine
+from tests.helpers.ranks import run_ranks
+
+# The kernel that offload takes for Adam; others are compared with what they are without offload.
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, foreach=True),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+    "plain": lambda groups: torch.optim.SGD(groups, lr=0.01),
+}
+# Windows of 4 kB: every parameter but the biases takes several.
+WINDOW_MB = 2**-8
+
+
+def _module(dtype=torch.float32):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(96, 128), nn.ReLU(), nn.Linear(128, 97), nn.Linear(97, 1, bias=False))
+    return net.to(dtype)
+
+
+def _groups(module):
+    wide = [param for param in module.parameters() if param.dim() > 1]
+    return [{"params": wide, "weight_decay": 0.1}, {"params": [p for p in module.parameters() if p.dim() == 1]}]
+
+
+def _engine(stage, module, make, offload):
+    if stage < 3:
+        optimizer = make(_groups(module))
+        return optimizer, ZeroEngine(
+            module, [optimizer], group=dist.group.WORLD, zero_stage=stage, bucket_size_mb=0.03, offload=offload
+        )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    handle = shard(module, mesh, units=find_units(module, min_unit_bytes=1))
+    optimizer = make(_groups(module))
+    return optimizer, ShardedDataEngine(handle, [optimizer], accumulate="sharded", offload=offload)
+
+
+def _steps(engine, module, optimizer, steps):
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        batch = torch.randn(5, 96, generator=generator).to(next(module.parameters()).dtype)
+        optimizer.zero_grad()
+        engine.zero_grad()
+        if hasattr(engine, "sharded"):
+            loss = engine.sharded.run(lambda: module(batch).pow(2).mean())  # noqa: B023
+        else:
+            loss = module(batch).pow(2).mean()
+        with engine.backward(loss):
+            loss.backward()
+        engine.scale_grads(optimizer, (0.5 / engine.squared_grad_norm(optimizer).sqrt()).clamp(max=1))
+        optimizer.step()
+        engine.step_done()
+        losses.append(loss.item())
+    return losses
+
+
+def _same(stage, name, folder, dtype):
+    found = []
+    for offload in (None, Offload(), Offload(str(folder), WINDOW_MB)):
+        module = _module(dtype)
+        optimizer, engine = _engine(stage, module, OPTIMIZERS[name], offload)
+        losses = _steps(engine, module, optimizer, range(3))
+        state = engine.optimizer_state(optimizer)
+        found.append((losses, _flat(state)))
+        # A checkpoint loads into the same engine, and into one that begins with it.
+        engine.load_optimizer_state(optimizer, _shared(state))
+        losses += _steps(engine, module, optimizer, range(3, 5))
+        found[-1] += (_flat(engine.optimizer_state(optimizer)),)
+        engine.detach()
+        if stage < 3:
+            assert "step" not in optimizer.__dict__
+    return found
+
+
+def _shared(state):
+    shared = [state]
+    dist.broadcast_object_list(shared, 0)
+    return shared[0]
+
+
+def _flat(state):
+    return {
+        f"{number}.{key}": value.clone() for number, entry in state["state"].items() for key, value in entry.items()
+    }
+
+
+def _check(ranks, stage, name, folder, dtype=torch.float32):
+    for rank, (plain, on_host, in_files) in enumerate(run_ranks(ranks, _same, stage, name, folder, dtype)):
+        for other in (on_host, in_files):
+            assert other[0] == plain[0]
+            for mine, theirs in zip(other[1:], plain[1:], strict=True):
+                assert bool(mine) is (rank == 0 and name != "plain")
+                assert mine.keys() == theirs.keys()
+                assert not [key for key, value in mine.items() if not torch.equal(value, theirs[key])]
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bit_for_bit_as_without(tmp_path, stage):
+    for name in OPTIMIZERS:
+        _check(2, stage, name, tmp_path)
+
+
+def test_masters_in_files(tmp_path):
+    _check(2, 2, "adamw", tmp_path, torch.bfloat16)
+
+
+def test_a_rank_alone(tmp_path):
+    _check(1, 2, "adamw", tmp_path)
+
+
+def _resident(stage, offload):
+    """Bytes resident for a model's states between steps, mapped pages included."""
+    before = _resident_bytes()
+    module = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    optimizer, engine = _engine(stage, module, lambda groups: torch.optim.AdamW(groups, lr=0.01), offload)
+    for _ in range(2):
+        loss = (engine.sharded.run if stage == 3 else _call)(lambda: module(torch.ones(2, 1024)).pow(2).mean())
+        with engine.backward(loss):
+            loss.backward()
+        optimizer.step()
+        engine.step_done()
+    held = _resident_bytes() - before
+    engine.detach()
+    return held
+
+
+def _call(function):
+    return function()
+
+
+def _resident_bytes():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc to hand freed memory back")
+def test_resident_memory_of_adamw(tmp_path):
+    psi = 24 * 1024 * 1024 * 4
+    # In parameters: those and their gradients, or with ZeRO-2 all parameters and a share of gradients.
+    for stage, ranks, share in ((3, 2, 2 / 2), (2, 1, 2), (2, 2, 1 + 1 / 2)):
+        without = max(run_ranks(ranks, _resident, stage, None))
+        held = max(run_ranks(ranks, _resident, stage, Offload(str(tmp_path), 4.0)))
+        assert held < (share + 0.15) * psi
+        if stage == 3 or ranks == 1:
+            assert held <= 0.6 * without, f"{held / 1e6:.0f} MB of {without / 1e6:.0f} MB"
+
+
+def test_a_full_disk_is_one_error(tmp_path):
+    store = StateFile(tmp_path)
+    with pytest.raises(RuntimeError, match="has no room for this rank's optimizer state"):
+        store.reserve(2**60)
+    big = [nn.Parameter(torch.empty(2**50, device="meta"))]
+    with pytest.raises(RuntimeError, match="Free some, or name another folder"):
+        HostStep(torch.optim.AdamW(big), store=store, window_bytes=2**20)
+    tensor = store.zeros(100_000, torch.float32)
+    assert torch.equal(tensor, torch.zeros(100_000))
+    assert store.holds(tensor[5:])
+    assert not store.holds(torch.zeros(100_000))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be written to: Not a directory"):
+        require_folder(tmp_path / "file" / "below")
+    assert require_folder(tmp_path / "new" / "folder").is_dir()
+    for value, window, message in (
+        ("", 1.0, "offload='' is unknown"),
+        ("cpu", 0, "offload_window_mb=0 is not positive"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Offload.of(value, window)
+
+
+class Counts(torch.optim.Optimizer):
+    """Decays by how often it was called."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] / self.calls)
+
+
+def test_an_optimizer_that_counts_its_calls_is_refused(tmp_path):
+    optimizer = Counts([nn.Parameter(torch.ones(3))])
+    HostStep(optimizer)
+    with pytest.raises(ValueError, match="Counts cannot step on a few parameters at a time"):
+        HostStep(optimizer, store=StateFile(tmp_path), window_bytes=1)
+
+
+def test_hooks_and_schedulers_see_one_step(tmp_path):
+    params = [nn.Parameter(torch.ones(3000)) for _ in range(3)]
+    optimizer = torch.optim.Adam(params)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    calls = []
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: calls.append(("pre", len(opt.state))))
+    optimizer.register_step_post_hook(lambda opt, args, kwargs: calls.append(("post", len(opt.state))))
+    for param in params:
+        param.grad = torch.ones(3000)
+    HostStep(optimizer, store=StateFile(tmp_path), window_bytes=1).run()
+    scheduler.step()
+    assert calls == [("pre", 0), ("post", 3)]
+    assert optimizer.param_groups[0]["lr"] == 0.0005
+    assert [group["fused"] for group in optimizer.param_groups] == [None]

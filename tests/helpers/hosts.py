@@ -1,0 +1,155 @@
+"""Separate hosts on this machine: network namespaces with own names and addresses, joined by a switch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tests.helpers.scripts import ROOT
+
+_NETWORK = "10.99.0"
+
+
+def why_no_hosts() -> str | None:
+    """Why hosts cannot be made here, None if they can."""
+    missing = [program for program in ("ip", "nsenter", "unshare") if shutil.which(program) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed (iproute2, util-linux)"
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    name = f"pardist-probe-{os.getpid()}"
+    probe = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        return f"no network namespaces here: {probe.stderr.strip()}"
+    veth = ["ip", "-n", name, "link", "add", "veth0", "type", "veth", "peer", "name", "veth1"]
+    made = subprocess.run(veth, capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    return f"no virtual links here: {made.stderr.strip()}" if made.returncode else None
+
+
+class Hosts:
+    """``with Hosts(2) as hosts``: hosts ``h1`` and ``h2`` at 10.99.0.1 and 10.99.0.2; files are shared."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.names = [f"h{index + 1}" for index in range(count)]
+        self._mark = f"pardist{os.getpid()}"
+        self._folder = Path(tempfile.mkdtemp(prefix="pardist-hosts-"))
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Hosts:
+        switch = self._space("sw")
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        lines = ["127.0.0.1 localhost", *(f"{self.address(name)} {name}" for name in self.names)]
+        (self._folder / "hosts").write_text("\n".join(lines) + "\n")
+        for name in self.names:
+            space, port = self._space(name), f"p{name}"
+            _ip("netns", "add", space)
+            _ip("-n", space, "link", "set", "lo", "up")
+            _ip("-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
+            _ip("-n", switch, "link", "set", port, "master", "br0", "up")
+            _ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
+            _ip("-n", space, "link", "set", "eth0", "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in (*self.names, "sw"):
+            if name != "sw":
+                self.kill(name)
+            _ip("netns", "del", self._space(name), check=False)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def address(self, name: str) -> str:
+        """A host's number."""
+        return f"{_NETWORK}.{self.names.index(name) + 1}"
+
+    def start(self, name: str, *command: str, cwd: Path | None = None, **variables: str) -> Running:
+        """Start a command on a host."""
+        inside = f'mount --bind {self._folder}/hosts /etc/hosts; hostname {name}; exec "$@"'
+        enter = ["nsenter", f"--net=/run/netns/{self._space(name)}", "unshare", "--uts", "--mount"]
+        clean = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE")}
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        path = f"{Path(sys.executable).parent}:{clean['PATH']}"
+        output = self._folder / f"{name}-{len(self._processes)}.txt"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [*enter, "sh", "-c", inside, name, *command],
+                env=clean | own | {"PATH": path} | variables,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                cwd=cwd,
+            )
+        self._processes.append(process)
+        return Running(process, output)
+
+    def kill(self, name: str) -> None:
+        """Switch a host off: everything that runs on it ends at once."""
+        shown = subprocess.run(
+            ["ip", "netns", "pids", self._space(name)], capture_output=True, text=True, check=False
+        ).stdout
+        for pid in shown.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+    def cut(self, name: str) -> None:
+        """Pull the cable: nothing arrives, and nobody is told."""
+        _ip("-n", self._space("sw"), "link", "set", f"p{name}", "down")
+
+    def plug_in(self, name: str) -> None:
+        """Put the cable back."""
+        _ip("-n", self._space("sw"), "link", "set", f"p{name}", "up")
+
+    def limit(self, rate: str | None) -> None:
+        """Let every host send and receive no faster than ``rate``, for example ``"100mbit"``; None: as it comes."""
+        links = [(name, "eth0") for name in self.names] + [("sw", f"p{name}") for name in self.names]
+        for name, link in links:
+            base = ["tc", "-n", self._space(name), "qdisc"]
+            subprocess.run([*base, "del", "dev", link, "root"], capture_output=True, check=False)
+            if rate is not None:
+                shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
+                subprocess.run([*base, "add", "dev", link, "root", *shape], check=True)
+
+    def _space(self, name: str) -> str:
+        return f"{self._mark}-{name}"
+
+
+class Running:
+    """A command on a host."""
+
+    def __init__(self, process: subprocess.Popen[str], output: Path) -> None:
+        self._process = process
+        self._output = output
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text()
+
+    def wait(self, timeout_s: float = 120.0) -> int:
+        """Wait for its end; the exit status."""
+        return self._process.wait(timeout=timeout_s)
+
+    def wait_for(self, text: str, timeout_s: float = 120.0) -> None:
+        """Wait until it has printed ``text``."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output:
+            assert self._process.poll() is None or text in self.output, self.output
+            assert time.monotonic() < deadline, f"no {text!r} within {timeout_s:.0f} s:\n{self.output}"
+            time.sleep(0.1)
+
+
+def _ip(*arguments: str, check: bool = True) -> None:
+    subprocess.run(["ip", *arguments], check=check, capture_output=not check)

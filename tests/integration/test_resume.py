@@ -1,0 +1,168 @@
+"""A resumed run sees the samples, and draws the numbers, that the uninterrupted one does."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from lightning_pardist import DDPStrategy, FSDPStrategy, ZeroStrategy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+
+EPOCH = 4  # batches
+GLOBAL_BATCH = 8
+STRATEGIES = {
+    "ddp": DDPStrategy,
+    "zero2": ZeroStrategy,
+    "fsdp": FSDPStrategy,
+    "single": lambda: SingleDeviceStrategy(device="cpu"),
+}
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        numbers, x = batch
+        loss = F.mse_loss(self.net(x), x.sum(1, keepdim=True))
+        self.seen.append((self.current_epoch, batch_idx, numbers.tolist(), loss.item()))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net(batch[1]).mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def _dataset():
+    numbers = torch.arange(EPOCH * GLOBAL_BATCH)
+    return TensorDataset(numbers, torch.randn(len(numbers), 3, generator=torch.Generator().manual_seed(5)))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(_dataset())
+
+    def __len__(self):
+        return EPOCH * GLOBAL_BATCH
+
+
+def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
+    torch.manual_seed(3)
+    module = Module()
+    size = GLOBAL_BATCH // world
+    if case == "workers":
+        loader = DataLoader(_dataset(), batch_size=size, num_workers=1, multiprocessing_context="fork")
+    elif case == "own sampler":
+        loader = DataLoader(_dataset(), batch_size=size, sampler=RandomSampler(_dataset()))
+    elif case == "stream":
+        loader = DataLoader(Stream(), batch_size=size)
+    else:
+        loader = DataLoader(_dataset(), batch_size=size, shuffle=True)
+    callbacks = []
+    if case == "every step":
+        callbacks = [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1, filename="{step}")]
+    if case == "after validation":
+        callbacks = [ModelCheckpoint(folder, save_top_k=-1, monitor="val_loss", filename="{step}")]
+    epochs = {"max_epochs": steps // EPOCH} if case == "epochs" else {"max_epochs": -1, "max_steps": steps}
+    trainer = quiet_trainer(
+        strategy=STRATEGIES[strategy](),
+        devices=world,
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+        use_distributed_sampler=case not in ("own sampler", "stream"),
+        val_check_interval=2 if case == "after validation" else None,
+        num_sanity_val_steps=0,
+        **epochs,
+    )
+    validation = DataLoader(_dataset(), batch_size=size) if case == "after validation" else None
+    trainer.fit(module, loader, validation, ckpt_path=resume)
+    if save:
+        trainer.save_checkpoint(save)
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return module.seen, weights, trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def _resumed_alike(strategy, world, case, stops, folder):
+    """Compare the seen batches, the losses and the weights with those of a run that was never interrupted."""
+    whole, weights, rate = _fit(strategy, world, case, steps=10 if case != "epochs" else 12, folder=f"{folder}/all")
+    for stop in stops:
+        path = f"{folder}/all/step={stop}.ckpt"
+        if case not in ("every step", "after validation"):
+            path = f"{folder}/{stop}.ckpt"
+            before, *_ = _fit(strategy, world, case, steps=stop, save=path)
+            assert before == whole[:stop]
+        after, end, end_rate = _fit(
+            strategy, world, case, steps=len(whole), resume=path, folder=f"{folder}/after-{stop}"
+        )
+        assert after == whole[stop:], (case, stop, after, whole[stop:])
+        assert end_rate == rate
+        for name, value in weights.items():
+            assert torch.equal(value, end[name]), (case, stop, name)
+
+
+CASES = [
+    ("ddp", 1, "steps", (1, 3, 4, 6, 8)),
+    ("ddp", 1, "epochs", (4, 8)),
+    ("ddp", 1, "every step", (1, 3, 4, 5)),
+    ("ddp", 1, "after validation", (2, 4, 6)),
+    ("ddp", 1, "workers", (3, 6)),
+    ("ddp", 1, "own sampler", (3, 4, 6)),
+    ("ddp", 1, "stream", (3, 4)),
+    ("ddp", 2, "steps", (3, 4, 6)),
+    ("zero2", 2, "every step", (4, 5)),
+    ("fsdp", 2, "steps", (3, 6)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "world", "case", "stops"), CASES, ids=str)
+def test_the_same_batches_losses_and_weights(strategy, world, case, stops, tmp_path):
+    run_ranks(world, _resumed_alike, strategy, world, case, stops, str(tmp_path))
+
+
+def _seen(strategy, world, settings):
+    seen, *_ = _fit(strategy, world, "steps", **settings)
+    return [(epoch, numbers) for epoch, _, numbers, _ in seen]
+
+
+def _of_all_ranks(world, strategy, settings):
+    """For each step its epoch and the samples of all ranks."""
+    ranks = run_ranks(world, _seen, strategy, world, settings)
+    return [
+        (step[0][0], sorted(number for _, numbers in step for number in numbers)) for step in zip(*ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("first", "second"), [(("ddp", 4), ("zero2", 2)), (("fsdp", 2), ("ddp", 1))], ids=str)
+def test_other_numbers_of_ranks_see_every_sample_of_the_epoch_once(first, second, tmp_path):
+    path = str(tmp_path / "a.ckpt")
+    (name, world), (other_name, other_world) = first, second
+    before = _of_all_ranks(world, name, {"steps": 3, "save": path})
+    after = _of_all_ranks(other_world, other_name, {"steps": 8, "resume": path})
+    steps = before + after
+    for epoch in range(2):
+        numbers = sorted(number for of, batch in steps if of == epoch for number in batch)
+        assert numbers == list(range(EPOCH * GLOBAL_BATCH)), epoch
+    assert steps == _of_all_ranks(other_world, other_name, {"steps": 8})
+
+
+def _from_plain_lightning(path):
+    _fit("single", 1, "own sampler", steps=3, save=path)
+    ours, *_ = _fit("ddp", 1, "stream", steps=8, resume=path)
+    assert [(epoch, index) for epoch, index, *_ in ours] == [(0, 3), *((1, index) for index in range(4))]
+    _fit("ddp", 1, "steps", steps=3, save=path)
+    theirs, *_ = _fit("single", 1, "steps", steps=8, resume=path)
+    assert len(theirs) == 5
+
+
+def test_to_and_from_plain_lightning(tmp_path):
+    run_ranks(1, _from_plain_lightning, str(tmp_path / "a.ckpt"))

@@ -1,0 +1,161 @@
+"""A folder becomes the single file of Lightning and back; what is inside of either."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pardist import DDPStrategy, load_from_checkpoint
+from lightning_pardist.cli import main
+from lightning_pardist.engines.checkpoint.boxes import Part, Shards
+from lightning_pardist.engines.checkpoint.exchange import AloneExchange
+from lightning_pardist.engines.checkpoint.folder import FolderSave
+from lightning_pardist.engines.checkpoint.full_file import verify_file
+from lightning_pardist.engines.checkpoint.stream import LazyTensor, save_streamed
+from tests.helpers.models import MODULES, Classifier
+from tests.helpers.runs import quiet_trainer
+
+
+class Custom:
+    """Something a user might keep among hyperparameters."""
+
+
+class Tied(Classifier):
+    """A tied weight, and hyperparameters."""
+
+    def __init__(self, width: int = 5, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+        self.first = nn.Linear(width, width, bias=False)
+        self.second = nn.Linear(width, width, bias=False)
+        self.second.weight = self.first.weight
+
+
+def _trained(strategy, module):
+    trainer = quiet_trainer(strategy=strategy, devices=1, max_steps=2)
+    trainer.fit(module, torch.utils.data.DataLoader(module.dataset(8), batch_size=4))
+    return trainer
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    module = Tied(width=6, optimizer="adamw")
+    _trained(DDPStrategy(checkpoint="sharded"), module).save_checkpoint(tmp_path / "folder")
+    return module
+
+
+def _same(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return left == right
+
+
+def test_streamed_files_are_those_of_torch(tmp_path):
+    dtypes = [
+        torch.float32,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.uint16,
+        torch.float8_e4m3fn,
+    ]
+    tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in dtypes}
+    tensors |= {"scalar": torch.tensor(3.5), "none": torch.empty(0, 2)}
+    lazy = {name: LazyTensor(value.shape, value.dtype, lambda v=value: v) for name, value in tensors.items()}
+    tied = lazy["torch.float32"]
+    save_streamed({"lazy": lazy, "tied": tied, "real": tensors, "rest": [1, "two"]}, tmp_path / "a.ckpt")
+    verify_file(tmp_path / "a.ckpt")
+    for mmap in (False, True):
+        state = torch.load(tmp_path / "a.ckpt", mmap=mmap)
+        for name, value in tensors.items():
+            for found in (state["lazy"][name], state["real"][name]):
+                assert (found.dtype, found.shape) == (value.dtype, value.shape)
+                assert bytes(found.untyped_storage()) == bytes(value.untyped_storage())
+        assert state["tied"].data_ptr() == state["lazy"]["torch.float32"].data_ptr()
+        assert state["rest"] == [1, "two"]
+
+
+def test_to_a_file_and_back(saved, tmp_path, capsys):
+    assert main(["convert", str(tmp_path / "folder"), str(tmp_path / "a.ckpt")]) == 0
+    state = torch.load(tmp_path / "a.ckpt")
+    assert _same(dict(saved.state_dict()), dict(state["state_dict"]))
+    assert state["state_dict"]["first.weight"].data_ptr() == state["state_dict"]["second.weight"].data_ptr()
+    assert main(["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "again")]) == 0
+    assert main(["convert", str(tmp_path / "again"), str(tmp_path / "b.ckpt")]) == 0
+    assert _same(state, torch.load(tmp_path / "b.ckpt"))
+    for name in ("folder", "again", "a.ckpt"):
+        module = Tied(width=6, optimizer="adamw")
+        trainer = quiet_trainer(strategy=DDPStrategy(), devices=1, max_epochs=2)
+        loader = torch.utils.data.DataLoader(module.dataset(8), batch_size=4)
+        trainer.fit(module, loader, ckpt_path=tmp_path / name)
+        assert trainer.global_step == 4
+    assert capsys.readouterr().err == ""
+
+
+def test_load_from_checkpoint_of_either_form(saved, tmp_path):
+    main(["convert", str(tmp_path / "folder"), str(tmp_path / "a.ckpt")])
+    for path in (tmp_path / "folder", tmp_path / "a.ckpt"):
+        loaded = load_from_checkpoint(Tied, path)
+        assert loaded.hparams.width == 6
+        assert _same(dict(saved.state_dict()), dict(loaded.state_dict()))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load_from_checkpoint(Tied, tmp_path / "folder", width=7)
+    with pytest.raises(FileNotFoundError):
+        load_from_checkpoint(Tied, tmp_path / "nowhere")
+
+
+def test_inspect(saved, tmp_path, capsys):
+    main(["convert", str(tmp_path / "folder"), str(tmp_path / "a.ckpt")])
+    capsys.readouterr()
+    for name, form in (("folder", "sharded"), ("a.ckpt", "full")):
+        assert main(["inspect", str(tmp_path / name), "--tensors", "--check"]) == 0
+        text = capsys.readouterr().out
+        for word in (form, "2, 1", "DDPStrategy", "torch", "first.weight", "(6, 6)", "checksums      match"):
+            assert word in text, (name, word, text)
+    content = (tmp_path / "a.ckpt").read_bytes()
+    (tmp_path / "a.ckpt").write_bytes(content[: len(content) // 2])
+    assert main(["inspect", str(tmp_path / "a.ckpt")]) == 1
+    assert "damaged" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "nowhere")]) == 1
+
+
+def test_code_is_run_only_if_allowed(tmp_path, capsys):
+    module = MODULES["classifier"]()
+    module.save_hyperparameters({"custom": Custom()})
+    _trained(DDPStrategy(), module).save_checkpoint(tmp_path / "a.ckpt")
+    assert main(["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "folder")]) == 1
+    assert "Custom" in (said := capsys.readouterr().err)
+    assert "--allow-code" in said
+    assert main(["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "folder"), "--allow-code"]) == 0
+
+
+def test_conversion_needs_less_memory_than_the_model(tmp_path):
+    """Anonymous memory is limited to the process' own and a third of the checkpoint: mapped files do not count."""
+    tensors = {}
+    for index in range(16):
+        whole = torch.full((1024, 1024), float(index))
+        halves = (Part((0, 0), whole[:512]), Part((512, 0), whole[512:]))
+        tensors[f"model.{index}"] = Shards((1024, 1024), torch.float32, halves)
+    save = FolderSave(tensors, tmp_path / "folder")
+    save.plan(AloneExchange())
+    save.write(AloneExchange(), {"state_dict": {}})
+    script = (
+        "import resource, sys\n"
+        "from lightning_pardist.engines.checkpoint import convert\n"
+        "own = int(next(l for l in open('/proc/self/status') if l.startswith('VmData')).split()[1]) * 1024\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (own + (64 << 20) // 3, -1))\n"
+        "convert.to_file(sys.argv[1], sys.argv[2])\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "folder"), str(tmp_path / "a.ckpt")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    state = torch.load(tmp_path / "a.ckpt", mmap=True)["state_dict"]
+    assert all(torch.equal(state[str(i)], torch.full((1024, 1024), float(i))) for i in range(16))
