@@ -287,7 +287,9 @@ class PipelineEngine:
         results = shared if self.options.share == "all" else results
         loss = None
         if losses:
-            loss = torch.stack([part.float() * weight for part, weight in zip(losses, weights, strict=True)]).sum(0)
+            # What weighs nothing may be no number: the mean loss of no tokens.
+            counted = [part.float() * weight for part, weight in zip(losses, weights, strict=True) if weight]
+            loss = torch.stack(counted or list(losses)).sum(0)
         return StepResult(
             loss, losses, tuple(weights), tuple(part.size for part in parts), results, self._timeline(done)
         )

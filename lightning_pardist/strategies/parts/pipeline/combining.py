@@ -35,14 +35,17 @@ class TokenWeight:
     Attributes:
         leaf: Index of the tensor among the leaves of the batch.
         ignored: Value of the entries that do not count.
+        first: Entries of a sample before this one do not count either: a language model predicts from the second on.
     """
 
     leaf: int
     ignored: int
+    first: int = 0
 
     def __call__(self, microbatch: Any) -> float:
         """The number of entries that count."""
-        return float(torch.count_nonzero(flatten(microbatch)[0][self.leaf] != self.ignored))
+        entries = flatten(microbatch)[0][self.leaf]
+        return float(torch.count_nonzero((entries[:, self.first :] if self.first else entries) != self.ignored))
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def find_rules(
     for place, column in parts.items():
         if place not in whole:
             continue
-        errors = {rule: _error(whole[place], combined(rule, column, shares)) for rule in _RULES}
+        errors = {rule: _error_of(rule, whole[place], column, shares) for rule in _RULES}
         fitting = [rule for rule in _RULES if errors[rule] <= tolerance]
         if rough and not fitting:
             fitting = [min(("mean", "sum"), key=errors.__getitem__)]
@@ -148,7 +151,7 @@ def find_rules(
 
 
 def find_token_weight(
-    loss: float, losses: Sequence[float], microbatches: Sequence[Any], *, tolerance: float, only: int | None = None
+    loss: Any, losses: Sequence[Any], microbatches: Sequence[Any], *, tolerance: float, only: int | None = None
 ) -> TokenWeight | None:
     """What weighs the losses of micro-batches, if it is the entries that count of one of the batch's tensors.
 
@@ -159,15 +162,21 @@ def find_token_weight(
         tolerance: Relative error that is rounding.
         only: Look at tensors only that hold this value.
     """
+    if any(torch.as_tensor(number).numel() != 1 for number in losses):
+        return None
+    numbers = [float(number) for number in losses]
+    leaves = flatten(microbatches[0])[0]
     for ignored in _IGNORED if only is None else (only,):
-        for index, leaf in enumerate(flatten(microbatches[0])[0]):
+        for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.is_complex():
                 continue
-            candidate = TokenWeight(index, ignored)
-            counts = [candidate(part) for part in microbatches]
-            numels = [flatten(part)[0][index].numel() for part in microbatches]
-            if counts != numels and any(counts) and _error(loss, _mean(losses, counts)) <= tolerance:
-                return candidate
+            if all(bool((flatten(part)[0][index] != ignored).all()) for part in microbatches):
+                continue
+            for first in (0, 1) if leaf.ndim > 1 else (0,):
+                candidate = TokenWeight(index, ignored, first)
+                counts = [candidate(part) for part in microbatches]
+                if any(counts) and _error(float(loss), _mean(numbers, counts)) <= tolerance:
+                    return candidate
     return None
 
 
@@ -179,6 +188,13 @@ def _normalized(values: Sequence[float]) -> tuple[float, ...]:
 def _mean(values: Sequence[float], counts: Sequence[float]) -> float:
     # A micro-batch without any has no loss (0 / 0) and no share.
     return sum(value * count for value, count in zip(values, counts, strict=True) if count) / sum(counts)
+
+
+def _error_of(rule: str, whole: Any, column: Sequence[Any], shares: Shares) -> float:
+    try:
+        return _error(whole, combined(rule, column, shares))
+    except (RuntimeError, TypeError, ValueError):
+        return math.inf
 
 
 def _error(whole: Any, candidate: Any) -> float:

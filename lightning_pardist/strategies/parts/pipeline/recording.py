@@ -159,24 +159,29 @@ class StepRecorder:
         weigh = self.settings.loss_weight
         weights = [float(weigh(value)) for value in values] if callable(weigh) else [float(size) for size in sizes]
         shares = Shares.of(weights, sizes)
-        numbers = self._numbers([whole, whole], Shares.of([1, 1], [sum(sizes)] * 2))
-        tolerance = 1e-4 if str(self.trainer.precision).startswith(("32", "64")) else 2e-2
-        find = partial(find_rules, {k: v[0] for k, v in numbers.items()}, tolerance=tolerance, rough=is_random)
+        twice = self._numbers([whole, whole], Shares.of([1, 1], [sum(sizes)] * 2))
+        numbers = {place: column[0] for place, column in twice.items()}
         columns = self._numbers(records, shares)
-        found = find(columns, shares)
-        loss, losses = loss_of(whole), [loss_of(record) for record in records]
-        place = next((key for key, column in numbers.items() if column[0] is loss), None)
-        if loss is None or place is None or sample.stage != RunningStage.TRAINING:
+        tolerance = 1e-4 if str(self.trainer.precision).startswith(("32", "64")) else 2e-2
+        find = partial(find_rules, numbers, columns, tolerance=tolerance, rough=is_random)
+        found = find(shares)
+        training = sample.stage == RunningStage.TRAINING
+        if training:
+            loss = loss_of(whole)
+            place = next((key for key, number in numbers.items() if number is loss), None)
+        else:
+            # Not known which number is a loss: one that nothing explains may be.
+            place = next((key for key, number in numbers.items() if key not in found and key in columns), None)
+        if place is None or place not in columns:
             return Rules(found)
-        weight = None
-        if weigh is None and not is_random and found.get(place) != "sum":
-            known = [float(each) for each in losses if each is not None]
-            # Padding marked by the ignore index counts, even if this sample is padded so evenly that it does not show.
-            only = -100 if found.get(place) == "mean" else None
-            weight = find_token_weight(float(loss), known, values, tolerance=tolerance, only=only)
+        if is_random or weigh is not None or found.get(place) == "sum":
+            return Rules(found, None, training and found.get(place) == "sum", not training or place in found)
+        # Padding marked by the ignore index counts, even if this sample is padded so evenly that it does not show.
+        only = -100 if place in found else None
+        weight = find_token_weight(numbers[place], columns[place], values, tolerance=tolerance, only=only)
         if weight is not None:
-            found = find(columns, Shares.of([weight(value) for value in values], sizes))
-        return Rules(found, weight, found.get(place) == "sum", place in found)
+            found = find(Shares.of([weight(value) for value in values], sizes))
+        return Rules(found, weight, False, not training or place in found)
 
     def _evaluated(self, sample: _Sample, batches: list[Any]) -> list[dict[str, Any]]:
         with self._running(sample) as run, undisturbed(self.module), torch.no_grad():
