@@ -24,6 +24,7 @@ from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO  # no
 from lightning_pardist.strategies.checkpoint_loading import load_from_checkpoint  # noqa: E402
 from lightning_pardist.strategies.ddp import DDPStrategy  # noqa: E402
 from lightning_pardist.strategies.fsdp import FSDPStrategy  # noqa: E402
+from lightning_pardist.strategies.hybrid import HybridStrategy  # noqa: E402
 from lightning_pardist.strategies.pipeline import PipelineStrategy  # noqa: E402
 from lightning_pardist.strategies.tensor import TensorParallelStrategy  # noqa: E402
 from lightning_pardist.strategies.zero import ZeroStrategy  # noqa: E402
@@ -35,6 +36,7 @@ __all__ = [
     "DDPStrategy",
     "DamagedCheckpointError",
     "FSDPStrategy",
+    "HybridStrategy",
     "MPIEnvironment",
     "ManualEnvironment",
     "ParallelDims",

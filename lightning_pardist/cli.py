@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import sys
 import textwrap
@@ -12,6 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_pardist import doctor
 from lightning_pardist.cli_checkpoints import convert, inspect
 from lightning_pardist.registry import TABLE
+from lightning_pardist.strategies.deepspeed_config import DeepSpeedConfig
 
 _USAGE = """\
 usage: pardist {fit,validate,test,predict} --model CLASS [--data CLASS] [-c CONFIG] [--trainer.strategy NAME] ...
@@ -20,11 +23,13 @@ usage: pardist {fit,validate,test,predict} --model CLASS [--data CLASS] [-c CONF
        pardist convert FOLDER FILE.ckpt | FILE.ckpt FOLDER
        pardist doctor [--devices N] [--num-nodes N] [--timeout SECONDS]
 
-fit, validate, test and predict take every option of LightningCLI; `pardist fit --help` lists them.
+fit, validate, test and predict take --deepspeed-config FILE, which stands for --trainer.strategy and what else of the
+Trainer the file sets, and every option of LightningCLI; `pardist fit --help` lists them.
 strategies lists the registered strategies, what each splits and when to choose it.
 inspect says what is inside a checkpoint of either form; convert writes it in the other one.
 doctor, started like the training (srun, torchrun, mpirun), shows what each rank sees and says whether it could start.
 """
+_DEEPSPEED = "--deepspeed-config"
 _TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -51,8 +56,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     # As `python script.py` and `python -m` do, and a console script does not: the user's modules are found from here.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    LightningCLI(save_config_kwargs={"overwrite": True}, args=arguments if argv is not None else None)
+    try:
+        arguments, translated = _translate_deepspeed(arguments)
+    except ValueError as error:
+        print(f"pardist: {error}", file=sys.stderr)
+        return 2
+    LightningCLI(save_config_kwargs={"overwrite": True}, args=arguments if argv is not None or translated else None)
     return 0
+
+
+def _translate_deepspeed(arguments: list[str]) -> tuple[list[str], bool]:
+    """Put what a DeepSpeed configuration says in the place of ``--deepspeed-config FILE``.
+
+    Raises:
+        ValueError: If the file cannot be used, or an option says what it says already.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(_DEEPSPEED)
+    found, rest = parser.parse_known_args(arguments)
+    if found.deepspeed_config is None:
+        return arguments, False
+    config = DeepSpeedConfig.read(found.deepspeed_config)
+    config.warn()
+    own = {"strategy": f"lightning_pardist.{config.strategy_class}"}
+    own |= {f"strategy.{name}": json.dumps(value) for name, value in config.strategy.items()}
+    for name in ("precision", "gradient_clip_val", "accumulate_grad_batches"):
+        if getattr(config, name) is not None:
+            own[name] = str(getattr(config, name))
+    for name in own:
+        if any(argument.partition("=")[0] == f"--trainer.{name}" for argument in rest):
+            raise ValueError(f"--trainer.{name} and {_DEEPSPEED} both set it. Leave it out of one of them.")
+    batch = {name: getattr(config, name) for name in ("micro_batch_size", "global_batch_size")}
+    extra = [f"--trainer.{name}={value}" for name, value in own.items()]
+    if any(batch.values()):
+        extra.append("--trainer.callbacks+=lightning_pardist.callbacks.ExpectedBatchSize")
+        extra += [f"--trainer.callbacks.{name}={value}" for name, value in batch.items() if value]
+    return [*rest, *extra], True
 
 
 def list_strategies(arguments: Sequence[str]) -> int:

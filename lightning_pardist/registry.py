@@ -13,6 +13,7 @@ from lightning_pardist.environments.find import choose_for
 from lightning_pardist.strategies.base import PardistStrategy
 from lightning_pardist.strategies.ddp import DDPStrategy
 from lightning_pardist.strategies.fsdp import FSDPStrategy
+from lightning_pardist.strategies.hybrid import HybridStrategy
 from lightning_pardist.strategies.pipeline import PipelineStrategy
 from lightning_pardist.strategies.tensor import TensorParallelStrategy
 from lightning_pardist.strategies.zero import ZeroStrategy
@@ -82,6 +83,9 @@ TABLE: tuple[Entry, ...] = (
           {"schedule": "interleaved", "chunks_per_rank": 2}),
     Entry("pardist_pp_zb", PipelineStrategy, "layers", "the same with the backward in halves: least idle time",
           {"schedule": "interleaved_zb"}),
+    Entry("pardist_3d", HybridStrategy, "layers inside each node, layers across nodes, samples",
+          "the model is far too large for one kind of parallelism",
+          {"pipeline_parallel_size": "machine", "tensor_parallel_size": "machine"}),
 )  # fmt: skip
 
 

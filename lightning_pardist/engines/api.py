@@ -81,6 +81,10 @@ class DataEngine(Protocol):
         """What an optimizer holds on this rank of the parameters that the user gave it, group by group."""
         ...
 
+    def settle(self, optimizer: Optimizer) -> None:
+        """State was put into an optimizer: bring it to where it is kept. Not collective."""
+        ...
+
     def held_bytes(self) -> int:
         """Bytes that the engine holds on this rank beside parameters, gradients and optimizer state."""
         ...

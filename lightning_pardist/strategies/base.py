@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -33,7 +33,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among
-from lightning_pardist.engines import sync_batchnorm
+from lightning_pardist.engines import activation_checkpointing, sync_batchnorm
+from lightning_pardist.engines.activation_checkpointing import Checkpointing
 from lightning_pardist.engines.allocator import keep_freed_memory
 from lightning_pardist.engines.api import DataEngine
 from lightning_pardist.engines.data_parallel import BufferSync
@@ -46,8 +47,9 @@ from lightning_pardist.environments.find import meeting_point
 from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
 from lightning_pardist.strategies.checkpoints import Checkpoints, Form, default_io
 from lightning_pardist.strategies.clipping import JobWideClipping
+from lightning_pardist.strategies.continuing import Continuing
+from lightning_pardist.strategies.deepspeed_config import DeepSpeedConfig
 from lightning_pardist.strategies.evaluation import ExactEvaluation
-from lightning_pardist.strategies.exact_resume import ExactResume
 from lightning_pardist.strategies.launchers import (
     MultiProcessLauncher,
     ScriptLauncher,
@@ -99,13 +101,16 @@ class PardistStrategy(ParallelStrategy):
         broadcast_buffers: Whether buffers follow the first rank's.
         keep_freed_memory: Whether, on CPU, the allocator keeps what a step frees for the next one: steps
             are faster, and memory stays resident at the step's peak.
+        checkpoint: ``"full"`` saves Lightning's single file, for programs without this package; ``"sharded"`` a
+            folder that all ranks write in parallel. Every strategy loads both, of any strategy and number of ranks.
+        async_save: Whether training goes on while a checkpoint is written.
+        activation_checkpointing: Names of classes of modules that keep their inputs only, and run their forward again
+            in backward; ``"auto"`` for the model's repeated blocks. Results do not change, dropout and batch norm
+            included.
         resume: Whether ``fit`` goes on from the newest checkpoint that this job has written: ``"auto"`` where the
             launcher says that it was started before (a SLURM requeue, a torchrun restart), ``"always"`` also where the
             same command is started anew with the same ``default_root_dir``, ``"never"`` not. It comes before
             ``ckpt_path``, which the first start has used.
-        checkpoint: ``"full"`` saves Lightning's single file, for programs without this package; ``"sharded"`` a
-            folder that all ranks write in parallel. Every strategy loads both, of any strategy and number of ranks.
-        async_save: Whether training goes on while a checkpoint is written.
     """
 
     def __init__(
@@ -126,9 +131,10 @@ class PardistStrategy(ParallelStrategy):
         sync_metrics: bool = True,
         broadcast_buffers: bool = True,
         keep_freed_memory: bool = True,
-        resume: Resume = "auto",
+        activation_checkpointing: Checkpointing | None = None,
         checkpoint: Form = "full",
         async_save: bool = False,
+        resume: Resume = "auto",
     ) -> None:
         super().__init__(
             accelerator=accelerator,
@@ -166,13 +172,16 @@ class PardistStrategy(ParallelStrategy):
         self.sync_metrics = sync_metrics
         self.broadcast_buffers = broadcast_buffers
         self.keep_freed_memory = keep_freed_memory
+        self.activation_checkpointing = activation_checkpointing
         self.resume: Resume = resume
         self.data, self.tensor, self.pipeline = data, tensor, pipeline
         for part in (data, tensor, pipeline):
             if part is not None:
                 part.bind(self)
+        #: Settings for the Trainer from a DeepSpeed configuration.
+        self.deepspeed: DeepSpeedConfig | None = None
         self.checkpoints = Checkpoints(self, form=checkpoint, async_save=async_save)
-        self.exact_resume = ExactResume(self)
+        self.continuing = Continuing(self)
         self.dims = ParallelDims()
         self._run = 0
         self.watchdog: Watchdog | None = None
@@ -345,7 +354,7 @@ class PardistStrategy(ParallelStrategy):
         module = self.lightning_module
         if module is None or module._trainer is None or not module.trainer.training:
             return dataloader
-        return self.exact_resume.prepare(module.trainer, dataloader)
+        return self.continuing.prepare(module.trainer, dataloader)
 
     # --- the module ---------------------------------------------------------------------------------------------
 
@@ -354,6 +363,8 @@ class PardistStrategy(ParallelStrategy):
         if self.accelerator is None or self.lightning_module is None or self.model is None:
             raise RuntimeError("The strategy is set up by a Trainer's fit, validate, test or predict.")
         module = self.lightning_module
+        if self.deepspeed is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.deepspeed.apply(trainer, replicas=self.dims.data_parallel)
         for part in self.parts:
             part.check(trainer)
         self.checkpoints.check(trainer)
@@ -368,7 +379,12 @@ class PardistStrategy(ParallelStrategy):
             tensors = itertools.chain(module.parameters(), module.buffers())
             broadcast_tensors((tensor.detach() for tensor in tensors), group=_world())
         for part in self.parts:
+            part.observe(trainer, module)
+        for part in self._model_axes:
             part.transform(trainer, module)
+        if fitting and self.activation_checkpointing is not None:
+            self._at_end.append(activation_checkpointing.apply(module, self.activation_checkpointing))
+        self.data.transform(trainer, module)
         if fitting:
             self.setup_optimizers(trainer)
             for part in self.parts:
@@ -383,7 +399,7 @@ class PardistStrategy(ParallelStrategy):
             self._user_clipping = JobWideClipping(module, self._engine, self._model_axes)
             self._user_clipping.attach()
             scaler = getattr(self.precision_plugin, "scaler", None)
-            if scaler is not None and self.world_size > 1:
+            if scaler is not None:
                 self._scaling = JobWideScaling(
                     scaler, self._engine, group=_world(), device=self.root_device, before=self.before_collective
                 )
@@ -427,6 +443,10 @@ class PardistStrategy(ParallelStrategy):
             allow_skipped_steps(trainer)
         if self.dims.data_parallel == 1 or self.lightning_module is None:
             return
+        if trainer.predicting:
+            loop = trainer.predict_loop
+            loop.run = partial(self._predict, loop, loop.run)  # type: ignore[method-assign]
+            self._at_end.append(partial(loop.__dict__.pop, "run", None))
         if self.broadcast_buffers:
             self._buffer_sync = BufferSync(self.lightning_module, group=self.data_group)
         self._evaluation = ExactEvaluation(trainer, group=self.data_group)
@@ -439,9 +459,17 @@ class PardistStrategy(ParallelStrategy):
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one of the module's four step functions: the data axis outermost, split layers innermost."""
-        for part in self.parts:
-            step = partial(part.run_step, step)
-        return step(*args, **kwargs)
+        with ExitStack() as around:
+            for part in self.parts:
+                step = partial(part.run_step, step)
+                around.enter_context(part.running())
+            return step(*args, **kwargs)
+
+    def plain(self, tree: Any) -> Any:
+        """What a module computed, without the forms in which parts hold tensors: as one process would have it."""
+        for part in self._model_axes:
+            tree = part.plain(tree)
+        return tree
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -529,6 +557,14 @@ class PardistStrategy(ParallelStrategy):
         for part in self.parts:
             part.end_evaluation()
 
+    def _predict(self, loop: Any, run: Callable[[], T]) -> T:
+        """A rank without samples leaves at once, without the hooks; others may still need what it holds."""
+        predictions = run()
+        if loop.skip:
+            self._start_evaluation()
+            self._end_evaluation()
+        return predictions
+
     @override
     def on_validation_start(self) -> None:
         if self._buffer_sync is not None:
@@ -611,7 +647,7 @@ class PardistStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Check and read a file or a folder. Collective over the world."""
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
-        self.exact_resume.take(checkpoint)
+        self.continuing.take(checkpoint)
         return checkpoint
 
     @override
@@ -620,6 +656,8 @@ class PardistStrategy(ParallelStrategy):
         self.checkpoints.begin()
         state = super().lightning_module_state_dict()
         if self.checkpoints.sharded:
+            for part in self._model_axes:
+                state = part.own_module_state(state)
             return state
         for part in (self.data, *self._model_axes):
             state = part.whole_module_state(state)
@@ -650,7 +688,7 @@ class PardistStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.lightning_module is not None:
-            self.exact_resume.settle(self.lightning_module.trainer)
+            self.continuing.settle(self.lightning_module.trainer)
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise ValueError(
@@ -665,6 +703,7 @@ class PardistStrategy(ParallelStrategy):
                 state = apply_to_collection(state, Tensor, torch.clone)
                 if self._engine is None:
                     optimizer.load_state_dict(state)
+                    _optimizers_to_device([optimizer], self.root_device)
                 else:
                     self._engine.load_optimizer_state(optimizer, state)
 
@@ -756,8 +795,13 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self.checkpoints.close(well=self.data.ended_well())
-        self.exact_resume.forget()
+        try:
+            self.checkpoints.close(well=self.data.ended_well())
+        finally:
+            self._take_down()
+
+    def _take_down(self) -> None:
+        self.continuing.forget()
         for attached in (self._evaluation, self._epoch_results, self._user_clipping, self._scaling):
             if attached is not None:
                 attached.detach()
@@ -765,7 +809,7 @@ class PardistStrategy(ParallelStrategy):
         self._user_clipping = self._scaling = None
         while self._restarts:
             self._restarts.pop().detach()
-        for part in reversed(self.parts):
+        for part in (self.data, *self._model_axes):
             part.teardown()
         self._revert_layer_sync()
         if self._engine is not None:

@@ -183,7 +183,7 @@ class Checkpoints:
         self._began = None
         self.finish()
         self.strategy.before_collective()
-        if state := self.strategy.exact_resume.state(self._exchange()):
+        if state := self.strategy.continuing.state(self._exchange()):
             checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
         job = self._sharded_job if self.sharded else self._full_job
         run = job(checkpoint, os.fspath(path), storage_options)
@@ -411,6 +411,8 @@ class Checkpoints:
         fill_optimizer(
             index, optimizer, slots, state, state.reader, parts=not split or is_elementwise(optimizer, form="dims")
         )
+        if engine is not None:
+            engine.settle(optimizer)
         return True
 
 

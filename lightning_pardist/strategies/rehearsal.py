@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -173,6 +174,8 @@ def without_trace(module: pl.LightningModule, trainer: pl.Trainer | None = None)
     keepsake = Keepsake(module)
     with ExitStack() as stack:
         stack.callback(keepsake.put_back)
+        # What there is to say is said again in training; schedulers of optimizers that do not step complain.
+        stack.enter_context(_without_warnings())
         if trainer is not None:
             stack.enter_context(_quiet(trainer))
         for child in module.modules():
@@ -230,6 +233,13 @@ def _quiet(trainer: pl.Trainer) -> Iterator[None]:
             # configure_optimizers may have asked how many steps there will be, which sets up the loaders.
             loop.__dict__.clear()
             loop.__dict__.update(attributes)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _stand_in(module: pl.LightningModule) -> None:

@@ -117,6 +117,7 @@ class Resuming:
             self._fs.makedirs(self._folder, exist_ok=True)
         self._strategy.barrier("folder")
         pl.Trainer.save_checkpoint(self._trainer, self._name(part), weights_only=False)
+        self._strategy.checkpoints.finish()
         if first:
             # A file takes the place of another at once, a folder does not.
             if self._fs.isdir(self.stopped_path):

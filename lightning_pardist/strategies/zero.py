@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_pardist.strategies.base import PardistStrategy
+from lightning_pardist.strategies.ddp import DDPStrategy
+from lightning_pardist.strategies.deepspeed_config import DeepSpeedConfig
+from lightning_pardist.strategies.fsdp import FSDPStrategy
 from lightning_pardist.strategies.parts import ZeroSharded
 
 
@@ -54,3 +58,38 @@ class ZeroStrategy(PardistStrategy):
             offload_window_mb=offload_window_mb,
         )
         super().__init__(data=data, **kwargs)
+
+    @staticmethod
+    def from_deepspeed_config(
+        config: str | os.PathLike[str] | Mapping[str, Any], **kwargs: Any
+    ) -> DDPStrategy | ZeroStrategy | FSDPStrategy:
+        """The strategy that a DeepSpeed configuration asks for.
+
+        Its stage, bucket size, offload and precision are the strategy's; accumulation, clipping and batch sizes are
+        given to the Trainer, or compared with it, when training is set up. ``fp16`` becomes ``16-mixed`` with the
+        file's loss scale, ``bf16`` becomes ``bf16-true`` with fp32 masters in the shards. What has no counterpart is
+        left out, and listed in one warning. ``"auto"`` stands for what the Trainer and the strategy have by themselves.
+
+        Args:
+            config: Path of a JSON file, or what it holds.
+            **kwargs: Further arguments of the strategy.
+
+        Returns:
+            Stage 0: :class:`~lightning_pardist.DDPStrategy`. 1 and 2: this class. 3:
+            :class:`~lightning_pardist.FSDPStrategy`.
+
+        Raises:
+            ValueError: If the file cannot be read, or settings are out of range or contradict each other; during
+                ``fit``, if they contradict the Trainer.
+        """
+        settings = DeepSpeedConfig.read(config)
+        settings.warn()
+        if twice := sorted(settings.strategy.keys() & kwargs.keys()):
+            raise ValueError(f"The DeepSpeed config sets {', '.join(twice)} already. Leave it out of one of them.")
+        makers = (DDPStrategy, ZeroStrategy, FSDPStrategy)
+        make = next(maker for maker in makers if maker.__name__ == settings.strategy_class)
+        if settings.precision is not None:
+            kwargs = {"precision_plugin": settings.precision_plugin, **kwargs}
+        strategy = make(**settings.strategy, **kwargs)
+        strategy.deepspeed = settings
+        return strategy

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_pardist import DDPStrategy, FSDPStrategy, ZeroStrategy
+from lightning_pardist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy, ZeroStrategy
 from tests.helpers.models import MODULES
 from tests.helpers.parity import snapshot
 from tests.helpers.runs import BATCH, Data, Losses, _flat_state, quiet_trainer
@@ -23,6 +23,11 @@ STRATEGIES = {
     "zero2": lambda **kwargs: ZeroStrategy(zero_stage=2, bucket_size_mb=0.001, **kwargs),
     "zero3": lambda **kwargs: FSDPStrategy(min_unit_size_mb=0, **kwargs),
     "fsdp": lambda **kwargs: FSDPStrategy(min_unit_size_mb=0, reshard_after_forward=False, **kwargs),
+    # On four ranks two of each beside two data-parallel ones.
+    "tp": lambda **kwargs: TensorParallelStrategy(tensor_parallel_size=2, **kwargs),
+    "tp_zero1": lambda **kwargs: TensorParallelStrategy(tensor_parallel_size=2, data_parallel="zero1", **kwargs),
+    "pp": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, **kwargs),
+    "pp_zero1": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, data_parallel="zero1", **kwargs),
     "single": lambda **kwargs: SingleDeviceStrategy(device="cpu"),
 }
 #: Batches of an epoch; a run is saved after one epoch and goes on for another.

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pardist import FSDPStrategy, PeerFailedError, ZeroStrategy
 from lightning_pardist.registry import TABLE
@@ -221,6 +222,45 @@ def test_evaluation_with_different_numbers_of_batches():
         assert got[1] == pytest.approx(alone, rel=1e-5)
         share = predicted[rank::2]
         assert_close({"p": got[2][: len(share)]}, {"p": share})
+
+
+class Measures(Samples):
+    """A metric object that gathers its state when it is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(10, average="micro")
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.accuracy(self(x), y)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+
+
+def _few(strategy, devices):
+    torch.manual_seed(11)
+    module = Measures()
+    data = module.dataset(7)
+    trainer = quiet_trainer(strategy=strategy(), devices=devices, use_distributed_sampler=False)
+    own = data if devices == 1 else Subset(data, range(1) if trainer.global_rank == 0 else range(1, 7))
+    (values,) = trainer.validate(module, DataLoader(own, batch_size=1), verbose=False)
+    trainer = quiet_trainer(strategy=strategy(), devices=devices)
+    assert module.accuracy.dist_sync_fn is None
+    predicted = trainer.predict(module, DataLoader(Subset(data, range(1)), batch_size=1))
+    assert module.accuracy.dist_sync_fn is None
+    return values["accuracy"], predicted
+
+
+@pytest.mark.parametrize("sync_metrics", [True, False])
+def test_fewer_samples_than_ranks_and_metrics_of_their_own(sync_metrics):
+    accuracy, (want,) = _few(lambda: "auto", 1)
+    results = run_ranks(2, _few, functools.partial(sharded, sync_metrics=sync_metrics), 2, timeout_s=90)
+    for rank, (got, predicted) in enumerate(results):
+        assert got == pytest.approx(accuracy)
+        if rank:
+            assert not predicted
+        else:
+            assert_close({"p": predicted[0]}, {"p": want})
 
 
 # --- what ranks and steps may do ------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ CASES = [
 
 @pytest.mark.parametrize(("strategy", "world", "case", "stops"), CASES, ids=str)
 def test_the_same_batches_losses_and_weights(strategy, world, case, stops, tmp_path):
-    run_ranks(world, _resumed_alike, strategy, world, case, stops, str(tmp_path))
+    run_ranks(world, _resumed_alike, strategy, world, case, stops, str(tmp_path), timeout_s=250)
 
 
 def _seen(strategy, world, settings):
@@ -165,4 +165,4 @@ def _from_plain_lightning(path):
 
 
 def test_to_and_from_plain_lightning(tmp_path):
-    run_ranks(1, _from_plain_lightning, str(tmp_path / "a.ckpt"))
+    run_ranks(1, _from_plain_lightning, str(tmp_path / "a.ckpt"), timeout_s=250)

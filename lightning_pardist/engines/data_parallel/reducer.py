@@ -214,6 +214,9 @@ class GradientReducer:
         """Every parameter itself."""
         return whole_slots(optimizer)
 
+    def settle(self, optimizer: Optimizer) -> None:
+        """Nothing to do: state is kept where it was put."""
+
     def held_bytes(self) -> int:
         """Bytes of gradient buffers on this rank."""
         return sum(bucket.held_bytes() for bucket in self.buckets)

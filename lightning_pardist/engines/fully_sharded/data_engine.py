@@ -168,6 +168,12 @@ class ShardedDataEngine:
         """Every parameter itself."""
         return whole_slots(optimizer)
 
+    def settle(self, optimizer: Optimizer) -> None:
+        """Bring state to the host if that is where steps are taken. Not collective."""
+        if host := self._hosts.get(optimizer):
+            for parameter in list(optimizer.state):
+                host.settle(parameter)
+
     def held_bytes(self) -> int:
         """Nothing beside what the parameters themselves hold between steps."""
         return 0

@@ -26,6 +26,8 @@ def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
         the writer's part, as a DTensor over these.
     """
     sharded = sharded_axes(value)
+    if not sharded and tensor_axis(value) is not None:
+        return over_tensor_ranks(own_part(value).detach().to("cpu", copy=True), value) if _is_rank(writer) else None
     if len(sharded) != 1 or not isinstance(value.placements[sharded[0]], Shard | _StridedShard):
         whole = value.full_tensor()
         return whole.detach().to("cpu", copy=True) if dist.get_rank() == writer else None
@@ -56,6 +58,10 @@ def whole_over_data(value: DTensor) -> torch.Tensor:
     pieces = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(pieces, local, group=group)
     return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).contiguous(), value)
+
+
+def _is_rank(writer: int) -> bool:
+    return dist.get_rank() == writer
 
 
 def sharded_axes(value: DTensor) -> list[int]:
@@ -90,6 +96,8 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
         piece = -(-whole.size(dim) // like.device_mesh.size(sharded[0]))
         start = min(piece * like.device_mesh.get_local_rank(sharded[0]), whole.size(dim))
         return whole.narrow(dim, start, min(piece, whole.size(dim) - start))
+    if not sharded and tensor_axis(like) is not None:
+        return own_part(whole)
     placed = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return placed.to_local()
 

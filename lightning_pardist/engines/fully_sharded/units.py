@@ -192,30 +192,44 @@ def _size(module: nn.Module, skip: set[nn.Parameter]) -> int:
 
 
 def _by_policy(module: nn.Module, policy: UnitPolicy) -> dict[nn.Module, str]:
-    if isinstance(policy, str):
-        policy = [policy]
     if callable(policy):
-        chosen = {child: "policy" for child in module.modules() if child is not module and policy(child)}
+        chosen = [child for child in module.modules() if child is not module and policy(child)]
+        _refuse_silent(module, chosen, "units")
     else:
-        wanted = set(policy)
-        classes = {name for child in module.modules() for name in _class_names(child)}
-        if unknown := sorted(wanted - classes):
-            raise ValueError(
-                f"The unit policy names {', '.join(unknown)}, but the module's classes are"
-                f" {', '.join(sorted(type(child).__name__ for child in set(module.modules())))}. Use some of these."
-            )
-        chosen = {
-            child: "policy"
-            for child in module.modules()
-            if child is not module and not wanted.isdisjoint(_class_names(child))
-        }
+        chosen = chosen_by_name(module, policy, argument="units")
+    return dict.fromkeys(chosen, "policy")
+
+
+def chosen_by_name(module: nn.Module, classes: Collection[str], *, argument: str) -> list[nn.Module]:
+    """Modules below ``module`` whose class has one of these names, with or without that of its Python module.
+
+    Args:
+        module: The root.
+        classes: Names.
+        argument: What the user set, for errors.
+
+    Raises:
+        ValueError: If a name does not occur, or means modules that cannot be called.
+    """
+    wanted = {classes} if isinstance(classes, str) else set(classes)
+    known = {name for child in module.modules() for name in _class_names(child)}
+    if unknown := sorted(wanted - known):
+        raise ValueError(
+            f"{argument} names {', '.join(unknown)}, but the module's classes are"
+            f" {', '.join(sorted({type(child).__name__ for child in module.modules()}))}. Use some of these."
+        )
+    chosen = [c for c in module.modules() if c is not module and not wanted.isdisjoint(_class_names(c))]
+    _refuse_silent(module, chosen, argument)
+    return chosen
+
+
+def _refuse_silent(module: nn.Module, chosen: Collection[nn.Module], argument: str) -> None:
     names = {child: name for name, child in module.named_modules()}
     if silent := [names[child] for child in chosen if not can_be_called(child)]:
         raise ValueError(
-            f"The unit policy chooses {', '.join(silent)}, which cannot be called (containers such as ModuleList have"
-            " no forward). Name the class of their items."
+            f"{argument} chooses {', '.join(silent)}, which cannot be called (containers such as ModuleList have no"
+            " forward). Name the class of their items."
         )
-    return chosen
 
 
 def _class_names(module: nn.Module) -> set[str]:

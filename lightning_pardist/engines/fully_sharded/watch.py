@@ -45,7 +45,7 @@ class DirectUse(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         for _, parameter in self.owners.values():
-            del parameter.sharded_param._pardist_gather
+            parameter.sharded_param.__dict__.pop("_pardist_gather", None)
 
     def _gather(self, unit: ShardedUnit, parameter: Any) -> Any:
         self.keep(unit)

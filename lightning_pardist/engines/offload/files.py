@@ -42,9 +42,9 @@ def require_folder(folder: str | os.PathLike[str]) -> Path:
 class StateFile:
     """Space for tensors on disk. One a rank.
 
-    The file has no name from its first moment on, so the system takes it back when the last tensor in it goes, or with
-    the process, however that ends. Its blocks are allocated before they are mapped: a full disk is an error here, and
-    never a fault in the middle of a step.
+    The file has no name from its first moment on, so the system takes it back when this and the last tensor in it go,
+    or with the process, however that ends. Its blocks are allocated before they are mapped: a full disk is an error
+    here, and never a fault in the middle of a step.
 
     A tensor in it is an ordinary one to its users. Pages that are read or written become resident; :meth:`evict` lets
     them go, after which they are the system's file cache at most, which it writes out and drops as it needs memory.
@@ -58,6 +58,8 @@ class StateFile:
         self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
         self._used = 0
         self._reserved = 0
+        # Kept mapped for as long as the file: an address that went to somebody else must not be taken for ours.
+        self._mapped: list[mmap.mmap] = []
         self._ranges: dict[int, int] = {}
         self._starts: list[int] = []
 
@@ -94,6 +96,7 @@ class StateFile:
         self.reserve(nbytes)
         mapped = mmap.mmap(self._file.fileno(), nbytes, offset=self._used)
         self._used += _pages(nbytes)
+        self._mapped.append(mapped)
         tensor = torch.frombuffer(mapped, dtype=dtype, count=numel)
         self._ranges[tensor.data_ptr()] = nbytes
         self._starts = sorted(self._ranges)

@@ -104,7 +104,10 @@ class HostStep:
         settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         stepped: dict[int, dict[str, Any]] = {}
         windows = list(self._windows(groups))
-        known = {part.param: dict(state[part.param]) for window in windows for part in window if part.param in state}
+        params = [part.param for window in windows for part in window if part.param in state]
+        for param in params:
+            self._settle(param, state[param])
+        known = {param: dict(state[param]) for param in params}
         try:
             for window, following in itertools.zip_longest(windows, windows[1:], fillvalue=()):
                 for part in following:
@@ -138,7 +141,6 @@ class HostStep:
         optimizer.state = defaultdict(dict)
         for part, param in zip(window, params, strict=True):
             if part.param in known:
-                self._settle(part.param, known[part.param])
                 optimizer.state[param] = _slices(known[part.param], part)
         elementwise.own_step(optimizer)(optimizer)
         for part, param in zip(window, params, strict=True):

@@ -45,6 +45,7 @@ class PipelineOptions:
         loss_is_sum: Whether the loss is a sum over samples, whose parts simply add up, rather than a mean.
         split: Cuts a batch into so many micro-batches at most.
         share: What every rank learns of the step: the loss, or everything that the step returned.
+        whole: Makes of what a unit returned tensors that another rank can take over as they are.
         timeout_s: Longest wait for one message, in seconds.
         record_times: Whether to keep the times of all computations.
     """
@@ -57,6 +58,7 @@ class PipelineOptions:
     loss_is_sum: bool = False
     split: Callable[[Any, int], list[MicroBatch]] = split_batch
     share: Share = "loss"
+    whole: Callable[[Any], Any] = lambda value: value
     timeout_s: float = 600.0
     record_times: bool = False
 
@@ -249,7 +251,7 @@ class PipelineEngine:
     def _program(self, plan: PipelinePlan) -> _Program:
         trust = self.device.type != "cpu"
         return _Program(
-            StageReplay(self.module, plan, self.device),
+            StageReplay(self.module, plan, self.device, whole=self.options.whole),
             Wire(self.group, self.device, self.options.timeout_s, trust_signatures=trust),
         )
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pardist.engines.local_tensors import own_part, wrapped_like
 from lightning_pardist.engines.pipeline.plan import PipelinePlan
 
 
@@ -164,13 +165,19 @@ class Placement:
             self._reduce_bucket(parameters, ranks)
 
     def _reduce_bucket(self, parameters: list[nn.Parameter], ranks: tuple[int, ...]) -> None:
-        present = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
-        pieces = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in parameters]
-        flat = torch.cat([*pieces, present.to(parameters[0].dtype)])
+        # Split over tensor ranks, each adds up its parts with those of its own index.
+        parts = [own_part(p).detach() for p in parameters]
+        grads = [None if p.grad is None else own_part(p.grad) for p in parameters]
+        present = torch.tensor([float(grad is not None) for grad in grads], device=parts[0].device)
+        pieces = [
+            torch.zeros_like(part).view(-1) if grad is None else grad.reshape(-1)
+            for part, grad in zip(parts, grads, strict=True)
+        ]
+        flat = torch.cat([*pieces, present.to(parts[0].dtype)])
         flat = self._add_over(flat, ranks)
-        *sums, counts = flat.split([p.numel() for p in parameters] + [len(parameters)])
-        for parameter, total, count in zip(parameters, sums, counts.tolist(), strict=True):
-            parameter.grad = total.view_as(parameter).clone() if count else None
+        *sums, counts = flat.split([part.numel() for part in parts] + [len(parts)])
+        for parameter, part, total, count in zip(parameters, parts, sums, counts.tolist(), strict=True):
+            parameter.grad = wrapped_like(total.view_as(part).clone(), parameter) if count else None
 
     def _add_over(self, flat: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
         """The sum over some of the ranks, the same bits on all of them.

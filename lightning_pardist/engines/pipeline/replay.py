@@ -59,10 +59,19 @@ class StageReplay:
         units: Its units by name, all of the plan's.
         plan: The plan.
         device: Where the stubs pretend to live if they were recorded on a device of the same type.
+        whole: Makes of what a unit returned tensors that another rank can take over as they are.
     """
 
-    def __init__(self, root: nn.Module, plan: PipelinePlan, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: PipelinePlan,
+        device: torch.device | None = None,
+        *,
+        whole: Callable[[Any], Any] = lambda value: value,
+    ) -> None:
         self.root = root
+        self.whole = whole
         self.plan = plan
         self.units = {name: root.get_submodule(name) for name in plan.trace.unit_names}
         self.device = device
@@ -250,6 +259,8 @@ class _Run:
         recorded = self.plan.trace.calls[index].output
         versions = argument_versions((args, kwargs))
         result = forward(*args, **kwargs)
+        if any(value.call == index for value in self.replay.needed):
+            result = self.replay.whole(result)
         unit = self.replay.units[name]
         side = tuple((a.module, a.name, _get(unit, a.module, a.name)) for a in recorded.side)
         output, leaves = describe_output(unit, result, (args, kwargs), versions, side)

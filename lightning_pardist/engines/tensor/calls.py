@@ -208,6 +208,24 @@ def map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], tree
     return tree
 
 
+def leaves_of(tree: Any) -> list[Any]:
+    """Everything in nested tuples, lists and dicts, in order: a lean ``tree_leaves``."""
+    found: list[Any] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Any]) -> None:
+    if isinstance(tree, (tuple, list)):
+        for item in tree:
+            _collect(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _collect(item, found)
+    else:
+        found.append(tree)
+
+
 def iterate_operands(tree: Any) -> Iterator[Operand]:
     """Operands in nested tuples, lists and dicts, in order."""
     if isinstance(tree, Operand):

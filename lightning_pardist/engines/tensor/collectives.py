@@ -92,6 +92,15 @@ class TensorGroup:
         dist.all_to_all_single(received, torch.stack(parts), group=self.process_group)
         return received.sum(0)
 
+    def exchange(self, *values: int) -> Tensor:
+        """Every rank's numbers, shape ``[size, len(values)]``, int64 on the host. Collective; not counted."""
+        known: Any = self.process_group._device_types
+        device = torch.device("cpu") if torch.device("cpu") in known else torch.device(self.mesh.device_type)
+        mine = torch.tensor(values, dtype=torch.int64, device=device)
+        everyone = mine.new_empty(self.size * len(values))
+        dist.all_gather_into_tensor(everyone, mine, group=self.process_group)
+        return everyone.view(self.size, -1).cpu()
+
     def enter(self, tensor: Tensor) -> Tensor:
         """A whole tensor into a computation that is split: the gradient comes back in parts and is summed."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_pardist.engines.data_parallel.sparse import sparse_parameters
 from lightning_pardist.engines.local_tensors import over_tensor_ranks
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
 from lightning_pardist.engines.tensor.plan import TensorParallelPlan
@@ -44,9 +45,14 @@ def apply(module: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> Tens
     runtime = TensorRuntime(mesh, sequence_parallel=plan.sequence_parallel)
     layouts = plan.layouts()
     made: dict[int, nn.Parameter] = {}
+    # Their gradients name rows, which a DTensor cannot.
+    sparse = set(sparse_parameters(module))
     for owner, name, full_name in _slots(module, buffers=False):
         parameter = owner._parameters[name]
         if parameter is None or isinstance(parameter, DTensor):
+            continue
+        if parameter in sparse:
+            _broadcast(parameter.detach(), runtime)
             continue
         if id(parameter) not in made:
             split = _distribute(parameter.detach(), layouts.get(full_name), runtime)
@@ -55,6 +61,7 @@ def apply(module: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> Tens
             made[id(parameter)]._pardist_whole = parameter  # type: ignore[attr-defined]
         # By attribute, because RNNs keep a list of their weights that follows assignments.
         setattr(owner, name, made[id(parameter)])
+    _replace_references(module, {id(new._pardist_whole): new for new in made.values()})  # type: ignore[attr-defined]
     for parameter in made.values():
         del parameter._pardist_whole  # type: ignore[attr-defined]
     with torch.no_grad():
@@ -86,6 +93,7 @@ def dissolve(module: nn.Module) -> None:
             made[id(parameter)] = nn.Parameter(whole_tensor(parameter).clone(), requires_grad=parameter.requires_grad)
             made[id(parameter)]._pardist_split = parameter  # type: ignore[attr-defined]
         setattr(owner, name, made[id(parameter)])
+    _replace_references(module, {id(new._pardist_split): new for new in made.values()})  # type: ignore[attr-defined]
     for whole in made.values():
         del whole._pardist_split  # type: ignore[attr-defined]
     for owner, name, _ in _slots(module, buffers=True):
@@ -109,6 +117,28 @@ def _slots(module: nn.Module, *, buffers: bool) -> Iterator[tuple[nn.Module, str
     for prefix, owner in module.named_modules():
         for name in list(owner._buffers if buffers else owner._parameters):
             yield owner, name, f"{prefix}.{name}" if prefix else name
+
+
+def _replace_references(module: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
+    """Modules may keep parameters in plain attributes, lists and dicts as well, which assignments do not reach."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, nn.Parameter):
+            return new.get(id(value), value)
+        if type(value) not in (list, tuple):
+            return value
+        items = [replaced(item) for item in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+
+    for owner in module.modules():
+        for name, value in owner.__dict__.items():
+            if type(value) is dict and name not in ("_parameters", "_buffers", "_modules"):
+                value.update({key: replaced(item) for key, item in value.items() if replaced(item) is not item})
+            elif (fresh := replaced(value)) is not value:
+                if isinstance(value, list):
+                    value[:] = fresh
+                else:
+                    owner.__dict__[name] = fresh
 
 
 def _broadcast(tensor: Tensor, runtime: TensorRuntime) -> Tensor:

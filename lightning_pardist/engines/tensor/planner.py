@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_pardist.engines.data_parallel.sparse import sparse_parameters
 from lightning_pardist.engines.tensor.analysis import Walk, Wishes
 from lightning_pardist.engines.tensor.layout import Layout
 from lightning_pardist.engines.tensor.overrides import resolve_overrides
 from lightning_pardist.engines.tensor.plan import TensorParallelPlan, TensorPlan
+from lightning_pardist.engines.tensor.runtime import eager
 from lightning_pardist.engines.tensor.trace import Slot, Trace, trace
 
 #: An unpaired weight smaller than this share of the model is not worth the collectives of splitting it.
@@ -48,8 +50,11 @@ def plan(
     """
     if tp_size < 1:
         raise ValueError(f"tp_size={tp_size} is not a positive number of ranks. Use 1 or more.")
-    found = trace(module, step)
+    with eager():
+        found = trace(module, step)
     wishes = Wishes()
+    sparse = set(sparse_parameters(module))
+    wishes.whole |= {name: "its gradients are sparse" for name, p in found.parameters.items() if p in sparse}
     why = resolve_overrides(module, found, overrides or {}, tp_size, on_indivisible, wishes)
     _prepare(found, wishes)
     walk = _settle(found, tp_size, wishes) if tp_size > 1 else Walk(found, tp_size, wishes, {}, decide=False)

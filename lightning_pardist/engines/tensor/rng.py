@@ -18,17 +18,13 @@ from lightning_pardist.engines.tensor.collectives import TensorGroup
 
 
 @contextmanager
-def apart(group: TensorGroup, enabled: bool, like: Tensor) -> Iterator[None]:
+def apart(group: TensorGroup, like: Tensor) -> Iterator[None]:
     """Draw different random numbers on every tensor rank inside the block.
 
     Args:
         group: Tensor ranks.
-        enabled: Whether anything is drawn.
         like: A tensor on the device whose generator is used.
     """
-    if not enabled:
-        yield
-        return
     # From the CPU's generator on every device: no synchronization, and checkpointing restores it.
     seed = int(torch.randint(0, 2**62, ()).item()) + group.rank
     if like.device.type == "cpu":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -276,7 +277,7 @@ def _attend(group: TensorGroup, **given: Any) -> tuple[Tensor, Tensor | None]:
     mask = _mha_mask(group, given, q, k)
     dropout = given["dropout_p"] if given["training"] else 0.0
     weights = None
-    with apart(group, dropout > 0, q):
+    with apart(group, q) if dropout > 0 else nullcontext():
         if given["need_weights"]:
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
             weights = (scores if mask is None else scores + mask).softmax(-1)

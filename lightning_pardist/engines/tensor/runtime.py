@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from lightning_pardist.engines.tensor.calls import (
     NoRule,
     Operand,
     Outcome,
+    leaves_of,
     map_only,
     plain_name,
 )
@@ -45,6 +47,9 @@ _VIEWS = frozenset([
     "tensor_split",
     "unbind", "select", "narrow", "getitem", "diagonal", "unfold", "get:T", "get:mT", "get:data", "detach", "iter",
 ])  # fmt: skip
+
+
+_KINDS = ("step", "call")
 
 
 @dataclass
@@ -90,10 +95,14 @@ class TensorRuntime:
 
         Global shapes hold inside. May be nested. What leaves the block should go through :meth:`whole`.
         """
+        if self._depth:
+            yield
+            return
         with ExitStack() as stack:
             stack.enter_context(implicit_replication())
             stack.enter_context(_whole_arguments_for_custom_functions(self))
             stack.enter_context(_without_mha_fast_path())
+            stack.enter_context(eager())
             stack.enter_context(_Mode(self))
             stack.callback(self._forget)
             stack.enter_context(self._counted())
@@ -121,7 +130,7 @@ class TensorRuntime:
 
         Collective over the tensor group if there are any.
         """
-        return map_only((SplitTensor, DTensor), self._as_plain, tree)
+        return pytree.tree_map_only((SplitTensor, DTensor), self._as_plain, tree)
 
     def _as_plain(self, tensor: SplitTensor | DTensor) -> Tensor:
         if isinstance(tensor, SplitTensor):
@@ -131,12 +140,37 @@ class TensorRuntime:
         opened = self._open(tensor)
         return self.gather(opened) if isinstance(opened, SplitTensor) else opened
 
+    def meet(self, kind: Literal["step", "call"], first: int = 0, second: int = 0) -> Tensor:
+        """Make sure that all ranks are about to do the same, and exchange two numbers. Collective; one small gather.
+
+        Args:
+            kind: A step begins, or the module is called outside of one.
+            first: Any number.
+            second: Any number.
+
+        Returns:
+            Every rank's numbers, shape ``[ranks, 2]``.
+
+        Raises:
+            RuntimeError: If ranks do different things: they would wait for each other, or exchange the wrong tensors.
+        """
+        told = self.group.exchange(_KINDS.index(kind), first, second)
+        if (told[:, 0] != told[0, 0]).any():
+            callers = [rank for rank, number in enumerate(told[:, 0].tolist()) if number == _KINDS.index("call")]
+            raise RuntimeError(
+                f"Of the {self.group.size} ranks of a tensor group only {callers} called the module, outside of a step."
+                " Its layers are split over all of them: call it on every rank, and let one of them print or save."
+            )
+        return told[:, 1:]
+
     def cover(self, module: nn.Module) -> None:
         """Have calls of the module and its submodules outside of :meth:`step` run as in one, with plain results.
 
         Hooks of users and callbacks call modules where no step runs. Undone by :meth:`uncover`.
         """
         for child in module.modules():
+            if next(child.parameters(), None) is None:
+                continue
             self._handles.append(child.register_forward_pre_hook(self._enter_by_call, prepend=True))
             self._handles.append(child.register_forward_hook(self._leave_by_call, always_call=True))
 
@@ -148,6 +182,7 @@ class TensorRuntime:
 
     def _enter_by_call(self, module: nn.Module, args: Any) -> None:
         if not self._depth:
+            self.meet("call")
             self._called = module, ExitStack()
             self._called[1].enter_context(self.step())
 
@@ -177,13 +212,12 @@ class TensorRuntime:
             inplace or name in PARAMETER_METHODS or name.startswith(("set:", "delete:"))
         ):
             return self._on_parameters(func, args, kwargs)
-        if _only_states(args, kwargs):
+        if _only_states(leaves_of((args, kwargs))):
             return func(*args, **kwargs)
         if name == "repr" and isinstance(first, SplitTensor):
             return SplitTensor.__repr__(first)
         args, kwargs = map_only(DTensor, self._open, (args, kwargs))
-        leaves = pytree.tree_leaves((args, kwargs))
-        if not any(isinstance(leaf, SplitTensor) for leaf in leaves):
+        if not any(isinstance(leaf, SplitTensor) for leaf in leaves_of((args, kwargs))):
             return func(*args, **kwargs)
         return self._on_parts(func, name, inplace, args, kwargs)
 
@@ -236,8 +270,11 @@ class TensorRuntime:
     def _execute(self, call: Call, outcome: Outcome) -> Any:
         group = self.group
         args, kwargs, after = map_only(Need, self._resolve, (outcome.args, outcome.kwargs, outcome.after_needs))
-        like = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        with apart(group, outcome.random, like):
+        if outcome.random:
+            like = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor))
+            with apart(group, like):
+                result = call.func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
+        else:
             result = call.func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
         if call.inplace:
             return call.args[0].tensor
@@ -371,7 +408,9 @@ def _inside_engine(mode: _Mode) -> Iterator[None]:
 
     torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
     try:
-        yield
+        # Modes belong to a thread: the engine's own threads for accelerators would run user code without it.
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
 
@@ -385,11 +424,11 @@ def _concerned(values: Any) -> bool:
     return False
 
 
-def _only_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _only_states(leaves: list[Any]) -> bool:
     """Gradients, optimizer states and the like: DTensors among themselves, with nothing to differentiate."""
     grad = torch.is_grad_enabled()
     found = False
-    for leaf in pytree.tree_leaves((args, kwargs)):
+    for leaf in leaves:
         if isinstance(leaf, SplitTensor):
             return False
         if isinstance(leaf, DTensor):
@@ -402,13 +441,18 @@ def _only_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _operand(tensor: Tensor) -> Operand:
-    layout = tensor.split_layout if isinstance(tensor, SplitTensor) else None
-    with torch._C.DisableTorchFunctionSubclass():
-        return Operand(tuple(tensor.shape), layout, tensor.dtype, tensor)
+    if isinstance(tensor, SplitTensor):
+        return Operand(tensor.global_shape, tensor.split_layout, tensor.local.dtype, tensor)
+    return Operand(tuple(tensor.shape), None, tensor.dtype, tensor)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty(tensor.shape, device="meta").stride())
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Compiled parts run eagerly inside: a compiler would trace through what takes split tensors apart."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -26,12 +26,14 @@ class SplitTensor(Tensor):
 
     Attributes:
         local: This rank's part, an ordinary tensor with its autograd history.
-        split: How the parts make up the whole.
+        split_layout: How the parts make up the whole.
+        global_shape: Shape of the whole, at hand without asking torch.
         runtime: What executes functions called on it.
     """
 
     local: Tensor
     split_layout: Layout
+    global_shape: tuple[int, ...]
     runtime: TensorRuntime
 
     @staticmethod
@@ -40,6 +42,7 @@ class SplitTensor(Tensor):
         shape = layout.global_shape(local.shape, runtime.group.size)
         self: SplitTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         self.local = local
+        self.global_shape = shape
         self.split_layout = layout
         self.runtime = runtime
         return self

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_pardist.engines.data_parallel.bucket import Bucket, view_like
 from lightning_pardist.engines.local_tensors import own_part, set_own_part
 from lightning_pardist.engines.memory import storage_bytes
-from lightning_pardist.engines.zero.host import HostSlice
+from lightning_pardist.engines.zero.host import HostSlice, low_precision
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,9 @@ class ShardedBucket(Bucket):
         self._own = slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
         self.flat_params = torch.zeros(self.shard_numel * world_size, dtype=self._dtype, device=self.device)
         self._adopt_parameters()
-        low_precision = self._dtype in (torch.float16, torch.bfloat16)
         own = self.flat_params[self._own]
         self.host = None if make_host is None else make_host(own)
-        self.master: Tensor = own.float() if low_precision else own
+        self.master: Tensor = own.float() if low_precision(self._dtype) else own
         if self.host is not None:
             self.master = self.host.master
         self.master_dtype = self.master.dtype
@@ -104,7 +103,7 @@ class ShardedBucket(Bucket):
             self._publish(self.host)
             self.host.wait_published()
             self._await_step()
-        elif self.master.data_ptr() != own.data_ptr():
+        elif low_precision(self._dtype):
             own.copy_(self.master)
         work: dist.Work | None = dist.all_gather_into_tensor(self.flat_params, own, group=group, async_op=True)
         return work

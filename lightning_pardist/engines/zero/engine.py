@@ -237,9 +237,16 @@ class ZeroEngine:
 
     def slots(self, optimizer: Optimizer) -> Slots:
         """Slices of parameters, none where they are other ranks', and whole ones that have no gradients yet."""
-        if self.group.size() == 1:
+        if not self._is_sliced:
             return whole_slots(optimizer)
         return [[self._slot(param) for param in group["params"]] for group in optimizer.param_groups]
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Bring state to the host if that is where steps are taken. Not collective."""
+        if host_step := self._host_steps.get(optimizer):
+            with self.slices(optimizer):
+                for shard in list(optimizer.state):
+                    host_step.settle(shard)
 
     def _slot(self, param: nn.Parameter) -> Slot:
         pieces = self._pieces.get(param)

@@ -7,7 +7,10 @@ from torch import Tensor
 
 from lightning_pardist.engines.offload import HostCopies, StateFile
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+def low_precision(dtype: torch.dtype) -> bool:
+    """Whether parameters of this dtype are updated in fp32 masters."""
+    return dtype in (torch.float16, torch.bfloat16)
 
 
 class HostSlice:
@@ -33,7 +36,7 @@ class HostSlice:
         self._store = store
         self._window_bytes = window_bytes
         self.is_away = own.device.type != "cpu"
-        dtype = torch.float32 if own.dtype in _LOW_PRECISION else own.dtype
+        dtype = torch.float32 if low_precision(own.dtype) else own.dtype
         self.master: Tensor = own
         if self.is_away or dtype != own.dtype:
             away = copies.buffer if store is None else store.zeros

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -57,6 +58,9 @@ class Part:
         """Whether the module has nowhere to load a checkpoint to before :meth:`transform`."""
         return False
 
+    def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Look at the module while it is plain and whole, before any part transforms it. Collective over the world."""
+
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Change the module in place to what this part runs. Collective over the world."""
 
@@ -68,9 +72,17 @@ class Part:
 
     # --- steps --------------------------------------------------------------------------------------------------
 
+    def running(self) -> AbstractContextManager[None]:
+        """Around a step and everything that other parts do to run it."""
+        return nullcontext()
+
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one of the module's step functions."""
         return step(*args, **kwargs)
+
+    def plain(self, tree: Any) -> Any:
+        """Values of a step with ordinary, whole tensors in place of this part's. Collective if there are any."""
+        return tree
 
     def backward(self, run: Callable[[], None]) -> None:
         """Run backward from a step's loss."""
@@ -98,6 +110,10 @@ class Part:
 
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """This axis' view of a state dict to one process' view, whole at least on the axis' first rank. Collective."""
+        return state
+
+    def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict without the values that other ranks of this axis answer for: on ``meta``. Not collective."""
         return state
 
     def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

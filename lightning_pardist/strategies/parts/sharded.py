@@ -15,9 +15,11 @@ from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.optim import Optimizer
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_pardist.engines.api import DataEngine
@@ -81,6 +83,7 @@ class FullyShardedData(DataPart):
         self._sharded: FullySharded | None = None
         self._uneven: AbstractContextManager[None] | None = None
         self._built_on_meta = False
+        self._metrics: list[Metric] = []
 
     @override
     def degrees(self, ranks_per_node: int) -> dict[str, Degree]:
@@ -146,6 +149,19 @@ class FullyShardedData(DataPart):
         device = self.strategy.root_device
         _move_torchmetrics_to_device(module, device)
         _update_properties(module, device=device)
+        self._meet_before_metrics(module)
+
+    def _meet_before_metrics(self, module: nn.Module) -> None:
+        """A metric object gathers its state by itself, when other ranks may still need this one's parameters."""
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+                metric.dist_sync_fn = self._gather_metric
+                self._metrics.append(metric)
+
+    def _gather_metric(self, value: Tensor, group: Any | None = None) -> list[Tensor]:
+        self.before_collective()
+        gathered: list[Tensor] = gather_all_tensors(value, group)
+        return gathered
 
     @property
     def _shards_rest_on_host(self) -> bool:
@@ -241,6 +257,9 @@ class FullyShardedData(DataPart):
     @override
     def teardown(self) -> None:
         self._uneven = None
+        for metric in self._metrics:
+            metric.dist_sync_fn = None
+        self._metrics.clear()
         module = self.strategy.lightning_module
         if module is None:
             return

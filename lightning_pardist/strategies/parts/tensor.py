@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -73,6 +74,7 @@ class TensorParallel(Part):
         self.sequence_parallel = sequence_parallel
         self.sample = sample
         self.plan: TensorParallelPlan | None = None
+        self._planned_for = ""
         self.runtime: TensorRuntime | None = None
         self._split: nn.Module | None = None
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
@@ -91,11 +93,6 @@ class TensorParallel(Part):
                     f"{type(callback).__name__} averages whole parameters, which no rank has under {name}."
                     " Remove the callback, or use pardist_ddp, pardist_zero1 or pardist_zero2."
                 )
-        if getattr(self.strategy.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                f"precision={trainer.precision!r} scales the loss, and each tensor rank of {name} would scale its own"
-                " way. Use precision='bf16-mixed'."
-            )
         module = self.strategy.lightning_module
         if module is not None and on_meta(module):
             raise ValueError(
@@ -115,10 +112,11 @@ class TensorParallel(Part):
         module.to(self.strategy.root_device)
         mesh = self.strategy.device_mesh["tensor_parallel"]
         self._share_random_state(mesh.get_group())
-        if self.plan is None or not _fits(self.plan, module):
+        name = rehearsal.step_name(trainer)
+        if self.plan is None or not _fits(self.plan, module) or self._planned_for not in ("training_step", name):
             found = self._find_plan(trainer, module)
             # Control flow may depend on data: all ranks follow the first one's.
-            self.plan = self.strategy.broadcast(found)
+            self.plan, self._planned_for = self.strategy.broadcast(found), name
             rank_zero_info(str(self.plan))
         self.runtime, self._split = apply(module, self.plan, mesh), module
         self.runtime.cover(module)
@@ -177,12 +175,15 @@ class TensorParallel(Part):
     # --- steps --------------------------------------------------------------------------------------------------
 
     @override
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.runtime is None else self.runtime.step()
+
+    @override
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.runtime is None:
             return step(*args, **kwargs)
         self._agree(self.runtime, (args, kwargs))
-        with self.runtime.step():
-            return self._plain(step(*args, **kwargs))
+        return self.plain(step(*args, **kwargs))
 
     @override
     def backward(self, run: Callable[[], None]) -> None:
@@ -192,7 +193,8 @@ class TensorParallel(Part):
         with self.runtime.step():
             run()
 
-    def _plain(self, tree: Any) -> Any:
+    @override
+    def plain(self, tree: Any) -> Any:
         """The same without split tensors and parameters, for code outside of steps. Collective if there are any."""
         return tree if self.runtime is None else self.runtime.plain(tree)
 
@@ -210,12 +212,7 @@ class TensorParallel(Part):
         One small gather a step. Random streams drift where one rank does something that others do not (a picture drawn
         on the first rank, say), and with them dropout, which would be wrong in silence.
         """
-        group = runtime.group.process_group
-        device = torch.device("cpu") if torch.device("cpu") in group._device_types else self.strategy.root_device
-        mine = torch.tensor([_fingerprint(batch), _random_fingerprint()], device=device)
-        everyone = mine.new_empty(runtime.group.size * 2)
-        dist.all_gather_into_tensor(everyone, mine, group=group)
-        samples, random = everyone.view(-1, 2).cpu().unbind(1)
+        samples, random = runtime.meet("step", _fingerprint(batch), _random_fingerprint()).unbind(1)
         if (samples != samples[0]).any():
             raise RuntimeError(
                 f"The ranks of one tensor group were given different batches, and {type(self.strategy).__name__} splits"
@@ -223,7 +220,7 @@ class TensorParallel(Part):
                 " trainer.strategy.distributed_sampler_kwargs."
             )
         if (random != random[0]).any():
-            self._share_random_state(group)
+            self._share_random_state(runtime.group.process_group)
 
     # --- what leaves a step ------------------------------------------------------------------------------------
 
@@ -242,7 +239,7 @@ class TensorParallel(Part):
         original = getattr(owner, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._plain((args, kwargs))
+            args, kwargs = self.plain((args, kwargs))
             return original(*args, **kwargs)
 
         self._replace(owner, name, wrapped)
@@ -278,7 +275,8 @@ class TensorParallel(Part):
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         if self.runtime is None:
             return state
-        keep = self.runtime.group.rank == 0
+        # Under a pipeline, ranks of the same index pass on to each other what they hold.
+        keep = self.runtime.group.rank == 0 or self.strategy.dims.pipeline_parallel > 1
         # Tied parameters are gathered once, and stay one tensor in the file.
         done: dict[tuple[int, torch.Size], Tensor] = {}
         for name, value in state.items():
@@ -340,8 +338,12 @@ class TensorParallel(Part):
 
     @override
     def teardown(self) -> None:
-        if self.runtime is not None and self.ended_well():
-            self._become_whole()
+        if self.runtime is None or self._split is None or not self.ended_well():
+            return
+        if any(isinstance(param, DTensor) and param.device_mesh.ndim > 1 for param in self._split.parameters()):
+            # The data axis keeps its shards, being too large to be whole.
+            return
+        self._become_whole()
 
     def _become_whole(self) -> None:
         self._unwrap()

@@ -66,6 +66,7 @@ class PipelinePart(Part):
         self._effects: StepEffects | None = None
         self._same_batch: SameBatches | None = None
         self._plans: dict[StepKey, PipelinePlan] = {}
+        self._observed: dict[StepKey, PipelinePlan] = {}
         self._taken: list[tuple[nn.Parameter, Tensor]] = []
         self._local: dict[Optimizer, list[bool]] = {}
         self._metrics: list[Metric] = []
@@ -86,6 +87,23 @@ class PipelinePart(Part):
         check_trainer(trainer)
 
     # --- the module ---------------------------------------------------------------------------------------------
+
+    @override
+    def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.strategy.dims.tensor_parallel > 1:
+            # Split layers hand on parts of tensors, which say nothing of where they came from.
+            share_random_state(self.group)
+            self._observed = self._record(trainer)
+
+    def _record(self, trainer: pl.Trainer) -> dict[StepKey, PipelinePlan]:
+        plans: dict[StepKey, PipelinePlan] = {}
+        failure = None
+        try:
+            plans = StepRecorder(trainer, self.settings, self.group.size()).make_plans()
+        except Exception as error:
+            failure = error
+        raise_together(failure)
+        return agree_on_plans(plans)
 
     @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -114,14 +132,8 @@ class PipelinePart(Part):
             CannotPipelineError: On every rank, if the module cannot be cut as asked.
         """
         group, device = self.group, self.strategy.root_device
-        plans: dict[StepKey, PipelinePlan] = {}
-        failure = None
-        try:
-            plans = StepRecorder(trainer, self.settings, group.size()).make_plans()
-        except Exception as error:
-            failure = error
-        raise_together(failure)
-        self._plans = agree_on_plans(plans)
+        self._plans = self._observed or self._record(trainer)
+        self._observed = {}
         first = next(iter(self._plans.values()))
         self._effects = StepEffects(module, first.trace.unit_names)
         self._same_batch = SameBatches(group, device)
@@ -148,6 +160,7 @@ class PipelinePart(Part):
             weight_of=weight if callable(weight) else None,
             loss_is_sum=weight == "sum",
             share="all",
+            whole=self.strategy.plain,
             timeout_s=settings.message_timeout_s,
             record_times=settings.record_times,
         )
@@ -237,6 +250,18 @@ class PipelinePart(Part):
             return state
         state.update(self.engine.placement.gather(state=state))
         return state
+
+    @override
+    def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self.engine is None or self.group.size() == 1:
+            return state
+        placement = self.engine.placement
+        return {
+            name: value.to("meta")
+            if isinstance(value, Tensor) and placement.owner_of(name) != placement.rank
+            else value
+            for name, value in state.items()
+        }
 
     @override
     def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_pardist.strategies.base import PardistStrategy
 
 
-class ExactResume:
+class Continuing:
     """What a checkpoint has to know beside the Trainer's counters, and how a run goes on from it.
 
     Lightning counts the batches of an epoch, but starts the loader of a resumed run from its first one. Here the
@@ -124,16 +124,17 @@ class ExactResume:
             return _Skipping(loader, done, rng) if done else loader
         index = len(self._orders)
         started = (self._own("orders") or [])[index : index + 1]
-        order = _Order(loader._index_sampler, loader, done, started[0] if started else None, rng)
+        order = _Order(loader, done, started[0] if started else None, rng)
+        order.attach()
         self._orders.append(order)
-        # DataLoader refuses a new sampler by assignment; its iterators look these up each time.
-        loader.__dict__["batch_sampler" if loader._auto_collation else "sampler"] = order
         if done:
             warnings.filterwarnings("ignore", message=r".*dataloader is not resumable.*")
         return loader
 
     def forget(self) -> None:
-        """The run is over."""
+        """The run is over: loaders get their own samplers back."""
+        for order in self._orders:
+            order.detach()
         self._orders, self._saved = [], {}
 
     def _own(self, what: str) -> Any:
@@ -172,8 +173,9 @@ class _Order:
         started: The random state with which the order of this epoch was drawn.
     """
 
-    def __init__(self, sampler: Any, loader: DataLoader[Any], skip: int, started: Any, rng: Any) -> None:
-        self._sampler = sampler
+    def __init__(self, loader: DataLoader[Any], skip: int, started: Any, rng: Any) -> None:
+        self._loader = loader
+        self._sampler = loader._index_sampler
         self._generators = [
             generator
             for owner in (loader, loader.sampler)
@@ -185,7 +187,18 @@ class _Order:
         self.started: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_sampler"], name)
+        if name == "_sampler":
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def attach(self) -> None:
+        """Take the sampler's place."""
+        # DataLoader refuses a new sampler by assignment; its iterators look these up each time.
+        self._loader.__dict__["batch_sampler" if self._loader._auto_collation else "sampler"] = self
+
+    def detach(self) -> None:
+        """Give the sampler its place back."""
+        self._loader.__dict__["batch_sampler" if self._loader._auto_collation else "sampler"] = self._sampler
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -215,7 +228,9 @@ class _Skipping:
         self._rng = rng
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -1,0 +1,232 @@
+"""The ZeRO paper's memory table (arXiv 1910.02054, table 1) by the real engines, on tensors without memory.
+
+One rank of N runs a training step of a GPT for real, in torch's ``FakeTensorMode`` and on its ``fake`` process group.
+Every storage that comes and goes is counted: what a rank holds between backward and the next step, and the most during
+the step. The batch is one short sequence, so that states are what is counted.
+"""
+
+from __future__ import annotations
+
+import lightning_pardist  # noqa: F401  (before lightning)
+
+# isort: split
+import argparse
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import machine
+from benchmarks.workloads import GPTLoss
+from lightning_pardist.engines.fully_sharded import ShardedDataEngine, find_units, shard
+from lightning_pardist.engines.zero import ZeroEngine
+
+#: 7.5 billion parameters.
+SIZES = {"dim": 4096, "layers": 36, "heads": 32, "context": 1024, "vocab_size": 50257}
+TINY = {"dim": 64, "layers": 4, "heads": 4, "context": 16, "vocab_size": 128}
+WORLDS = (1, 4, 16, 64, 256, 1024)
+#: GB per device at 7.5 billion parameters in mixed precision.
+PAPER = {
+    1: dict(zip(WORLDS, (120, 52.5, 35.6, 31.4, 30.4, 30.1), strict=True)),
+    2: dict(zip(WORLDS, (120, 41.3, 21.6, 16.6, 15.4, 15.1), strict=True)),
+    3: dict(zip(WORLDS, (120, 30, 7.5, 1.88, 0.47, 0.12), strict=True)),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One rank's bytes.
+
+    Attributes:
+        zero_stage: 1, 2 or 3.
+        world_size: Ranks.
+        mixed: bf16 parameters with fp32 masters, or fp32 throughout.
+        psi: Parameters.
+        held: Model states when the optimizer has stepped, gradients included.
+        peak: The most at any time of the step.
+    """
+
+    zero_stage: int
+    world_size: int
+    mixed: bool
+    psi: int
+    held: int
+    peak: int
+
+    @property
+    def formula(self) -> float:
+        """What the paper's table has for this many parameters, in bytes."""
+        return self.psi * bytes_per_parameter(self.zero_stage, self.world_size, mixed=self.mixed)
+
+
+def bytes_per_parameter(zero_stage: int, world_size: int, *, mixed: bool) -> float:
+    """Parameters, gradients and Adam's state."""
+    shares = {1: (4, 12), 2: (2, 14), 3: (0, 16)} if mixed else {1: (8, 8), 2: (4, 12), 3: (0, 16)}
+    kept, split = shares[zero_stage]
+    return kept + split / world_size
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that were made inside and are still there.
+
+    Attributes:
+        now: At this moment.
+        peak: The most since :meth:`restart`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __enter__(self) -> LiveBytes:
+        # fully_shard frees and allocates by resizing.
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._note(storage)
+            return result
+
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_)
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
+
+    def restart(self) -> None:
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            weakref.finalize(storage, self._forget, key)
+        self.now += storage.nbytes() - self._sizes.get(key, 0)
+        self._sizes[key] = storage.nbytes()
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+def measure(zero_stage: int, world_size: int, *, mixed: bool, sizes: dict[str, int], tokens: int = 8) -> Cell:
+    """One step of one rank.
+
+    Args:
+        zero_stage: 1, 2 or 3.
+        world_size: Ranks that there are said to be.
+        mixed: See :class:`Cell`.
+        sizes: Of :class:`~benchmarks.workloads.GPTLoss`.
+        tokens: Length of the one sequence.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        with FakeTensorMode(), _untried(), LiveBytes() as live:
+            model = GPTLoss(**sizes)
+            if mixed and zero_stage < 3:
+                model.to(torch.bfloat16)
+            psi = sum(parameter.numel() for parameter in model.parameters())
+            batch = torch.zeros(1, tokens, dtype=torch.long), torch.zeros(1, tokens, dtype=torch.long)
+            if zero_stage == 3:
+                policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+                mesh = init_device_mesh("cpu", (world_size,))
+                handle = shard(model, mesh, units=find_units(model), mp_policy=policy, sync_values=False, check=False)
+                optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+                engine: Any = ShardedDataEngine(handle, [optimizer], accumulate="sharded")
+                loss = handle.run(model, *batch)
+            else:
+                optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+                engine = ZeroEngine(model, [optimizer], group=dist.group.WORLD, zero_stage=zero_stage)
+                loss = model(*batch)
+            live.restart()
+            with engine.backward(loss):
+                loss.backward()
+            del loss
+            optimizer.step()
+            return Cell(zero_stage, world_size, mixed, psi, live.now, live.peak)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _untried() -> Iterator[None]:
+    """Trying an optimizer out needs values."""
+    with (
+        mock.patch("lightning_pardist.engines.zero.engine.require_elementwise"),
+        mock.patch("lightning_pardist.engines.fully_sharded.optimizer.require_elementwise"),
+    ):
+        yield
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: measured beside the paper's."""
+    lines = [
+        "| stage | precision | ranks | paper, 7.5 B | its formula, GB | held, GB | off by | peak in a step, GB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for cell in cells:
+        paper = f"{PAPER[cell.zero_stage].get(cell.world_size, '')}" if cell.mixed else ""
+        lines.append(
+            f"| ZeRO-{cell.zero_stage} | {'mixed' if cell.mixed else 'fp32'} | {cell.world_size} | {paper}"
+            f" | {cell.formula / 1e9:.3g} | {cell.held / 1e9:.3g} | {cell.held / cell.formula - 1:+.1%}"
+            f" | {cell.peak / 1e9:.3g} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print and write; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zero_table", description=__doc__)
+    parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS), help="numbers of ranks")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3])
+    parser.add_argument("--precisions", nargs="+", default=["mixed", "fp32"], choices=["mixed", "fp32"])
+    parser.add_argument("--tiny", action="store_true", help="a model of test size")
+    parser.add_argument("--output", default="logs/benchmarks", metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    started, cells = datetime.now(timezone.utc), []
+    for precision in options.precisions:
+        for stage in options.stages:
+            for world_size in options.worlds:
+                begin = time.monotonic()
+                sizes = TINY if options.tiny else SIZES
+                cells.append(measure(stage, world_size, mixed=precision == "mixed", sizes=sizes))
+                print(f"ZeRO-{stage} {precision} on {world_size}: {time.monotonic() - begin:.0f} s", flush=True)
+    text = table(cells)
+    print(text)
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{started:%Y-%m-%d}-zero-table{'-tiny' if options.tiny else ''}.md"
+    command = " ".join(["python -m benchmarks.zero_table", *(sys.argv[1:] if arguments is None else arguments)])
+    title = f"# ZeRO's memory table, {cells[0].psi:,} parameters"
+    file.write_text("\n\n".join([title, f"`{command}`", str(machine.describe()), text]) + "\n")
+    print(f"Written: {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

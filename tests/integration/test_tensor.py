@@ -1,0 +1,503 @@
+"""``pardist_tp`` under a Trainer: what a run leaves behind, what user code may do, and what is refused."""
+
+import functools
+import itertools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchmetrics
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_pardist import TensorParallelStrategy
+from lightning_pardist.engines.tensor import apply, dissolve, plan
+from recipes.gpt.model import GPT
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.zoo import ZOO, build
+
+
+def _data(length=24, width=8):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(length, width, generator=generator)
+    return TensorDataset(x, x.flip(1).cumsum(1))
+
+
+def _loader(**kwargs):
+    return DataLoader(_data(), batch_size=4, **kwargs)
+
+
+class Net(pl.LightningModule):
+    """Two linears that pair, and whatever a subclass does with them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+        self.losses = []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch, batch_idx):
+        return {"hidden": self.net[1](self.net[0](batch[0])), "out": self(batch[0])}
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+def _fit(module, strategy="auto", devices=1, loader=None, ckpt_path=None, **kwargs):
+    strategy = strategy() if callable(strategy) else strategy
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **kwargs)
+    trainer.fit(module, loader or _loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+# --- what is left behind ----------------------------------------------------------------------------------------
+
+
+def _afterwards(path, one_process):
+    module = Net()
+    trainer = _fit(module, "pardist_tp", 2, ckpt_path=one_process, max_epochs=2)
+    plain = all(type(p) is nn.Parameter for p in module.parameters())
+    predicted = quiet_trainer(strategy="pardist_tp", devices=2, use_distributed_sampler=False).predict(
+        module, _loader()
+    )
+    trainer.save_checkpoint(path)
+    with torch.no_grad():
+        out = module(torch.ones(2, 8))
+    return plain, out, predicted, snapshot(module)
+
+
+def test_checkpoints_go_both_ways_and_the_module_is_plain_afterwards(tmp_path):
+    reference = Net()
+    trainer = _fit(reference)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    expected = Net()
+    _fit(expected, ckpt_path=tmp_path / "one.ckpt", max_epochs=2).save_checkpoint(tmp_path / "expected.ckpt")
+    for plain, out, predicted, weights in run_ranks(2, _afterwards, tmp_path / "tp.ckpt", tmp_path / "one.ckpt"):
+        assert plain
+        assert_close(weights, snapshot(expected))
+        assert torch.allclose(out, expected(torch.ones(2, 8)), atol=1e-5)
+        (x, _), first = next(iter(_loader())), predicted[0]
+        assert type(first["hidden"]) is torch.Tensor
+        assert first["hidden"].shape == (4, 32)
+        assert torch.allclose(first["out"], expected(x), atol=1e-5)
+    ours, theirs = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("tp", "expected"))
+    assert_close(ours["state_dict"], theirs["state_dict"])
+    for index, entry in theirs["optimizer_states"][0]["state"].items():
+        assert_close(ours["optimizer_states"][0]["state"][index], entry)
+
+
+class Tracing(Net):
+    """Everything that a step may change beside parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.seen = 0
+        self.total = torchmetrics.SumMetric()
+        self.cache = {}
+        self.drawn = []
+
+    def on_train_epoch_start(self):
+        self.prepared = True
+
+    def training_step(self, batch, batch_idx):
+        assert self.prepared
+        self.seen += 1
+        self.cache[self.seen] = batch_idx
+        self.drawn.append(torch.rand(()).item())
+        self.total(len(batch[0]))
+        self.log("total", self.total, on_step=False, on_epoch=True)
+        self.log("hidden", self.net[0](batch[0]).mean())
+        return F.mse_loss(self(self.norm(batch[0])), batch[1])
+
+
+class Counting(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        self.norm = pl_module.norm.num_batches_tracked.item()
+
+
+def _no_trace(strategy, devices):
+    torch.manual_seed(5)
+    module, counting = Tracing(), Counting()
+    loader = DataLoader(_data(), batch_size=4, shuffle=True)
+    trainer = _fit(module, strategy, devices, loader, callbacks=[counting])
+    metrics = {key: value.item() for key, value in trainer.callback_metrics.items()}
+    return module.seen, module.cache, module.drawn, counting.norm, metrics, snapshot(module)
+
+
+def test_the_rehearsal_leaves_no_trace():
+    seen, cache, drawn, norm, metrics, weights = _no_trace("auto", 1)
+    for other in run_ranks(2, _no_trace, "pardist_tp", 2):
+        assert other[:4] == (seen, cache, drawn, norm)
+        assert other[4] == pytest.approx(metrics)
+        assert metrics["total"] == 24
+        assert_close(other[5], weights)
+
+
+class Stream(IterableDataset):
+    def __init__(self):
+        self.position = 0
+
+    def __iter__(self):
+        for row in itertools.islice(_data(), 12):
+            self.position += 1
+            yield row
+
+
+class Once(IterableDataset):
+    def __init__(self):
+        self.rows = (row for row in _data())
+
+    def __iter__(self):
+        return self.rows
+
+
+def _stream(strategy, devices):
+    module, stream = Net(), Stream()
+    _fit(module, strategy, devices, DataLoader(stream, batch_size=4))
+    return stream.position, module.losses
+
+
+def _once():
+    with pytest.raises(ValueError, match="read only once") as caught:
+        _fit(Net(), "pardist_tp", 2, DataLoader(Once(), batch_size=4))
+    module = Net()
+    batch = next(iter(_loader()))
+    _fit(module, TensorParallelStrategy(sample=batch), 2, DataLoader(Once(), batch_size=4))
+    return str(caught.value), module.losses
+
+
+def test_streams_are_read_from_a_copy():
+    position, losses = _stream("auto", 1)
+    for found in run_ranks(2, _stream, "pardist_tp", 2):
+        assert found == (position, pytest.approx(losses, rel=1e-5))
+    one = Net()
+    _fit(one, loader=DataLoader(Once(), batch_size=4))
+    for message, losses in run_ranks(2, _once):
+        assert "sample=" in message
+        assert losses == pytest.approx(one.losses, rel=1e-5)
+
+
+# --- what user code may do --------------------------------------------------------------------------------------
+
+
+class Curious(Net):
+    """Looks at parameters and runs parts of itself in hooks, outside of steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.noticed = []
+
+    def on_before_optimizer_step(self, optimizer):
+        norm = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
+        self.log("grad_norm", norm)
+        self.noticed.append(float(norm))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        with torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-0.3, 0.3)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.noticed.append(self.net[0](batch[0]).sum().item())
+
+    def on_train_epoch_end(self):
+        self.noticed.append(self(torch.ones(1, 8, dtype=self.dtype)).sum().item())
+        self.noticed.append(sum(p.numel() for p in self.parameters()))
+
+    def training_step(self, batch, batch_idx):
+        penalty = sum(p.pow(2).sum() for p in self.parameters())
+        return super().training_step(batch, batch_idx) + 1e-3 * penalty + self.net[0].weight.abs().max()
+
+
+class Closures(Net):
+    """An optimizer that needs whole parameters and calls the step several times."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Manual(Net):
+    """Manual optimization, two optimizers, a scheduler, a closure and a toggle."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        with first.toggle_model():
+            self.manual_backward(F.mse_loss(self(batch[0]), batch[1]))
+            self.clip_gradients(first, gradient_clip_val=0.1)
+            first.step()
+            first.zero_grad()
+        self.lr_schedulers().step()
+
+        def closure():
+            second.zero_grad()
+            loss = F.mse_loss(self(batch[0]), batch[1])
+            self.manual_backward(loss)
+            self.losses.append(loss.item())
+            return loss
+
+        second.step(closure=closure)
+        self.log("lr", self.optimizers(use_pl_optimizer=False)[0].param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        first = torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.9)
+        second = torch.optim.Adam(self.net[2].parameters(), lr=0.01, eps=1e-3)
+        return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.9)]
+
+
+class Compiled(Net):
+    def __init__(self):
+        super().__init__()
+        self.net.compile(backend="eager")
+
+
+USERS = {cls.__name__: cls for cls in (Curious, Closures, Manual, Compiled)}
+
+
+def _users(names, strategy, devices):
+    results = {}
+    for name in names:
+        module = USERS[name]()
+        # In fp64: quasi-Newton steps and clamps make much of rounding.
+        _fit(module, strategy, devices, precision="64-true")
+        results[name] = module.losses, getattr(module, "noticed", []), snapshot(module)
+    return results
+
+
+def test_users_do_as_they_like():
+    expected = _users(USERS, "auto", 1)
+    for results in run_ranks(2, _users, list(USERS), "pardist_tp", 2):
+        for name, (losses, noticed, weights) in results.items():
+            assert losses == pytest.approx(expected[name][0], rel=1e-5), name
+            assert noticed == pytest.approx(expected[name][1], rel=1e-5), name
+            assert_close(weights, expected[name][2])
+
+
+def _precision(strategy, devices, precision):
+    module = Net()
+    _fit(module, strategy, devices, precision=precision)
+    return module.losses, {p.dtype for p in module.parameters()}
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision(precision):
+    losses, dtypes = _precision("auto", 1, precision)
+    for found in run_ranks(2, _precision, "pardist_tp", 2, precision):
+        # bf16 has three digits.
+        assert found[0] == pytest.approx(losses, rel=1e-2)
+        assert found[1] == dtypes
+
+
+def _one_stream():
+    """Random numbers that differ at first, and drift later; the same batch everywhere."""
+    module = Net()
+    torch.manual_seed(dist.get_rank())
+    module.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Dropout(0.5))
+
+    class Drawing(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.is_global_zero:
+                torch.rand(3)
+
+    _fit(module, "pardist_tp", 2, callbacks=[Drawing()])
+    return module.losses
+
+
+def test_tensor_ranks_draw_the_same_numbers():
+    first, second = run_ranks(2, _one_stream)
+    assert first == second
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+class Different(pl.LightningDataModule):
+    def train_dataloader(self):
+        start = dist.get_rank()
+        return DataLoader(torch.utils.data.Subset(_data(), range(start, 24)), batch_size=4)
+
+
+def _refused():
+    messages = {}
+    for name, strategy in {
+        "nothing": TensorParallelStrategy(plan={"nett.*": "column"}),
+        "way": TensorParallelStrategy(plan={"net.0": "diagonal"}),
+    }.items():
+        with pytest.raises(ValueError, match="plan") as caught:
+            _fit(Net(), strategy, 2)
+        messages[name] = str(caught.value)
+    odd = Net()
+    odd.net = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 8))
+    with pytest.raises(ValueError, match="does not divide") as caught:
+        _fit(odd, TensorParallelStrategy(plan={"net.0": "column"}), 2)
+    messages["size"] = str(caught.value)
+    _fit(odd, TensorParallelStrategy(plan={"net.0": "column"}, on_indivisible="replicate"), 2)
+    with pytest.raises(ValueError, match="StochasticWeightAveraging") as caught:
+        _fit(Net(), "pardist_tp", 2, callbacks=[pl.callbacks.StochasticWeightAveraging(1e-2)])
+    messages["average"] = str(caught.value)
+    return messages
+
+
+def test_errors_say_what_was_set_and_what_would_do():
+    for messages in run_ranks(2, _refused):
+        assert "nett.*" in messages["nothing"]
+        assert "column, row, vocab, replicate" in messages["way"]
+        assert "1, 3, 9" in messages["size"]
+        assert "replicate" in messages["size"]
+        assert "pardist_ddp" in messages["average"]
+
+
+def test_settings_are_checked_before_anything_starts():
+    with pytest.raises(ValueError, match="tensor_parallel_size=0"):
+        TensorParallelStrategy(tensor_parallel_size=0)
+    with pytest.raises(ValueError, match="auto, node or a number"):
+        TensorParallelStrategy(tensor_parallel_size="rack")
+    with pytest.raises(ValueError, match="data_parallel='zero4'"):
+        TensorParallelStrategy(data_parallel="zero4")
+    with pytest.raises(ValueError, match="does not divide world_size=4"):
+        quiet_trainer(strategy=TensorParallelStrategy(tensor_parallel_size=3), devices=4)
+
+
+def _different_batches():
+    with pytest.raises(RuntimeError, match="different batches"):
+        quiet_trainer(strategy="pardist_tp", devices=2).fit(Net(), datamodule=Different())
+
+
+def test_different_batches_are_refused():
+    run_ranks(2, _different_batches)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_needs_no_ranks():
+    module = Tracing()
+    module.prepared = True
+    before = snapshot(module)
+    found = TensorParallelStrategy.plan(module, next(iter(_loader())), tensor_parallel_size=4)
+    text = str(found)
+    assert "net.0.weight" in text
+    assert "column-wise" in text
+    assert found.collective_count("forward") > 0
+    assert module.seen == 0
+    assert "log" not in module.__dict__
+    assert_close(snapshot(module), before, rtol=0.0)
+
+
+def _sent_and_held():
+    """What a step of the GPT recipe sends, and what a rank holds of it."""
+    module = GPT(dim=64, layers=3, heads=4, context=16, vocab_size=64, dropout=0.0, sample_tokens=0)
+    tokens = torch.randint(0, 64, (24, 17), generator=torch.Generator().manual_seed(7))
+    strategy = TensorParallelStrategy()
+
+    class Count(pl.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            strategy.tensor.runtime.group.reset()
+
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.calls = dict(strategy.tensor.runtime.group.calls)
+            self.held = sum(p.to_local().numel() for p in pl_module.parameters() if isinstance(p, DTensor))
+
+    count = Count()
+    loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4)
+    _fit(module, strategy, 2, loader, callbacks=[count])
+    planned = sum(strategy.tensor.plan.collective_count(phase) for phase in ("forward", "backward"))
+    return count.calls, planned, count.held / sum(p.numel() for p in module.parameters())
+
+
+def test_the_gpt_recipe_sends_and_holds_what_megatrons_does():
+    for calls, planned, held in run_ranks(2, _sent_and_held):
+        # Two forward and two backward a block; embedding, two of the loss, and the head's input besides.
+        assert calls == {"all_reduce": 4 * 3 + 4}
+        assert planned == 4 * 3 + 4
+        assert held <= 1 / 2 + 0.02
+
+
+def _alone():
+    module = Net()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",))
+    x = torch.ones(2, 8)
+    runtime = apply(module, plan(module, lambda: module(x).sum(), tp_size=2), mesh["tensor_parallel"])
+    runtime.cover(module)
+    together = module(x)
+    with pytest.raises(RuntimeError, match="called the module"):
+        module(x) if dist.get_rank() == 0 else runtime.meet("step")
+    runtime.uncover()
+    dissolve(module)
+    return type(together), torch.allclose(together, module(x))
+
+
+def test_calls_outside_of_steps_are_for_all_ranks():
+    for kind, same in run_ranks(2, _alone):
+        assert kind is torch.Tensor
+        assert same
+
+
+class FromZoo(pl.LightningModule):
+    """A module of the zoo under a Trainer."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.model = build(name)
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Batches(torch.utils.data.Dataset):
+    def __init__(self, module, count):
+        self.batches = [module.model.batch(seed) for seed in range(count)]
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
+def _zoo(names, strategy, devices):
+    results = {}
+    for name in names:
+        module = FromZoo(name)
+        _fit(module, strategy, devices, DataLoader(Batches(module, 3), batch_size=None))
+        results[name] = module.losses, snapshot(module)
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data_parallel", ["ddp", "zero3"])
+def test_zoo_trains_like_one_process(data_parallel):
+    strategy = functools.partial(TensorParallelStrategy, data_parallel=data_parallel)
+    expected = _zoo(ZOO, "auto", 1)
+    for results in run_ranks(2, _zoo, list(ZOO), strategy, 2, timeout_s=600):
+        for name, (losses, weights) in results.items():
+            assert losses == pytest.approx(expected[name][0], rel=1e-5), name
+            assert_close(weights, expected[name][1])
