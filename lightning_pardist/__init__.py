@@ -10,6 +10,7 @@ _torchvision.mend()
 
 from lightning_pardist import registry  # noqa: E402
 from lightning_pardist._version import __version__  # noqa: E402
+from lightning_pardist.callbacks import PipelineTimeline  # noqa: E402
 from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError  # noqa: E402
 from lightning_pardist.engines.data_parallel import PowerSGD  # noqa: E402
 from lightning_pardist.engines.pipeline import CannotPipelineError  # noqa: E402
@@ -44,6 +45,7 @@ __all__ = [
     "PardistStrategy",
     "PeerFailedError",
     "PipelineStrategy",
+    "PipelineTimeline",
     "PowerSGD",
     "SLURMEnvironment",
     "TensorParallelStrategy",

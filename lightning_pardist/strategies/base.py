@@ -195,6 +195,8 @@ class PardistStrategy(ParallelStrategy):
         self._epoch_results: EpochResults | None = None
         self._user_clipping: JobWideClipping | None = None
         self._scaling: JobWideScaling | None = None
+        #: What takes back changes to modules and loops, latest first.
+        self._at_end: list[Callable[[], object]] = []
         self._restarts: list[Resuming | OrderlyStop] = []
 
     @property
@@ -811,6 +813,8 @@ class PardistStrategy(ParallelStrategy):
             self._restarts.pop().detach()
         for part in (self.data, *self._model_axes):
             part.teardown()
+        while self._at_end:
+            self._at_end.pop()()
         self._revert_layer_sync()
         if self._engine is not None:
             # Kept, since a checkpoint after training asks it for the optimizers' state.

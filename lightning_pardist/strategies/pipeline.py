@@ -42,8 +42,6 @@ class PipelineStrategy(PardistStrategy):
         data_parallel: What serves the data axis: ``"ddp"``, ``"zero1"`` or ``"zero2"``.
         data_settings: Settings of that, as ``bucket_size_mb``.
         message_timeout_s: Longest wait for one message between stages, in seconds.
-        record_times: Whether steps keep the times of their computations, for
-            :class:`~lightning_pardist.PipelineTimeline`, which turns it on.
         **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
 
     Raises:
@@ -65,7 +63,6 @@ class PipelineStrategy(PardistStrategy):
         data_parallel: Literal["ddp", "zero1", "zero2"] = "ddp",
         data_settings: Mapping[str, Any] | None = None,
         message_timeout_s: float = 600.0,
-        record_times: bool = False,
         **kwargs: Any,
     ) -> None:
         if str(data_parallel) == "zero3":
@@ -83,7 +80,6 @@ class PipelineStrategy(PardistStrategy):
                 loss_weight=loss_weight,
                 reads=reads,
                 message_timeout_s=message_timeout_s,
-                record_times=record_times,
             )
         )
         super().__init__(data=data_part(data_parallel, **(data_settings or {})), pipeline=pipeline, **kwargs)

@@ -1,6 +1,10 @@
 """Pipeline strategies under a Trainer: what users do in steps and hooks comes out as on one process, on every rank."""
 
+import json
+from contextlib import nullcontext
+
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
@@ -8,6 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ModelSum
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_pardist import CannotPipelineError, PipelineStrategy, PipelineTimeline
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -46,6 +51,7 @@ class Habits(pl.LightningModule):
         self.val_losses = []
         self.history = {"names": [], "logits": []}
         self.seen = 0
+        self.steps_begun = 0
         self.last_logits = None
         self.outputs = []
 
@@ -62,9 +68,12 @@ class Habits(pl.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("largest", logits.max(), reduce_fx="max", on_step=False, on_epoch=True)
         self.log("sum", logits.sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("hits", (logits.argmax(-1) == batch["y"]).sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("size", len(batch["y"]), on_step=False, on_epoch=True)
         self.log("lr", self.optimizers().param_groups[0]["lr"])
         self.log_dict({"a": loss, "b": 2 * loss}, on_step=False, on_epoch=True, batch_size=len(batch["y"]))
         self.seen += len(batch["y"])
+        self.steps_begun += 1
         self.last_logits = logits.detach()
         self.total.update(loss.detach() * len(batch["y"]))
         return {"loss": loss, "logits": logits.detach(), "names": batch["name"]}
@@ -78,6 +87,7 @@ class Habits(pl.LightningModule):
         self.log("total", self.total.compute())
         self.total.reset()
         self.log("seen", float(self.seen))
+        self.log("steps_begun", float(self.steps_begun))
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         logits = self(batch["x"])
@@ -86,7 +96,7 @@ class Habits(pl.LightningModule):
         self.scores.update(logits, batch["y"])
         self.curve.update(logits, batch["y"])
         self.mean_loss(loss, len(batch["y"]))
-        self.val_losses.append(loss)
+        self.val_losses.append(loss * len(batch["y"]))
         self.history["logits"].append(logits)
         return logits
 
@@ -132,7 +142,7 @@ def _habits(strategy="pardist_pp", devices=2, directory=None, **kwargs):
     best = ModelCheckpoint(directory, monitor="val_total", filename="best")
     callbacks = [EarlyStopping("val_total", patience=2), best, ModelSummary(max_depth=2)]
     trainer = quiet_trainer(
-        strategy=strategy, devices=devices, max_epochs=4, callbacks=callbacks, enable_checkpointing=True, **kwargs
+        strategy=strategy, devices=devices, max_epochs=3, callbacks=callbacks, enable_checkpointing=True, **kwargs
     )
     trainer.fit(module, _loader(21), [_loader(13, seed=4)])
     values = {name: torch.as_tensor(value) for name, value in trainer.callback_metrics.items()}
@@ -168,3 +178,156 @@ def test_what_users_do_in_steps_and_hooks(tmp_path):
             assert_close(got[part], want[part])
         for part in ("epoch", "stopped", "lr", "names"):
             assert got[part] == want[part], part
+
+
+class Small(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
+
+
+def _points(length):
+    x = torch.randn(length, 6, generator=torch.Generator().manual_seed(3))
+    return [(row, row.sum().sin().reshape(1)) for row in x]
+
+
+def _picture(directory):
+    timeline = PipelineTimeline(directory, step=1)
+    trainer = quiet_trainer(strategy="pardist_pp", devices=2, callbacks=[timeline])
+    trainer.fit(Small(), DataLoader(_points(24), batch_size=8))
+    assert len(timeline.timeline.events) == 2 * 2 * 8
+    assert 0 <= timeline.timeline.idle_share < 1
+    return trainer.strategy.pipeline.last_result.timeline is None
+
+
+def test_timeline(tmp_path):
+    assert run_ranks(2, _picture, tmp_path) == [True, True]
+    assert "1f1b, 2 ranks, 8 micro-batches, step 1" in (tmp_path / "pipeline.svg").read_text()
+    assert len(json.loads((tmp_path / "pipeline.json").read_text())["traceEvents"]) == 2 + 32
+
+
+def test_timeline_needs_a_pipeline(tmp_path):
+    trainer = quiet_trainer(callbacks=[PipelineTimeline(tmp_path)])
+    with pytest.raises(ValueError, match="which SingleDeviceStrategy has not"):
+        trainer.fit(Small(), DataLoader(_points(8), batch_size=4))
+
+
+def _resume(directory, strategy="pardist_pp", devices=2):
+    torch.manual_seed(11)
+    first = quiet_trainer(strategy=strategy, devices=devices, max_epochs=1)
+    first.fit(Small(), DataLoader(_points(20), batch_size=8))
+    first.save_checkpoint(directory / "half.ckpt")
+    torch.manual_seed(12)
+    module = Small()
+    second = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2, gradient_clip_val=0.1)
+    second.fit(module, DataLoader(_points(20), batch_size=8), ckpt_path=directory / "half.ckpt")
+    assert all(param.device.type == "cpu" for group in second.optimizers[0].param_groups for param in group["params"])
+    assert [param for group in second.optimizers[0].param_groups for param in group["params"]] == [*module.parameters()]
+    return snapshot(module)
+
+
+def test_resume_after_training_has_ended(tmp_path):
+    want = _resume(tmp_path, "auto", 1)
+    for got in run_ranks(2, _resume, tmp_path):
+        assert_close(got, want)
+
+
+class _Different:
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        for _ in range(3):
+            x = torch.randn(8, 6, generator=generator)
+            yield x, x.sum(1, keepdim=True)
+
+
+def _different():
+    torch.manual_seed(11)
+    module = Small()
+    trainer = quiet_trainer(strategy="pardist_pp", devices=2)
+    with pytest.warns(UserWarning, match="different batches") if torch.distributed.get_rank() == 0 else nullcontext():
+        trainer.fit(module, _Different())
+    return snapshot(module)
+
+
+def test_the_first_ranks_batches_count():
+    first, second = run_ranks(2, _different)
+    torch.manual_seed(11)
+    module = Small()
+    alone = quiet_trainer(max_epochs=1)
+    generator = torch.Generator().manual_seed(0)
+    batches = [(x, x.sum(1, keepdim=True)) for x in (torch.randn(8, 6, generator=generator) for _ in range(3))]
+    alone.fit(module, batches)
+    assert_close(first, snapshot(module))
+    assert_close(second, first, rtol=0.0)
+
+
+class OneOfMany(Small):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class OwnBackward(Small):
+    def backward(self, loss):
+        loss.backward()
+
+
+class NoLoss(Small):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+
+
+class Decides(Small):
+    def training_step(self, batch, batch_idx):
+        x = self.layers[:2](batch[0])
+        return F.mse_loss(self.layers[2:](x if x.mean() > 0 else -x), batch[1])
+
+
+REFUSALS = {
+    "LBFGS looks at all gradients": (OneOfMany, {}),
+    "overrides backward": (OwnBackward, {}),
+    "training_step returned no loss": (NoLoss, {}),
+    "looks at the value of the output of 'layers.0'": (Decides, {}),
+    "2 stages were asked for, but the step can be cut|4 stages were asked for": (Small, {"chunks_per_rank": 2}),
+    "does not begin a stage": (Small, {"split": ["layers.7"]}),
+}
+
+
+def _refused():
+    said = {}
+    for pattern, (kind, settings) in REFUSALS.items():
+        schedule = "interleaved" if "chunks_per_rank" in settings else "1f1b"
+        trainer = quiet_trainer(strategy=PipelineStrategy(schedule=schedule, **settings), devices=2)
+        module = kind()
+        with pytest.raises((ValueError, CannotPipelineError), match=pattern) as caught:
+            trainer.fit(module, DataLoader(_points(16), batch_size=8))
+        said[pattern] = str(caught.value)
+        assert not any(param.is_meta for param in module.parameters())
+    return said
+
+
+def test_refusals_are_the_same_on_every_rank():
+    first, second = run_ranks(2, _refused)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({"schedule": "2f2b"}, "schedule='2f2b' is unknown"),
+        ({"chunks_per_rank": 2}, "runs one stage a rank, not 2"),
+        ({"num_microbatches": 0}, "num_microbatches=0 is not positive"),
+        ({"schedule": "mp", "num_microbatches": 4}, "takes no micro-batches"),
+        ({"reads": "maybe"}, "reads='maybe' is unknown"),
+        ({"data_parallel": "zero3"}, "already distributed"),
+        ({"message_timeout_s": 0}, "message_timeout_s=0 is not positive"),
+    ],
+)
+def test_wrong_settings(settings, pattern):
+    with pytest.raises(ValueError, match=pattern):
+        PipelineStrategy(**settings)

@@ -112,6 +112,9 @@ class PipelineEngine:
         options: How to run it.
         device: Device of this rank's tensors.
 
+    Attributes:
+        record_times: Whether steps keep their times; may be set between steps, on all ranks alike.
+
     Raises:
         ValueError: If the plan's stages do not fit the ranks, or the schedule does not exist for these numbers.
     """
@@ -130,6 +133,7 @@ class PipelineEngine:
         self.group = group
         self.options = options
         self.device = device or torch.device("cpu")
+        self.record_times = options.record_times
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self.stage_ranks = stage_ranks(options.schedule, self.num_ranks, options.chunks_per_rank)
@@ -285,7 +289,9 @@ class PipelineEngine:
         results = shared if self.options.share == "all" else results
         loss = None
         if losses:
-            loss = torch.stack([part.float() * weight for part, weight in zip(losses, weights, strict=True)]).sum(0)
+            # What weighs nothing may be no number: the mean loss of no tokens.
+            counted = [part.float() * weight for part, weight in zip(losses, weights, strict=True) if weight]
+            loss = torch.stack(counted or list(losses)).sum(0)
         return StepResult(
             loss, losses, tuple(weights), tuple(part.size for part in parts), results, self._timeline(done)
         )
@@ -297,7 +303,7 @@ class PipelineEngine:
         return box[0]
 
     def _timeline(self, done: Finished) -> Timeline | None:
-        if not self.options.record_times:
+        if not self.record_times:
             return None
         rows: list[list[TimedAction] | None] = [None] * self.num_ranks
         dist.all_gather_object(rows, done.events, group=self.group)

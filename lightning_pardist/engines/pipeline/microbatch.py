@@ -176,7 +176,9 @@ def weighted_mean(column: Sequence[Any], weights: Sequence[float]) -> Any:
     first = column[0]
     if isinstance(first, torch.Tensor) and not first.is_floating_point():
         return list(column)
-    mean = sum(item * weight for item, weight in zip(column, weights, strict=True))
+    # What weighs nothing may be no number: the mean loss of no tokens.
+    counted = [item * weight for item, weight in zip(column, weights, strict=True) if weight]
+    mean = sum(counted[1:], counted[0]) if counted else first
     return mean if isinstance(first, (torch.Tensor, float)) else type(first)(round(mean))
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_pardist.engines.pipeline import CannotPipelineError, PipelinePlan
+from lightning_pardist.engines.pipeline import CannotPipelineError
 from lightning_pardist.engines.pipeline.structure import map_leaves, tensors_in
-from lightning_pardist.strategies.parts.pipeline.recording import StepKey
+from lightning_pardist.strategies.parts.pipeline.recording import Recorded
 
 
 def raise_together(failure: Exception | None) -> None:
@@ -34,16 +34,16 @@ def raise_together(failure: Exception | None) -> None:
             raise CannotPipelineError(f"On rank {rank} the module could not be split: {other}", ())
 
 
-def agree_on_plans(plans: dict[StepKey, PipelinePlan]) -> dict[StepKey, PipelinePlan]:
-    """The first rank's plans: other samples may have led other pipelines to other cuts. Collective over the world."""
-    text = repr([(key, made.bounds, made.parameter_stages) for key, made in plans.items()])
+def agree_on(recorded: Recorded) -> Recorded:
+    """The first rank's record: other samples may have led other pipelines to other cuts. Collective over the world."""
+    plans = [(key, made.bounds, made.parameter_stages) for key, made in recorded.plans.items()]
     digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest())
+    dist.all_gather_object(digests, hashlib.sha256(repr((plans, recorded.rules)).encode()).hexdigest())
     if len(set(digests)) == 1:
-        return plans
-    box: list[Any] = [plans]
+        return recorded
+    box = [recorded]
     dist.broadcast_object_list(box, src=0)
-    return box[0]  # type: ignore[no-any-return]
+    return box[0]
 
 
 def share_random_state(group: dist.ProcessGroup) -> None:

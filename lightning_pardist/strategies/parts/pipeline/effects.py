@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pardist.engines.pipeline import merge_results
+from lightning_pardist.strategies.parts.pipeline.combining import Rules, Shares
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _MISSING = object()
@@ -71,6 +72,27 @@ class _Record:
             dict(zip(map(tuple, value[key][0]), value[key][1], strict=True)) for key in ("appended", "assigned")
         )
         return cls(value["logged"], appended, assigned, value["metrics"])
+
+
+@dataclass
+class BatchEffects:
+    """What a step did with a whole batch.
+
+    Attributes:
+        result: What it returned.
+        logged: Arguments of each ``self.log``.
+        appended: New items of lists.
+        assigned: New values of attributes.
+        metrics: Changes of metrics, micro-batch by micro-batch.
+        forward: The batch's value of each metric that was called.
+    """
+
+    result: Any
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    appended: dict[Path, list[Any]] = field(default_factory=dict)
+    assigned: dict[Path, Any] = field(default_factory=dict)
+    metrics: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    forward: dict[str, Any] = field(default_factory=dict)
 
 
 class StepEffects:
@@ -132,22 +154,66 @@ class StepEffects:
         self._latest = record.metrics
         return {"result": result, **record.as_containers()}
 
-    def apply(self, results: Sequence[dict[str, Any]], weights: Sequence[float], sizes: Sequence[int]) -> Any:
-        """Do on this rank what the step did on the last stage, combined over the micro-batches.
+    def combine(self, results: Sequence[dict[str, Any]], shares: Shares, rules: Rules) -> BatchEffects:
+        """What the step would have done with the whole batch.
 
         Args:
             results: Of :meth:`run` for each micro-batch.
-            weights: Share of each in the batch's loss.
-            sizes: Samples of each.
+            shares: Of the micro-batches.
+            rules: How numbers are combined.
+        """
+        records = [_Record.of_containers(result) for result in results]
+
+        def merged(column: Sequence[Any], *where: Hashable) -> Any:
+            def number(place: tuple[int, ...], numbers: list[Any]) -> Any:
+                counts = where[0] == "assigned" and not isinstance(numbers[0], Tensor)
+                return rules.combine((*where, *place), numbers, shares, "last" if counts else "mean")
+
+            return merge_results(column, shares.loss, shares.sizes, combine=number)
+
+        done = BatchEffects(merged([result["result"] for result in results], "result"))
+        done.logged = list(_combined_logs([record.logged for record in records], shares, rules))
+        for path in dict.fromkeys(path for record in records for path in record.assigned):
+            known = [record.assigned[path] for record in records if path in record.assigned]
+            done.assigned[path] = merged(known, "assigned", path) if len(known) == len(records) else known[-1]
+        for path in dict.fromkeys(path for record in records for path in record.appended):
+            grown = [record.appended.get(path, []) for record in records]
+            if len({len(items) for items in grown}) == 1:
+                columns = enumerate(zip(*grown, strict=True))
+                done.appended[path] = [merged(column, "appended", path, index) for index, column in columns]
+            else:
+                done.appended[path] = [item for items in grown for item in items]
+        for name in dict.fromkeys(name for record in records for name in record.metrics):
+            done.metrics[name] = found = [record.metrics[name] for record in records if name in record.metrics]
+            values = [each["forward"] for each in found]
+            if len(values) == len(records) and all(value is not None for value in values):
+                done.forward[name] = merged(values, "forward", name)
+        return done
+
+    def apply(self, done: BatchEffects) -> Any:
+        """Do on this rank what the step did on the last stage.
+
+        Args:
+            done: From :meth:`combine`.
 
         Returns:
             What the step would have returned for the whole batch.
         """
-        records = [_Record.of_containers(result) for result in results]
-        self._apply_attributes(records, weights, sizes)
-        self._apply_metrics(records, weights, sizes)
-        self._apply_logged(records, weights)
-        return merge_results([result["result"] for result in results], weights, sizes)
+        for path, value in done.assigned.items():
+            self._assign(path, value)
+        for path, items in done.appended.items():
+            target = self._at(path)
+            if isinstance(target, list):
+                target.extend(items)
+        for name, changes in done.metrics.items():
+            self._apply_metric(self._metrics[name], changes)
+            self._metrics[name]._forward_cache = done.forward.get(name)
+        for arguments in done.logged:
+            value = arguments["value"]
+            if isinstance(value, _MetricName):
+                value = self.module.get_submodule(value.name)
+            self.module.log(**{**arguments, "value": value})
+        return done.result
 
     # --- logged values ------------------------------------------------------------------------------------------
 
@@ -172,27 +238,7 @@ class StepEffects:
             " Assign it to the module in __init__."
         )
 
-    def _apply_logged(self, records: Sequence[_Record], weights: Sequence[float]) -> None:
-        for arguments in _combined_logs([record.logged for record in records], weights):
-            value = arguments["value"]
-            if isinstance(value, _MetricName):
-                arguments["value"] = self.module.get_submodule(value.name)
-            self.module.log(**arguments)
-
-    # --- attributes ---------------------------------------------------------------------------------------------
-
-    def _apply_attributes(self, records: Sequence[_Record], weights: Sequence[float], sizes: Sequence[int]) -> None:
-        for path in dict.fromkeys(path for record in records for path in record.assigned):
-            self._assign(path, _last_or_merged([r.assigned.get(path, _MISSING) for r in records], weights, sizes))
-        for path in dict.fromkeys(path for record in records for path in record.appended):
-            grown = [record.appended.get(path, []) for record in records]
-            target = self._at(path)
-            if not isinstance(target, list):
-                continue
-            if len({len(items) for items in grown}) == 1:
-                target.extend(merge_results(list(column), weights, sizes) for column in zip(*grown, strict=True))
-            else:
-                target.extend(item for items in grown for item in items)
+    # --- attributes and metrics ---------------------------------------------------------------------------------
 
     def _at(self, path: Path) -> Any:
         value: Any = self._free[path[0]].__dict__.get(path[1], _MISSING)
@@ -208,22 +254,15 @@ class StepEffects:
         if isinstance(owner, dict):
             owner[path[-1]] = value
 
-    # --- metrics ------------------------------------------------------------------------------------------------
-
-    def _apply_metrics(self, records: Sequence[_Record], weights: Sequence[float], sizes: Sequence[int]) -> None:
-        for name in dict.fromkeys(name for record in records for name in record.metrics):
-            found = [record.metrics[name] for record in records if name in record.metrics]
-            metric = self._metrics[name]
-            metric._update_count = found[-1]["count"]
-            metric._computed = None
-            for state, value in found[-1]["states"].items():
-                setattr(metric, state, _on(value, metric.device))
-            for each in found:
-                for state, items in each["added"].items():
-                    getattr(metric, state).extend(_on(items, metric.device))
-            caches = [each["forward"] for each in found]
-            if len(caches) == len(records) and all(cache is not None for cache in caches):
-                metric._forward_cache = merge_results(caches, weights, sizes)
+    @staticmethod
+    def _apply_metric(metric: Metric, changes: list[dict[str, Any]]) -> None:
+        metric._update_count = changes[-1]["count"]
+        metric._computed = None
+        for state, value in changes[-1]["states"].items():
+            setattr(metric, state, _on(value, metric.device))
+        for each in changes:
+            for state, items in each["added"].items():
+                getattr(metric, state).extend(_on(items, metric.device))
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -332,24 +371,6 @@ def _travels(value: Any) -> bool:
     return isinstance(value, (Tensor, *_PLAIN)) and not isinstance(value, nn.Parameter)
 
 
-def _last_or_merged(values: list[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
-    """Tensors are combined as results are; of numbers, which may count, the last one stands for the batch."""
-    known = [value for value in values if value is not _MISSING]
-    if len(known) == len(values) and any(isinstance(leaf, Tensor) for leaf in _leaves(known[-1])):
-        return merge_results(known, weights, sizes)
-    return known[-1]
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
 # --- metrics --------------------------------------------------------------------------------------------------------
 
 
@@ -404,48 +425,47 @@ def _on(value: Any, device: torch.device) -> Any:
 # --- logs -----------------------------------------------------------------------------------------------------------
 
 
-def _combined_logs(logs: Sequence[list[dict[str, Any]]], weights: Sequence[float]) -> list[dict[str, Any]]:
+def _combined_logs(logs: Sequence[list[dict[str, Any]]], shares: Shares, rules: Rules) -> Iterator[dict[str, Any]]:
     """One call of ``log`` for each that a run over the whole batch would have made."""
-    columns: dict[tuple[str, int], list[tuple[dict[str, Any], float]]] = {}
-    for logged, weight in zip(logs, weights, strict=True):
+    columns: dict[tuple[str, int], list[tuple[int, dict[str, Any]]]] = {}
+    for index, logged in enumerate(logs):
         times: dict[str, int] = {}
         for arguments in logged:
             name = arguments["name"]
             times[name] = times.get(name, -1) + 1
-            columns.setdefault((name, times[name]), []).append((arguments, weight))
-    return [_combine_log(column) for column in columns.values()]
+            columns.setdefault((name, times[name]), []).append((index, arguments))
+    for (name, time), column in columns.items():
+        indices = [index for index, _ in column]
+        own = Shares.of([shares.loss[i] for i in indices], [shares.sizes[i] for i in indices])
+        yield _combine_log([arguments for _, arguments in column], own, rules, ("logged", name, time))
 
 
-def _combine_log(column: list[tuple[dict[str, Any], float]]) -> dict[str, Any]:
-    combined = dict(column[-1][0])
-    weights = [weight for _, weight in column]
-    if all(arguments.get("batch_size") is not None for arguments, _ in column):
-        sizes = [int(arguments["batch_size"]) for arguments, _ in column]
-        combined["batch_size"] = sum(sizes)
-        weights = [float(size) for size in sizes] if sum(sizes) else weights
-    total = sum(weights) or 1.0
-    shares = [weight / total for weight in weights]
-    values = [arguments["value"] for arguments, _ in column]
-    combined["value"] = _combine_values(values, shares, combined.get("reduce_fx", "mean"))
-    return combined
+def _combine_log(
+    column: list[dict[str, Any]], shares: Shares, rules: Rules, place: tuple[Hashable, ...]
+) -> dict[str, Any]:
+    done = dict(column[-1])
+    if all(arguments.get("batch_size") is not None for arguments in column):
+        sizes = [int(arguments["batch_size"]) for arguments in column]
+        done["batch_size"] = sum(sizes)
+        shares = Shares.of(sizes, shares.sizes)
+    reduce_fx = done.get("reduce_fx", "mean")
+    name = getattr(reduce_fx, "__name__", reduce_fx)
+    otherwise = name if name in ("sum", "max", "min") else "mean"
+    values = [arguments["value"] for arguments in column]
+    if isinstance(values[0], dict):
+        done["value"] = {
+            key: rules.combine((*place, key), [_as_float(value[key]) for value in values], shares, otherwise)
+            for key in values[0]
+        }
+    elif not isinstance(values[0], _MetricName):
+        done["value"] = rules.combine(place, [_as_float(value) for value in values], shares, otherwise)
+    return done
 
 
-def _combine_values(values: list[Any], shares: list[float], reduce_fx: Any) -> Any:
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: _combine_values([value[key] for value in values], shares, reduce_fx) for key in first}
-    if isinstance(first, _MetricName) or len(values) == 1:
-        return values[-1]
-    tensors = torch.stack([torch.as_tensor(value).reshape(()) for value in values])
-    fold = _FOLDS.get(getattr(reduce_fx, "__name__", reduce_fx))
-    if fold is not None:
-        return fold(tensors)
-    if not tensors.is_floating_point():
-        tensors = tensors.to(torch.get_default_dtype())
-    return (tensors * torch.tensor(shares, dtype=tensors.dtype, device=tensors.device)).sum()
-
-
-_FOLDS: dict[Any, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+def _as_float(value: Any) -> Tensor:
+    """As ``log`` will keep it, so that counts have a mean."""
+    tensor = torch.as_tensor(value)
+    return tensor.reshape(()) if tensor.is_floating_point() else tensor.reshape(()).to(torch.get_default_dtype())
 
 
 def _within(name: str, unit: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -22,6 +23,7 @@ from lightning_pardist.engines.pipeline import (
     PipelineOptions,
     PipelinePlan,
     StepResult,
+    batch_size_of,
 )
 from lightning_pardist.engines.pipeline.outside import OutsideCalls
 from lightning_pardist.engines.pipeline.placement import replace_in
@@ -30,12 +32,13 @@ from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies.parts.part import Part
 from lightning_pardist.strategies.parts.pipeline.agreement import (
     SameBatches,
-    agree_on_plans,
+    agree_on,
     raise_together,
     share_random_state,
 )
+from lightning_pardist.strategies.parts.pipeline.combining import Rules, Shares
 from lightning_pardist.strategies.parts.pipeline.effects import StepEffects
-from lightning_pardist.strategies.parts.pipeline.recording import STEPS, StepKey, StepRecorder, loss_of
+from lightning_pardist.strategies.parts.pipeline.recording import STEPS, Recorded, StepKey, StepRecorder, loss_of
 from lightning_pardist.strategies.parts.pipeline.refusals import check_optimizers, check_trainer
 from lightning_pardist.strategies.parts.pipeline.settings import PipelineSettings
 
@@ -55,18 +58,22 @@ class PipelinePart(Part):
 
     Attributes:
         engine: The running pipeline; None outside of runs.
-        last_result: What the last step came to, with its timeline if ``settings.record_times``.
+        last_result: What the last step came to.
+        record_times: Whether the next steps keep the times of their computations; set it on all ranks alike.
     """
 
     def __init__(self, settings: PipelineSettings) -> None:
         self.settings = settings
         self.engine: PipelineEngine | None = None
         self.last_result: StepResult | None = None
+        self.record_times = False
         self._outside: OutsideCalls | None = None
         self._effects: StepEffects | None = None
         self._same_batch: SameBatches | None = None
         self._plans: dict[StepKey, PipelinePlan] = {}
-        self._observed: dict[StepKey, PipelinePlan] = {}
+        self._observed: Recorded | None = None
+        self._rules: dict[StepKey, Rules] = {}
+        self._key: StepKey = ("", 0)
         self._taken: list[tuple[nn.Parameter, Tensor]] = []
         self._local: dict[Optimizer, list[bool]] = {}
         self._metrics: list[Metric] = []
@@ -95,15 +102,15 @@ class PipelinePart(Part):
             share_random_state(self.group)
             self._observed = self._record(trainer)
 
-    def _record(self, trainer: pl.Trainer) -> dict[StepKey, PipelinePlan]:
-        plans: dict[StepKey, PipelinePlan] = {}
+    def _record(self, trainer: pl.Trainer) -> Recorded:
+        recorded = Recorded({}, {})
         failure = None
         try:
-            plans = StepRecorder(trainer, self.settings, self.group.size()).make_plans()
+            recorded = StepRecorder(trainer, self.settings, self.group.size()).record()
         except Exception as error:
             failure = error
         raise_together(failure)
-        return agree_on_plans(plans)
+        return agree_on(recorded)
 
     @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -132,8 +139,10 @@ class PipelinePart(Part):
             CannotPipelineError: On every rank, if the module cannot be cut as asked.
         """
         group, device = self.group, self.strategy.root_device
-        self._plans = self._observed or self._record(trainer)
-        self._observed = {}
+        recorded = self._observed or self._record(trainer)
+        self._observed = None
+        self._plans, self._rules = recorded.plans, recorded.rules
+        self._warn_of_losses()
         first = next(iter(self._plans.values()))
         self._effects = StepEffects(module, first.trace.unit_names)
         self._same_batch = SameBatches(group, device)
@@ -150,19 +159,34 @@ class PipelinePart(Part):
             self._outside = OutsideCalls(self.engine.placement, device, _group_for_outside(self.strategy.device_mesh))
             self._outside.install()
 
+    def _warn_of_losses(self) -> None:
+        for (name, _), rules in self._rules.items():
+            if not rules.is_explained:
+                rank_zero_warn(
+                    f"The loss of {name} for a batch is neither the mean nor the sum of its losses for micro-batches:"
+                    " it compares samples of a batch, or weighs them. Training goes by the mean over micro-batches,"
+                    " weighted by samples. If it should be weighted otherwise, set loss_weight."
+                )
+
+    def _weight_of(self, microbatch: Any) -> float:
+        rules = self._rules.get(self._key, Rules())
+        given = self.settings.loss_weight if self._key[0] == "training_step" else None
+        weigh = given if callable(given) else rules.weight
+        return float(batch_size_of(microbatch) or 1 if weigh is None else weigh(microbatch))
+
     def _options(self) -> PipelineOptions:
-        settings, weight = self.settings, self.settings.loss_weight
+        settings = self.settings
+        rules = self._rules.get(("training_step", 0), Rules())
         return PipelineOptions(
             schedule=settings.schedule,
             num_microbatches=settings.microbatches(self.group.size()),
             chunks_per_rank=settings.chunks_per_rank,
             loss_of=loss_of,
-            weight_of=weight if callable(weight) else None,
-            loss_is_sum=weight == "sum",
+            weight_of=self._weight_of,
+            loss_is_sum=settings.loss_weight == "sum" or (settings.loss_weight is None and rules.loss_is_sum),
             share="all",
             whole=self.strategy.plain,
             timeout_s=settings.message_timeout_s,
-            record_times=settings.record_times,
         )
 
     def _scaler(self) -> Any:
@@ -182,14 +206,17 @@ class PipelinePart(Part):
             return effects.run(lambda part: step(part, *rest), microbatch)
 
         stage = self._trainer.state.stage
+        self._key = self._key_of(stage, rest)
+        engine.record_times = self.record_times
         with effects.watching(), nullcontext() if self._outside is None else self._outside.suspended():
             if stage == RunningStage.TRAINING:
                 done = self._train(engine, run, batch)
             else:
-                done = engine.eval_step(run, batch, plan=self._plan_of(stage, rest))
+                done = engine.eval_step(run, batch, plan=self._plans[self._key])
         self.last_result = done
         results = [map_leaves(self._to_device, result) for result in done.results]
-        return effects.apply(results, done.weights, done.sizes)
+        rules = self._rules.get(self._key, Rules())
+        return effects.apply(effects.combine(results, Shares.of(done.weights, done.sizes), rules))
 
     def _train(self, engine: PipelineEngine, run: Callable[[Any], Any], batch: Any) -> StepResult:
         scaler = self._scaler()
@@ -217,7 +244,7 @@ class PipelinePart(Part):
         else:
             self.engine.placement.add_gradients(taken)
 
-    def _plan_of(self, stage: RunningStage | None, rest: Sequence[Any]) -> PipelinePlan:
+    def _key_of(self, stage: RunningStage | None, rest: Sequence[Any]) -> StepKey:
         name = "" if stage is None else STEPS[stage]
         several = sum(step == name for step, _ in self._plans) > 1
         key = (name, int(rest[-1]) if several else 0)
@@ -227,7 +254,7 @@ class PipelinePart(Part):
                 " Trainer all loaders from the start.",
                 (),
             )
-        return self._plans[key]
+        return key
 
     def _to_device(self, value: Any) -> Any:
         return value.to(self.strategy.root_device) if isinstance(value, Tensor) else value
@@ -316,7 +343,8 @@ class PipelinePart(Part):
             metric.process_group = None
         self._metrics.clear()
         engine, self.engine = self.engine, None
-        self._effects, self._same_batch, self._plans, self._counted, self._taken = None, None, {}, None, []
+        self._effects, self._same_batch, self._counted = None, None, None
+        self._plans, self._rules, self._taken = {}, {}, []
         module = self.strategy.lightning_module
         if engine is None or module is None:
             return

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -22,6 +24,16 @@ from lightning_pardist.engines.pipeline import (
     plan,
     split_batch,
     trace,
+)
+from lightning_pardist.engines.pipeline.intercept import undisturbed
+from lightning_pardist.engines.pipeline.microbatch import fresh_copy
+from lightning_pardist.strategies.parts.pipeline.combining import (
+    Collector,
+    Place,
+    Rules,
+    Shares,
+    find_rules,
+    find_token_weight,
 )
 from lightning_pardist.strategies.parts.pipeline.effects import StepEffects
 from lightning_pardist.strategies.parts.pipeline.samples import sample_batches
@@ -45,11 +57,25 @@ class _Sample:
     stage: RunningStage
     dataloader_idx: int
     num_dataloaders: int
+    batch: Any
     microbatch: Any
 
     @property
     def key(self) -> StepKey:
         return STEPS[self.stage], self.dataloader_idx
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is known of the module's steps before it is taken apart.
+
+    Attributes:
+        plans: Stages and messages of each step function.
+        rules: How the numbers that each makes of micro-batches are combined.
+    """
+
+    plans: dict[StepKey, PipelinePlan]
+    rules: dict[StepKey, Rules]
 
 
 class StepRecorder:
@@ -68,8 +94,9 @@ class StepRecorder:
         self.num_ranks = num_ranks
         # Before the units are known: all modules are watched, as a recorded run goes through all of them.
         self._effects = StepEffects(self.module)
+        self._rng_afterwards = torch.get_rng_state()
 
-    def make_plans(self) -> dict[StepKey, PipelinePlan]:
+    def record(self) -> Recorded:
         """Plans for all step functions, the first of which decides the stages; each is tried.
 
         Raises:
@@ -91,7 +118,7 @@ class StepRecorder:
         for sample in samples:
             with self._running(sample) as run:
                 dry_run(self.module, run, sample.microbatch, plans[sample.key], loss_of=loss_of)
-        return plans
+        return Recorded(plans, {sample.key: self._find_rules(sample) for sample in samples})
 
     def _samples(self) -> Iterator[_Sample]:
         trainer = self.trainer
@@ -105,7 +132,7 @@ class StepRecorder:
             with self._as_in(stage):
                 batches = sample_batches(trainer, stage)
             for index, batch in enumerate(batches):
-                yield _Sample(stage, index, len(batches), split_batch(batch, count)[0].value)
+                yield _Sample(stage, index, len(batches), batch, split_batch(batch, count)[0].value)
 
     def _record(self, sample: _Sample) -> Trace:
         training = sample.stage == RunningStage.TRAINING
@@ -114,6 +141,59 @@ class StepRecorder:
         if training and recorded.loss is None:
             raise CannotPipelineError(f"{type(self.module).__name__}.training_step returned no loss.", ())
         return recorded
+
+    def _find_rules(self, sample: _Sample) -> Rules:
+        """Run the step on the whole sample batch and on its micro-batches, and see how the numbers go together."""
+        parts = split_batch(sample.batch, self.settings.microbatches(self.num_ranks))
+        if len(parts) < 2:
+            return Rules()
+        rng = torch.get_rng_state()
+        try:
+            (whole,) = self._evaluated(sample, [sample.batch])
+            is_random = not torch.equal(rng, self._rng_afterwards)
+            records = self._evaluated(sample, [part.value for part in parts])
+        except Exception:
+            # A step that cannot take the batch in evaluation mode tells nothing, and need not be refused for it.
+            return Rules()
+        sizes, values = [part.size for part in parts], [part.value for part in parts]
+        weigh = self.settings.loss_weight
+        weights = [float(weigh(value)) for value in values] if callable(weigh) else [float(size) for size in sizes]
+        shares = Shares.of(weights, sizes)
+        twice = self._numbers([whole, whole], Shares.of([1, 1], [sum(sizes)] * 2))
+        numbers = {place: column[0] for place, column in twice.items()}
+        columns = self._numbers(records, shares)
+        tolerance = 1e-4 if str(self.trainer.precision).startswith(("32", "64")) else 2e-2
+        find = partial(find_rules, numbers, columns, tolerance=tolerance, rough=is_random)
+        found = find(shares)
+        training = sample.stage == RunningStage.TRAINING
+        if training:
+            loss = loss_of(whole)
+            place = next((key for key, number in numbers.items() if number is loss), None)
+        else:
+            # Not known which number is a loss: one that nothing explains may be.
+            place = next((key for key, number in numbers.items() if key not in found and key in columns), None)
+        if place is None or place not in columns:
+            return Rules(found)
+        if is_random or weigh is not None or found.get(place) == "sum":
+            return Rules(found, None, training and found.get(place) == "sum", not training or place in found)
+        # Padding marked by the ignore index counts, even if this sample is padded so evenly that it does not show.
+        only = -100 if place in found else None
+        weight = find_token_weight(numbers[place], columns[place], values, tolerance=tolerance, only=only)
+        if weight is not None:
+            found = find(Shares.of([weight(value) for value in values], sizes))
+        return Rules(found, weight, False, not training or place in found)
+
+    def _evaluated(self, sample: _Sample, batches: list[Any]) -> list[dict[str, Any]]:
+        with self._running(sample) as run, undisturbed(self.module), torch.no_grad():
+            self.module.eval()
+            records = [run(fresh_copy(batch)) for batch in batches]
+            self._rng_afterwards = torch.get_rng_state()
+            return records
+
+    def _numbers(self, records: list[dict[str, Any]], shares: Shares) -> dict[Place, list[Any]]:
+        collector = Collector()
+        self._effects.combine(records, shares, collector)
+        return collector.found
 
     @contextmanager
     def _running(self, sample: _Sample) -> Iterator[Callable[[Any], Any]]:

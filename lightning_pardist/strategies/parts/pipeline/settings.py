@@ -28,7 +28,6 @@ class PipelineSettings:
         reads: ``"send"`` allows values between blocks to be looked at (``if x.mean() > 0``), as long as that does not
             decide which blocks run.
         message_timeout_s: Longest wait for one message between stages, in seconds.
-        record_times: Whether each step keeps the times of its computations, for the timeline.
     """
 
     pipeline_parallel_size: Degree = "auto"
@@ -39,7 +38,6 @@ class PipelineSettings:
     loss_weight: Callable[[Any], float] | Literal["sum"] | None = None
     reads: ReadPolicy = "refuse"
     message_timeout_s: float = 600.0
-    record_times: bool = False
 
     def __post_init__(self) -> None:
         one_of("schedule", self.schedule, SCHEDULES)

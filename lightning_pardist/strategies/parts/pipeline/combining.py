@@ -1,0 +1,208 @@
+"""How the numbers of micro-batches make up the number of the batch, found out by trying.
+
+A loss may be a mean over samples, over tokens that are not padding, or a sum; a logged value may be a count, an
+extreme, a learning rate. Nothing in the module says which. So the step is run once on a whole sample batch and once on
+each of its micro-batches, in evaluation mode and without gradients, and for every number that it returns, logs or keeps
+the rule is taken that leads from the parts to the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pardist.engines.pipeline.microbatch import weighted_mean
+from lightning_pardist.engines.pipeline.structure import flatten
+
+#: Place of a number among the effects of a step.
+Place = tuple[Hashable, ...]
+
+#: Of several rules that fit, the first is taken. "mean" is weighted as the loss is, "samples" by samples.
+_RULES = ("mean", "samples", "sum", "last", "first", "max", "min")
+#: Values that stand for "not counted": the ignore index of losses, padding, a mask's zero.
+_IGNORED = (-100, 0, -1)
+
+
+@dataclass(frozen=True)
+class TokenWeight:
+    """A micro-batch's weight: the entries of one of its tensors that count.
+
+    Attributes:
+        leaf: Index of the tensor among the leaves of the batch.
+        ignored: Value of the entries that do not count.
+        first: Entries of a sample before this one do not count either: a language model predicts from the second on.
+    """
+
+    leaf: int
+    ignored: int
+    first: int = 0
+
+    def __call__(self, microbatch: Any) -> float:
+        """The number of entries that count."""
+        entries = flatten(microbatch)[0][self.leaf]
+        return float(torch.count_nonzero((entries[:, self.first :] if self.first else entries) != self.ignored))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What micro-batches make up of a batch; each adds up to 1.
+
+    Attributes:
+        loss: Shares in the loss.
+        samples: Shares of the samples.
+        sizes: Samples.
+    """
+
+    loss: tuple[float, ...]
+    samples: tuple[float, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, weights: Sequence[float], sizes: Sequence[int]) -> Shares:
+        """Shares out of any weights and sizes."""
+        return cls(_normalized(weights), _normalized(sizes), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What was found out about one step.
+
+    Attributes:
+        of: Rules by place.
+        weight: What weighs micro-batches, where it is not samples.
+        loss_is_sum: Whether the losses of micro-batches add up to the batch's.
+        is_explained: Whether any rule leads from the losses of micro-batches to the batch's.
+    """
+
+    of: Mapping[Place, str] = field(default_factory=dict)
+    weight: TokenWeight | None = None
+    loss_is_sum: bool = False
+    is_explained: bool = True
+
+    def combine(self, place: Place, column: Sequence[Any], shares: Shares, otherwise: str = "mean") -> Any:
+        """The batch's number.
+
+        Args:
+            place: Where the numbers stand.
+            column: The micro-batches' numbers.
+            shares: Of the micro-batches.
+            otherwise: Rule for a place that is not known.
+        """
+        return combined(self.of.get(place, otherwise), column, shares)
+
+
+class Collector(Rules):
+    """Collects numbers by place instead of combining them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[Place, list[Any]]
+        object.__setattr__(self, "found", {})
+
+    def combine(self, place: Place, column: Sequence[Any], shares: Shares, otherwise: str = "mean") -> Any:
+        """Note the numbers; the first one."""
+        self.found[place] = list(column)
+        return column[0]
+
+
+def combined(rule: str, column: Sequence[Any], shares: Shares) -> Any:
+    """Apply one rule to the micro-batches' numbers."""
+    if rule in ("mean", "samples"):
+        return weighted_mean(column, shares.loss if rule == "mean" else shares.samples)
+    if rule in ("first", "last"):
+        return column[0 if rule == "first" else -1]
+    if isinstance(column[0], Tensor):
+        return getattr(torch.stack(list(column)), _TORCH_NAMES[rule])(dim=0)
+    folds: dict[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "max": max, "min": min}
+    return folds[rule](column)
+
+
+_TORCH_NAMES = {"sum": "sum", "max": "amax", "min": "amin"}
+
+
+def find_rules(
+    whole: Mapping[Place, Any], parts: Mapping[Place, Sequence[Any]], shares: Shares, *, tolerance: float, rough: bool
+) -> dict[Place, str]:
+    """The rules that lead from micro-batches' numbers to the batch's; none where none does.
+
+    Args:
+        whole: The batch's numbers.
+        parts: The micro-batches'.
+        shares: Of the micro-batches.
+        tolerance: Relative error that is rounding.
+        rough: Whether the step draws random numbers, so that only the closer of mean and sum can be told.
+    """
+    found: dict[Place, str] = {}
+    for place, column in parts.items():
+        if place not in whole:
+            continue
+        errors = {rule: _error_of(rule, whole[place], column, shares) for rule in _RULES}
+        fitting = [rule for rule in _RULES if errors[rule] <= tolerance]
+        if rough and not fitting:
+            fitting = [min(("mean", "sum"), key=errors.__getitem__)]
+        if fitting:
+            found[place] = fitting[0]
+    return found
+
+
+def find_token_weight(
+    loss: Any, losses: Sequence[Any], microbatches: Sequence[Any], *, tolerance: float, only: int | None = None
+) -> TokenWeight | None:
+    """What weighs the losses of micro-batches, if it is the entries that count of one of the batch's tensors.
+
+    Args:
+        loss: The batch's.
+        losses: The micro-batches'.
+        microbatches: Themselves.
+        tolerance: Relative error that is rounding.
+        only: Look at tensors only that hold this value.
+    """
+    if any(torch.as_tensor(number).numel() != 1 for number in losses):
+        return None
+    numbers = [float(number) for number in losses]
+    leaves = flatten(microbatches[0])[0]
+    for ignored in _IGNORED if only is None else (only,):
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.is_complex():
+                continue
+            if all(bool((flatten(part)[0][index] != ignored).all()) for part in microbatches):
+                continue
+            for first in (0, 1) if leaf.ndim > 1 else (0,):
+                candidate = TokenWeight(index, ignored, first)
+                counts = [candidate(part) for part in microbatches]
+                if any(counts) and _error(float(loss), _mean(numbers, counts)) <= tolerance:
+                    return candidate
+    return None
+
+
+def _normalized(values: Sequence[float]) -> tuple[float, ...]:
+    total = float(sum(values))
+    return tuple(value / total if total else 1.0 / len(values) for value in values)
+
+
+def _mean(values: Sequence[float], counts: Sequence[float]) -> float:
+    # A micro-batch without any has no loss (0 / 0) and no share.
+    return sum(value * count for value, count in zip(values, counts, strict=True) if count) / sum(counts)
+
+
+def _error_of(rule: str, whole: Any, column: Sequence[Any], shares: Shares) -> float:
+    try:
+        return _error(whole, combined(rule, column, shares))
+    except (RuntimeError, TypeError, ValueError):
+        return math.inf
+
+
+def _error(whole: Any, candidate: Any) -> float:
+    if isinstance(candidate, list):
+        return math.inf
+    first, second = (torch.as_tensor(value).detach().double().cpu() for value in (whole, candidate))
+    if first.shape != second.shape or not first.numel():
+        return 0.0 if first.shape == second.shape else math.inf
+    scale = float(torch.maximum(first.abs().max(), second.abs().max()))
+    error = float((first - second).abs().max())
+    return 0.0 if error == 0.0 else error / scale if math.isfinite(error) else math.inf
