@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import zipfile
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,8 +12,13 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError
+from lightning_pardist.engines.checkpoint.files import local_path, recover
+from lightning_pardist.engines.checkpoint.folder import FolderReader
+from lightning_pardist.engines.checkpoint.full_file import verify_file
+from lightning_pardist.engines.checkpoint.manifest import is_folder, verify_files
 from lightning_pardist.environments.external import ExternalEnvironment
 from lightning_pardist.environments.program import program_key
 
@@ -112,20 +116,17 @@ class Resuming:
         Returns:
             Its path.
         """
-        part, first = f"{self._folder}/incomplete.ckpt", self._trainer.is_global_zero
-        if first:
+        path = self._name(self.stopped_path)
+        if self._trainer.is_global_zero:
             self._fs.makedirs(self._folder, exist_ok=True)
         self._strategy.barrier("folder")
-        pl.Trainer.save_checkpoint(self._trainer, self._name(part), weights_only=False)
+        pl.Trainer.save_checkpoint(self._trainer, path, weights_only=False)
+        # It may be written in the background, which the end of this process would cut short.
         self._strategy.checkpoints.finish()
-        if first:
-            # A file takes the place of another at once, a folder does not.
-            if self._fs.isdir(self.stopped_path):
-                self._fs.rm(self.stopped_path, recursive=True)
-            self._fs.mv(part, self.stopped_path, recursive=self._fs.isdir(part))
-            self._note(self._name(self.stopped_path))
         self._strategy.barrier("saved")
-        return self._name(self.stopped_path)
+        if self._trainer.is_global_zero:
+            self._note(path)
+        return path
 
     def _name(self, path: str) -> str:
         return path if self._is_local else str(self._fs.unstrip_protocol(path))
@@ -143,7 +144,7 @@ class Resuming:
         return max(count for count, _ in everyone) > 0 or bool(self._strategy.broadcast(known))
 
     def _newest(self, noted: _Notes) -> str | None:
-        return next((path for path in reversed(noted.paths) if self._is_complete(path)), None)
+        return next((path for path in reversed(noted.paths) if _is_complete(path)), None)
 
     @property
     def _notes_path(self) -> str:
@@ -165,13 +166,20 @@ class Resuming:
             json.dump(asdict(_Notes(paths, self._starters)), file)
         self._fs.mv(part, self._notes_path)
 
-    @staticmethod
-    def _is_complete(path: str) -> bool:
-        """Whether a checkpoint is there, and its file was written to the end: torch's format has its index there."""
-        fs, found = url_to_fs(path)
-        if fs.isdir(found):
-            return True
-        if not fs.exists(found):
-            return False
-        with fs.open(found, "rb") as file:
-            return bool(zipfile.is_zipfile(file))
+
+def _is_complete(path: str) -> bool:
+    """Whether a checkpoint of either form is there, whole and unaltered."""
+    try:
+        if (plain := local_path(path)) is not None:
+            recover(plain)
+        if is_folder(path):
+            verify_files(path, FolderReader(path).manifest)
+        else:
+            verify_file(path)
+    except FileNotFoundError:
+        # Callbacks remove those that are not among the best.
+        return False
+    except (OSError, DamagedCheckpointError) as error:
+        rank_zero_warn(f"Not continuing from {path}: {error}")
+        return False
+    return True

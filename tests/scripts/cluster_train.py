@@ -32,29 +32,6 @@ class Module(pl.LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98), "interval": "step"}]
 
 
-class Resumable:
-    """A loader that knows where it is in an epoch."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader, self.taken = loader, 0
-
-    def __len__(self):
-        return len(self.loader)
-
-    def __iter__(self):
-        skipped, self.taken = self.taken % len(self.loader), self.taken % len(self.loader)
-        for index, batch in enumerate(self.loader):
-            if index >= skipped:
-                self.taken += 1
-                yield batch
-
-    def state_dict(self):
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state):
-        self.taken = state["taken"]
-
-
 class Data(pl.LightningDataModule):
     """The same global batches on any number of ranks."""
 
@@ -67,7 +44,7 @@ class Data(pl.LightningDataModule):
     def train_dataloader(self):
         kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
         sampler = DistributedSampler(self.data, shuffle=False, **kwargs)
-        return Resumable(DataLoader(self.data, batch_size=12 // kwargs["num_replicas"], sampler=sampler))
+        return DataLoader(self.data, batch_size=12 // kwargs["num_replicas"], sampler=sampler)
 
 
 def main() -> None:
