@@ -18,7 +18,7 @@ import numpy
 import torch
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
@@ -71,9 +71,9 @@ def undisturbed_random() -> Iterator[None]:
 def _source(trainer: pl.Trainer, stage: RunningStage) -> _DataLoaderSource:
     if stage == RunningStage.TRAINING:
         return trainer.fit_loop._data_source
-    if stage == RunningStage.VALIDATING:
-        loop = trainer.fit_loop.epoch_loop.val_loop if trainer.fit_loop.epoch_loop and trainer.training else None
-        return (loop or trainer.validate_loop)._data_source
+    if stage in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING):
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        return (trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop)._data_source
     return trainer.test_loop._data_source if stage == RunningStage.TESTING else trainer.predict_loop._data_source
 
 
