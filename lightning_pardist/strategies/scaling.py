@@ -44,6 +44,9 @@ class JobWideScaling:
 
     def attach(self) -> None:
         """Take over from the scaler. Not collective; from now on unscaling is, over the job."""
+        if self.scaler.is_enabled() and self.scaler._scale is None:
+            # It waits for its first loss, which this rank may not have in the first step.
+            self.scaler._lazy_init_scale_growth_tracker(self.device)
         self.scaler.__dict__["_unscale_grads_"] = self._unscale
 
     def detach(self) -> None:
