@@ -3,12 +3,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.engines.fully_sharded import find_units, shard
 from tests.distributed import sharded_modules as zoo
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import cpu_mesh, run_ranks
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -29,9 +28,7 @@ def close(mine, wanted, what):
 
 def make_mesh(hsdp=False):
     size = dist.get_world_size()
-    return (
-        init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("r", "s")) if hsdp else init_device_mesh("cpu", (size,))
-    )
+    return cpu_mesh((2, size // 2), ("r", "s")) if hsdp else cpu_mesh((size,))
 
 
 def reference_step(model, shares, scale=1.0):

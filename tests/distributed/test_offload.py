@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_pardist.engines.fully_sharded import ShardedDataEngine, find_units, shard
 from lightning_pardist.engines.offload import HostStep, Offload, StateFile, require_folder
 from lightning_pardist.engines.zero import ZeroEngine
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import cpu_mesh, run_ranks
 
 # The kernel that offload takes for Adam; others are compared with what they are without offload.
 OPTIMIZERS = {
@@ -45,7 +44,7 @@ def _engine(stage, module, make, offload):
         return optimizer, ZeroEngine(
             module, [optimizer], group=dist.group.WORLD, zero_stage=stage, bucket_size_mb=0.03, offload=offload
         )
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = cpu_mesh((dist.get_world_size(),))
     handle = shard(module, mesh, units=find_units(module, min_unit_bytes=1))
     optimizer = make(_groups(module))
     return optimizer, ShardedDataEngine(handle, [optimizer], accumulate="sharded", offload=offload)

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_pardist.engines.tensor import apply, full_state_dict, plan, whole_tensor
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import cpu_mesh, run_ranks
 from tests.helpers.zoo import ZOO, build
 
 
@@ -15,7 +14,7 @@ def split(model, world_size, **options):
     """Plan and apply on the tensor ranks; the plan comes from the first batch."""
     batch = model.batch(0)
     found = plan(model, lambda: model.loss(batch), tp_size=world_size, **options)
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor_parallel",))
+    mesh = cpu_mesh((world_size,), ("tensor_parallel",))
     return found, apply(model, found, mesh["tensor_parallel"])
 
 

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_pardist.engines.data_parallel import AllReduce, GradientReducer
 from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
@@ -14,7 +13,7 @@ from lightning_pardist.engines.local_tensors import own_part
 from lightning_pardist.engines.tensor import apply, attach, dissolve, full_state_dict, local_like, plan, whole_tensor
 from lightning_pardist.engines.zero import ZeroEngine
 from tests.helpers.parity import assert_close
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import cpu_mesh, run_ranks
 from tests.helpers.zoo import build
 
 STEPS = 3
@@ -35,7 +34,7 @@ def make_engine(kind, module, optimizer, group):
 def train(kind, name, optimizer_name):
     reference = build(name)
     model = copy.deepcopy(reference)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    mesh = cpu_mesh((2, 2), ("data_parallel", "tensor_parallel"))
     data_rank = mesh["data_parallel"].get_local_rank()
     sample = model.batch(0)
     runtime = apply(model, plan(model, lambda: model.loss(sample), tp_size=2), mesh["tensor_parallel"])
@@ -73,7 +72,7 @@ def train(kind, name, optimizer_name):
 def train_sharded(name, optimizer_name):
     reference = build(name)
     model = copy.deepcopy(reference)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_shard", "tensor_parallel"))
+    mesh = cpu_mesh((2, 2), ("data_shard", "tensor_parallel"))
     data_rank = mesh["data_shard"].get_local_rank()
     sample = model.batch(0)
     runtime = apply(model, plan(model, lambda: model.loss(sample), tp_size=2), mesh["tensor_parallel"])
@@ -127,7 +126,7 @@ def test_data_engines_work_on_parts(kind, name, optimizer):
 
 
 def step_of_optimizers_on_whole_matrices():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",))
+    mesh = cpu_mesh((2,), ("tensor_parallel",))
     for make in (
         lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
         lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2),

@@ -8,6 +8,7 @@ fails, hangs or leaves something behind throws the pool away, so that one test c
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import pickle
 import queue
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -99,6 +101,12 @@ class RankPool:
         for channel in (*self.inboxes, self.outbox):
             channel.close()
             channel.cancel_join_thread()
+
+
+@functools.cache
+def cpu_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh, made once a rank: every new one leaves process groups and their threads behind. Collective."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def run_ranks(

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -18,7 +17,7 @@ from lightning_pardist import TensorParallelStrategy
 from lightning_pardist.engines.tensor import apply, dissolve, plan
 from recipes.gpt.model import GPT
 from tests.helpers.parity import assert_close, snapshot
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import cpu_mesh, run_ranks
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.zoo import ZOO, build
 
@@ -437,7 +436,7 @@ def test_the_gpt_recipe_sends_and_holds_what_megatrons_does():
 
 def _alone():
     module = Net()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor_parallel",))
+    mesh = cpu_mesh((2,), ("tensor_parallel",))
     x = torch.ones(2, 8)
     runtime = apply(module, plan(module, lambda: module(x).sum(), tp_size=2), mesh["tensor_parallel"])
     runtime.cover(module)
