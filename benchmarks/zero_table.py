@@ -146,6 +146,7 @@ def measure(zero_stage: int, world_size: int, *, mixed: bool, sizes: dict[str, i
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
+        mesh = init_device_mesh("cpu", (world_size,))
         with FakeTensorMode(), _untried(), LiveBytes() as live:
             model = GPTLoss(**sizes)
             if mixed and zero_stage < 3:
@@ -154,7 +155,6 @@ def measure(zero_stage: int, world_size: int, *, mixed: bool, sizes: dict[str, i
             batch = torch.zeros(1, tokens, dtype=torch.long), torch.zeros(1, tokens, dtype=torch.long)
             if zero_stage == 3:
                 policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-                mesh = init_device_mesh("cpu", (world_size,))
                 handle = shard(model, mesh, units=find_units(model), mp_policy=policy, sync_values=False, check=False)
                 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
                 engine: Any = ShardedDataEngine(handle, [optimizer], accumulate="sharded")

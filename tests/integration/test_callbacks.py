@@ -176,8 +176,8 @@ def _resume(root, strategy="pardist_ddp", devices=2):
 
 
 def test_save_and_resume_in_the_middle_of_an_epoch(tmp_path):
-    # Lightning goes on with the loader's first batch, on one process as well.
-    want = _resume(str(tmp_path / "one"), "auto", 1)
+    want = _resume(str(tmp_path / "one"), "pardist_ddp", 1)
+    assert_close(want[0], want[-1])  # as if it had never stopped, which Lightning's own strategies do not hold
     for got in run_ranks(2, _resume, str(tmp_path / "two")):
         for part, expected in zip(got, want, strict=True):
             assert_close(part, expected)

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from lightning_pardist import FSDPStrategy, PipelineStrategy, TensorParallelStrategy
+from lightning_pardist import FSDPStrategy, HybridStrategy, PipelineStrategy, TensorParallelStrategy
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.runs import train
@@ -39,6 +39,11 @@ STRATEGIES = {
         4,
     ),
     "mp-2": ("pardist_mp", 2),
+    "pp_tp-4": (functools.partial(HybridStrategy, pipeline_parallel_size=2, tensor_parallel_size=2), 4),
+    "pp_tp_zero1-8": (
+        functools.partial(HybridStrategy, pipeline_parallel_size=2, tensor_parallel_size=2, data_parallel="zero1"),
+        8,
+    ),
     "pp-2": ("pardist_pp", 2),
     "pp_gpipe-2": ("pardist_pp_gpipe", 2),
     "pp_interleaved-2": ("pardist_pp_interleaved", 2),
@@ -74,6 +79,8 @@ REFUSED = {row: _BY_PIPELINES for row in STRATEGIES if row.startswith(("pp", "mp
 REFUSED |= dict.fromkeys(_FOUR_STAGES, _BY_PIPELINES | _TOO_SMALL)
 #: Cells that every push runs, of rows that need not run them all; `make test-all` runs the rest.
 QUICK = {
+    "pp_tp-4": ("clip_norm",),
+    "pp_tp_zero1-8": (),
     "tp-4": (),
     "tp-sequence-2": ("sgd",),
     "tp-ddp-4": (),

@@ -8,7 +8,9 @@ from benchmarks.zero_table import PAPER, TINY, WORLDS, bytes_per_parameter, meas
 def test_the_formula_is_the_papers():
     for stage, row in PAPER.items():
         for world_size in WORLDS:
-            assert bytes_per_parameter(stage, world_size, mixed=True) * 7.5 == pytest.approx(row[world_size], rel=0.01)
+            assert bytes_per_parameter(stage, world_size, mixed=True) * 7.5 == pytest.approx(
+                row[world_size], rel=0.01, abs=0.005
+            )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -292,7 +293,7 @@ class ZeroEngine:
             update = self._host_steps[optimizer].run
 
         @functools.wraps(inner_step)
-        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        def step(self_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             result = None
             if closure is not None:
                 with torch.enable_grad():
@@ -309,7 +310,8 @@ class ZeroEngine:
                 for piece in self._pieces.get(param, ()):
                     piece.shard.grad = None
 
-        optimizer.step = step  # type: ignore[method-assign]
+        # Bound: schedulers look for the function behind the method.
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
         def undo() -> None:
