@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.amp import GradScaler
 
-from lightning_pardist.callbacks import ExpectedBatchSize
+from lightning_pardist.strategies.batch_size import ExpectedBatchSize
 
 _MIB = 2**20
 

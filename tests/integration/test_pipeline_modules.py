@@ -69,8 +69,9 @@ def _zoo(names, strategy="pardist_pp", devices=2, sizes=(8, 8, 5), **kwargs):
     return found
 
 
-# Batch norm and the balance of experts look at a whole batch, of which there is one without micro-batches only.
-COUPLED = ("resnet", "experts")
+# Batch norm, the balance of experts and noise from other samples look at a whole batch, which only a schedule without
+# micro-batches has.
+COUPLED = ("resnet", "experts", "unet")
 
 
 def test_zoo():

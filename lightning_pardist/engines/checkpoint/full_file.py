@@ -62,7 +62,9 @@ def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weight
         if not (classes := _classes_that_take_code(path, error)):
             raise DamagedCheckpointError(_damaged(path, "torch cannot read its pickled part")) from error
         raise pickle.UnpicklingError(_needs_code(path, classes)) from None
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
         raise DamagedCheckpointError(_damaged(path, f"torch cannot read it ({error})")) from error
 
 

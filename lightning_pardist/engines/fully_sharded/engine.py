@@ -603,7 +603,8 @@ def _trampoline(root: FSDPModule) -> Callable[..., Any]:
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group over the same ranks, for the few integers that ranks exchange."""
-    if dist.get_backend(group) == "gloo":
+    # Torch's "fake" backend has nobody to exchange with.
+    if dist.get_backend(group) in ("gloo", "fake"):
         return group
     ranks = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

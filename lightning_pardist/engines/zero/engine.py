@@ -287,6 +287,7 @@ class ZeroEngine:
     def _step_on_slices(self, optimizer: Optimizer) -> Callable[[], None]:
         """Let ``step`` update slices and gather parameters, and ``zero_grad`` reach slices; returns the way back."""
         inner_step, inner_zero_grad = optimizer.step, optimizer.zero_grad
+        wrapped_before = set(optimizer.__dict__)
         update: Callable[..., Any] = inner_step
         if self._offload is not None:
             self._host_steps[optimizer] = self._make_host_step(optimizer)
@@ -315,8 +316,11 @@ class ZeroEngine:
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
         def undo() -> None:
-            optimizer.step = inner_step  # type: ignore[method-assign]
-            del optimizer.__dict__["zero_grad"]
+            for name, before in (("step", inner_step), ("zero_grad", inner_zero_grad)):
+                if name in wrapped_before:
+                    setattr(optimizer, name, before)
+                else:
+                    optimizer.__dict__.pop(name, None)
 
         return undo
 

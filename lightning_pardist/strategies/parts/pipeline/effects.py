@@ -446,8 +446,10 @@ def _combine_log(
     done = dict(column[-1])
     if all(arguments.get("batch_size") is not None for arguments in column):
         sizes = [int(arguments["batch_size"]) for arguments in column]
-        done["batch_size"] = sum(sizes)
-        shares = Shares.of(sizes, shares.sizes)
+        if len(set(sizes)) > 1 or sizes == list(shares.sizes):
+            done["batch_size"] = sum(sizes)
+            if sizes != list(shares.sizes):
+                shares = Shares.of(sizes, shares.sizes)
     reduce_fx = done.get("reduce_fx", "mean")
     name = getattr(reduce_fx, "__name__", reduce_fx)
     otherwise = name if name in ("sum", "max", "min") else "mean"
