@@ -81,6 +81,7 @@ def init_process_group(
         wait = max(timeout, _RENDEZVOUS_TIMEOUT)
         _store = store or open_store(meeting, rank=rank, world_size=world_size, timeout=wait)
         atexit.register(_destroy)
+        _await_everybody(_store, world_size, wait)
     # gloo looks its own host's name up, which may stand for another network, or for loopback alone.
     if (interface := interface_towards(meeting)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -92,6 +93,25 @@ def init_process_group(
         timeout=timeout,
         device_id=device_id,
     )
+
+
+def _await_everybody(store: Store, world_size: int, timeout: timedelta) -> None:
+    """Return once every rank has opened the store, so that the group's own, shorter timeout begins on all at once.
+
+    Raises:
+        TimeoutError: If some do not come, with how many did.
+    """
+    arrived = store.add("pardist/arrived", 1)
+    if arrived == world_size:
+        store.set("pardist/everybody", "")
+    try:
+        store.wait(["pardist/everybody"], timeout)
+    except dist.DistStoreError as error:
+        arrived = store.add("pardist/arrived", 0)
+        raise TimeoutError(
+            f"{arrived} of {world_size} ranks have come after {timeout.total_seconds():.0f} s. See in the other ranks'"
+            " output why they did not start, or whether they were started at all."
+        ) from error
 
 
 def destroy_alone() -> None:
