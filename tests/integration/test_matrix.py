@@ -79,6 +79,10 @@ REFUSED = {row: _BY_PIPELINES for row in STRATEGIES if row.startswith(("pp", "mp
 REFUSED |= dict.fromkeys(_FOUR_STAGES, _BY_PIPELINES | _TOO_SMALL)
 #: Cells that every push runs, of rows that need not run them all; `make test-all` runs the rest.
 QUICK = {
+    "ddp-1": ("adam",),
+    "zero1-2": ("adam", "accumulate", "clip_norm"),
+    "zero3-2": ("sgd", "adam", "accumulate", "clip_norm", "clip_value"),
+    "tp-2": ("sgd", "adam", "accumulate", "clip_norm", "clip_value", "sync_batchnorm"),
     "pp_tp-4": ("clip_norm",),
     "pp_tp_zero1-8": (),
     "tp-4": (),

@@ -94,8 +94,8 @@ def test_class_path_on_the_command_line(args):
 def test_powersgd_on_the_command_line():
     cli = _cli(
         ["--trainer.strategy=lightning_pardist.DDPStrategy", "--trainer.accelerator=cpu", "--trainer.devices=2",
-         "--trainer.strategy.data.gradient_compression=lightning_pardist.PowerSGD",
-         "--trainer.strategy.data.gradient_compression.rank=3"]
+         "--trainer.strategy.gradient_compression=lightning_pardist.PowerSGD",
+         "--trainer.strategy.gradient_compression.rank=3"]
     )  # fmt: skip
     assert cli.trainer.strategy.data.gradient_compression == lightning_pardist.PowerSGD(rank=3)
 
@@ -160,7 +160,7 @@ def test_import_costs_little():
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
         rows = [line.split("|") for line in result.stderr.splitlines() if line.startswith("import time:")][1:]
         own = [int(row[0].split(":")[1]) for row in rows if row[2].strip().split(".")[0] == "lightning_pardist"]
-        assert len(own) > 10
+        assert len(own) > 3
         times.append(sum(own) / 1000)
         if times[-1] < 50:
             break
