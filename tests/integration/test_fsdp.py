@@ -90,6 +90,8 @@ class OnMeta(Classifier):
         del self.net, self.head
 
     def configure_model(self):
+        # Here, since a launcher may have reset the seed meanwhile (PL_GLOBAL_SEED).
+        torch.manual_seed(11)
         with torch.device("meta") if dist.is_initialized() else contextlib.nullcontext():
             built = Classifier()
         self.net, self.head = built.net, built.head
