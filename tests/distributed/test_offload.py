@@ -154,6 +154,7 @@ def _resident_bytes():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc to hand freed memory back")
+@pytest.mark.slow
 def test_resident_memory_of_adamw(tmp_path):
     # On several ranks of ZeRO-2 whole parameters and buckets on their way are most of what is resident.
     for stage, ranks in ((3, 2), (2, 1)):
