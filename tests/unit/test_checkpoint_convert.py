@@ -162,6 +162,7 @@ print(peak[0])
 """
 
 
+@pytest.mark.slow
 def test_conversion_needs_less_memory_than_the_model(tmp_path):
     """Mapped files can be dropped by the system at any time, and do not count."""
     small = FolderSave({"model.0": Shards((2,), torch.float32, (Part((0,), torch.ones(2)),))}, tmp_path / "small")
