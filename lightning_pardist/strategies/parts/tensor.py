@@ -300,7 +300,8 @@ class TensorParallel(Part):
 
     @override
     def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        params = _parameters(optimizer)
+        if not (params := _parameters(optimizer)):
+            return state
         whole = {
             number: {
                 key: _whole_value(value, params[number], on_whole=steps_on_whole(optimizer))
@@ -313,7 +314,7 @@ class TensorParallel(Part):
     @override
     def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         params = _parameters(optimizer)
-        if steps_on_whole(optimizer):
+        if not params or steps_on_whole(optimizer):
             return state
         saved = [number for group in state["param_groups"] for number in group["params"]]
         local = {

@@ -302,7 +302,7 @@ class PipelinePart(Part):
     @override
     def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         size = self.group.size()
-        if size == 1:
+        if size == 1 or "state" not in state:
             return state
         first = dist.get_global_rank(self.group, 0)
         parts: list[Any] | None = [None] * size if self.group.rank() == 0 else None
