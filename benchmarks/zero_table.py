@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zero_table", description=__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS), help="numbers of ranks")
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3])
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["mixed", "fp32"], choices=["mixed", "fp32"])
     parser.add_argument("--tiny", action="store_true", help="a model of test size")
     parser.add_argument("--output", default="logs/benchmarks", metavar="FOLDER")
