@@ -311,7 +311,7 @@ def _refused():
     return said
 
 
-def test_refusals_are_the_same_on_every_rank():
+def test_refusals_reach_every_rank():
     first, second = run_ranks(2, _refused)
     # The rank that is told first of the other one's refusal shows that.
     assert first.keys() == second.keys()
