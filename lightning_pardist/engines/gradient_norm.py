@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pardist.engines.api import DataEngine
@@ -19,8 +20,8 @@ class NormAxis(Protocol):
         """Whether this rank counts a parameter's gradient."""
         ...
 
-    def sum_over_axis(self, value: Tensor) -> None:
-        """Add up a tensor in place over the axis. Collective over it."""
+    def reduce_over_axis(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Combine a tensor in place over the axis. Collective over it."""
         ...
 
 
@@ -50,19 +51,9 @@ def clip_grad_norm(
 
     Raises:
         RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is set.
-        ValueError: If the largest magnitude is asked for where gradients are spread over tensor or pipeline ranks.
     """
-    if axes and math.isinf(norm_type):
-        raise ValueError("norm_type=inf is not available with tensor or pipeline parallelism. Use a finite norm_type.")
-
-    def counts(param: nn.Parameter) -> bool:
-        return all(axis.counts(param) for axis in axes)
-
     params = list(params)
-    total = engine.grad_power(params, norm_type, counts if axes else None)
-    for axis in axes:
-        axis.sum_over_axis(total)
-    norm = total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+    norm = _norms(engine, [params], norm_type, axes)[0]
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"The gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped.")
     # As torch.nn.utils.clip_grad_norm_ does.
@@ -70,6 +61,49 @@ def clip_grad_norm(
     for grad in engine.local_grads(params):
         grad.mul_(factor.to(grad.device, grad.dtype))
     return norm
+
+
+@torch.no_grad()
+def grad_norms(
+    engine: DataEngine,
+    params: Sequence[nn.Parameter],
+    norm_type: float = 2.0,
+    *,
+    axes: Sequence[NormAxis] = (),
+    world: dist.ProcessGroup,
+) -> list[Tensor | None]:
+    """The norm of each parameter's gradient over the whole job. Collective over all axes.
+
+    Args:
+        engine: Of the data axis.
+        params: Parameters of the module, the same on all ranks.
+        norm_type: The p of the p-norm, ``inf`` included.
+        axes: Tensor and pipeline axes, of those that there are.
+        world: All ranks.
+
+    Returns:
+        For each parameter a scalar, equal on every rank, or None if it has no gradient on any rank.
+    """
+    norms = _norms(engine, [[param] for param in params], norm_type, axes)
+    has_grad = torch.tensor([bool(engine.local_grads([param])) for param in params], dtype=torch.uint8)
+    has_grad = has_grad.to(norms.device)
+    dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=world)
+    return [norm if has else None for norm, has in zip(norms, has_grad.tolist(), strict=True)]
+
+
+def _norms(
+    engine: DataEngine, sets: Sequence[Sequence[nn.Parameter]], norm_type: float, axes: Sequence[NormAxis]
+) -> Tensor:
+    """The norm of each set of gradients. Collective over all axes."""
+
+    def counts(param: nn.Parameter) -> bool:
+        return all(axis.counts(param) for axis in axes)
+
+    powers = torch.stack([engine.grad_power(params, norm_type, counts if axes else None) for params in sets])
+    largest = math.isinf(norm_type)
+    for axis in axes:
+        axis.reduce_over_axis(powers, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    return powers if largest else powers.pow(1.0 / norm_type)
 
 
 @torch.no_grad()

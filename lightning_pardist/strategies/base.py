@@ -46,10 +46,10 @@ from lightning_pardist.engines.watchdog import Watchdog
 from lightning_pardist.environments.find import meeting_point
 from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
 from lightning_pardist.strategies.checkpoints import Checkpoints, Form, default_io
-from lightning_pardist.strategies.clipping import JobWideClipping
 from lightning_pardist.strategies.continuing import Continuing
 from lightning_pardist.strategies.deepspeed_config import DeepSpeedConfig
 from lightning_pardist.strategies.evaluation import ExactEvaluation
+from lightning_pardist.strategies.gradients import JobWideGradients
 from lightning_pardist.strategies.launchers import (
     MultiProcessLauncher,
     ScriptLauncher,
@@ -193,7 +193,7 @@ class PardistStrategy(ParallelStrategy):
         self._buffer_sync: BufferSync | None = None
         self._evaluation: ExactEvaluation | None = None
         self._epoch_results: EpochResults | None = None
-        self._user_clipping: JobWideClipping | None = None
+        self._user_gradients: JobWideGradients | None = None
         self._scaling: JobWideScaling | None = None
         #: What takes back changes to modules and loops, latest first.
         self._at_end: list[Callable[[], object]] = []
@@ -398,8 +398,8 @@ class PardistStrategy(ParallelStrategy):
             self.checkpoints.know_names(module)
             self.precision_plugin.__dict__.update(self._clipping())
             module.__dict__["zero_grad"] = self._zero_grad
-            self._user_clipping = JobWideClipping(module, self._engine, self._model_axes)
-            self._user_clipping.attach()
+            self._user_gradients = JobWideGradients(module, self._engine, self._model_axes)
+            self._user_gradients.attach()
             scaler = getattr(self.precision_plugin, "scaler", None)
             if scaler is not None:
                 self._scaling = JobWideScaling(
@@ -804,11 +804,11 @@ class PardistStrategy(ParallelStrategy):
 
     def _take_down(self) -> None:
         self.continuing.forget()
-        for attached in (self._evaluation, self._epoch_results, self._user_clipping, self._scaling):
+        for attached in (self._evaluation, self._epoch_results, self._user_gradients, self._scaling):
             if attached is not None:
                 attached.detach()
         self._evaluation = self._epoch_results = self._buffer_sync = None
-        self._user_clipping = self._scaling = None
+        self._user_gradients = self._scaling = None
         while self._restarts:
             self._restarts.pop().detach()
         for part in (self.data, *self._model_axes):

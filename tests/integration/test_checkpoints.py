@@ -234,3 +234,14 @@ def test_a_remote_folder():
     trainer.fit(fresh, loader, ckpt_path="memory://somewhere/a.ckpt")
     for key, value in module.state_dict().items():
         assert torch.equal(value, fresh.state_dict()[key])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_a_save_after_a_run_of_one_rank(strategy, tmp_path):
+    trainer, module = _fit(strategy, 1, steps=2)
+    assert not dist.is_initialized()
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
+    torch.testing.assert_close(saved["state_dict"], module.state_dict())
+    (state,) = saved["optimizer_states"]
+    assert [state["state"][i]["momentum_buffer"].shape for i in range(4)] == [p.shape for p in module.parameters()]

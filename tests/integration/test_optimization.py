@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -433,6 +434,32 @@ def test_same_as_one_process(strategy, name):
     for got in run_ranks(2, _one, strategy, name):
         for part, expected in _expected(name).items():
             assert_close(got[part], expected)
+
+
+class LogsNorms(Plain):
+    """What Lightning documents for looking at gradients."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms = {**grad_norm(self, 2), **grad_norm(self.second, "inf", group_separator=".")}
+        self.log_dict(grad_norm(self, 2))
+
+
+def _norms(strategy):
+    torch.manual_seed(11)
+    module = LogsNorms()
+    devices = 1 if strategy == "auto" else dist.get_world_size()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
+    trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    logged = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("grad")}
+    return {"norms": module.norms, "logged": logged}
+
+
+@pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero2", "pardist_zero3", "pardist_tp", "pardist_pp"])
+def test_gradient_norms_that_users_log(strategy):
+    expected = _norms("auto")
+    for got in run_ranks(2, _norms, strategy):
+        for part in expected:
+            assert_close(got[part], expected[part])
 
 
 class NoneOnSecondRank(Plain):

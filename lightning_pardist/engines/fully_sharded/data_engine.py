@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.engines.checkpoint.states import Slots, whole_slots
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullySharded
 from lightning_pardist.engines.fully_sharded.norm import grad_norm, local_gradients
-from lightning_pardist.engines.fully_sharded.state import own_values, whole_values
+from lightning_pardist.engines.fully_sharded.state import is_rank, own_values, whole_values
 from lightning_pardist.engines.gradients import Counts
 from lightning_pardist.engines.local_tensors import own_shape
 from lightning_pardist.engines.offload import HostStep, Offload, StateFile
@@ -123,7 +122,7 @@ class ShardedDataEngine:
             On the first rank the whole state in host memory, elsewhere parameter groups without state.
         """
         writer = self.sharded.writer
-        here = dist.get_rank() == writer
+        here = is_rank(writer)
         host = self._hosts.get(optimizer)
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []

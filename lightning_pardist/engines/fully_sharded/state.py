@@ -25,12 +25,15 @@ def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
         The whole tensor, on the host, on the writer; nothing elsewhere. Of a tensor that is split over tensor ranks
         the writer's part, as a DTensor over these.
     """
+    if not dist.is_initialized():
+        # After a run of one rank, whose group is gone, and whose shards are whole.
+        return value.to_local().detach().to("cpu", copy=True)
     sharded = sharded_axes(value)
     if not sharded and tensor_axis(value) is not None:
-        return over_tensor_ranks(own_part(value).detach().to("cpu", copy=True), value) if _is_rank(writer) else None
+        return over_tensor_ranks(own_part(value).detach().to("cpu", copy=True), value) if is_rank(writer) else None
     if len(sharded) != 1 or not isinstance(value.placements[sharded[0]], Shard | _StridedShard):
         whole = value.full_tensor()
-        return whole.detach().to("cpu", copy=True) if dist.get_rank() == writer else None
+        return whole.detach().to("cpu", copy=True) if is_rank(writer) else None
     placement = value.placements[sharded[0]]
     group = value.device_mesh.get_group(sharded[0])
     ranks = dist.get_process_group_ranks(group)
@@ -38,7 +41,7 @@ def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
         return None
     size, dim = group.size(), placement.dim  # type: ignore[attr-defined]
     local = _padded(value, dim, size)
-    here = dist.get_rank() == writer
+    here = is_rank(writer)
     pieces = [torch.empty_like(local) for _ in range(size)] if here else None
     dist.gather(local, pieces, dst=writer, group=group)
     if pieces is None:
@@ -60,8 +63,9 @@ def whole_over_data(value: DTensor) -> torch.Tensor:
     return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).contiguous(), value)
 
 
-def _is_rank(writer: int) -> bool:
-    return dist.get_rank() == writer
+def is_rank(rank: int) -> bool:
+    """Whether this is the global rank of that number, also after a run of one rank, whose group is gone."""
+    return not dist.is_initialized() or dist.get_rank() == rank
 
 
 def sharded_axes(value: DTensor) -> list[int]:
@@ -117,7 +121,7 @@ def full_state(module: nn.Module, writer: int = 0) -> Iterator[tuple[str, Any]]:
     names: dict[int, list[str]] = {}
     for name, value in state.items():
         names.setdefault(id(value), []).append(name)
-    here = dist.get_rank() == writer
+    here = is_rank(writer)
     for tied in names.values():
         value = state[tied[0]]
         if isinstance(value, DTensor):
@@ -255,7 +259,7 @@ def whole_values(
     Raises:
         ValueError: If a state tensor is neither a scalar nor shaped like its parameter.
     """
-    here = dist.get_rank() == writer
+    here = is_rank(writer)
     for key, value in values.items():
         value = _as_dtensor(label, key, value, parameter)
         if isinstance(value, DTensor):

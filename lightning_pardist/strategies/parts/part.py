@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -103,8 +104,8 @@ class Part:
         """Whether this rank counts a parameter's gradient: of what several ranks of this axis hold alike, one does."""
         return True
 
-    def sum_over_axis(self, value: Tensor) -> None:
-        """Add up a tensor in place over this part's axis, the data axis excepted. Collective over it."""
+    def reduce_over_axis(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Combine a tensor in place over this part's axis, the data axis excepted. Collective over it."""
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

@@ -265,9 +265,9 @@ class TensorParallel(Part):
         return isinstance(param, DTensor) and not param.placements[-1].is_replicate()
 
     @override
-    def sum_over_axis(self, value: Tensor) -> None:
+    def reduce_over_axis(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         if self.runtime is not None:
-            dist.all_reduce(value, group=self.runtime.group.process_group)
+            dist.all_reduce(value, op=op, group=self.runtime.group.process_group)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

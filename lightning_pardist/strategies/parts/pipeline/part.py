@@ -266,8 +266,8 @@ class PipelinePart(Part):
         return self._counted is None or param in self._counted
 
     @override
-    def sum_over_axis(self, value: Tensor) -> None:
-        dist.all_reduce(value, group=self.group)
+    def reduce_over_axis(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        dist.all_reduce(value, op=op, group=self.group)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""torch's own functions for clipping, made right for gradients that no rank has whole.
+"""Functions of torch and Lightning for gradients, made right for gradients that no rank has whole.
 
-Modules clip by hand, in ``on_before_optimizer_step`` or between ``manual_backward`` and ``step``. torch's functions
-see ``param.grad``, which is a part of the gradient or nothing at all where gradients are sharded, and would clip by the
-wrong norm without a word.
+Modules clip by hand, in ``on_before_optimizer_step`` or between ``manual_backward`` and ``step``, and log what
+:func:`lightning.pytorch.utilities.grad_norm` gives. These functions see ``param.grad``, which is a part of the gradient
+or nothing at all where gradients are sharded, and would be wrong without a word.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import grads as lightning_grads
 from torch import Tensor, nn
 
 from lightning_pardist.engines.api import DataEngine
-from lightning_pardist.engines.gradient_norm import NormAxis, clip_grad_norm, clip_grad_value
+from lightning_pardist.engines.gradient_norm import NormAxis, clip_grad_norm, clip_grad_value, grad_norms
 
 
-class JobWideClipping:
-    """While attached, ``clip_grad_norm_`` and ``clip_grad_value_`` of torch reach a module's gradients on all ranks.
+class JobWideGradients:
+    """While attached, torch's ``clip_grad_norm_``, ``clip_grad_value_`` and Lightning's ``grad_norm`` reach all ranks.
 
-    Both become collective for parameters of the module, as any clipping by a norm over several ranks has to be. Those
-    of other modules are clipped as always.
+    All become collective for parameters of the module, as any clipping by a norm over several ranks has to be. Those
+    of other modules are treated as always.
 
     Args:
         module: Whose parameters are meant.
@@ -37,7 +39,7 @@ class JobWideClipping:
         self._originals: list[tuple[types.CellType, Callable[..., Any]]] = []
 
     def attach(self) -> None:
-        """Take torch's functions over. Not collective."""
+        """Take the functions over. Not collective."""
         for function, replace in (
             (nn.utils.clip_grad_norm_, self._norm),
             (nn.utils.clip_grad_value_, self._value),
@@ -45,12 +47,39 @@ class JobWideClipping:
             cell = _cell_of(function)
             self._originals.append((cell, cell.cell_contents))
             cell.cell_contents = replace(cell.cell_contents)
+        _attached.append(self)
+        lightning_grads.grad_norm.__code__ = _redirected.__code__
 
     def detach(self) -> None:
-        """Give torch its functions back. Not collective."""
+        """Give the functions back. Not collective."""
         while self._originals:
             cell, original = self._originals.pop()
             cell.cell_contents = original
+        if self in _attached:
+            _attached.remove(self)
+        if not _attached:
+            lightning_grads.grad_norm.__code__ = _lightning_grad_norm.__code__
+
+    def grad_norm(self, module: nn.Module, norm_type: float, separator: str) -> dict[str, Tensor] | None:
+        """What Lightning's function returns for parameters of the module; None if others are among them. Collective."""
+        named = dict(module.named_parameters())
+        if not named or not set(named.values()) <= set(self.module.parameters()):
+            return None
+        norms = grad_norms(
+            self.engine,
+            list(named.values()),
+            norm_type,
+            axes=self.axes,
+            world=dist.distributed_c10d._get_default_group(),
+        )
+        found = {
+            f"grad_{norm_type}_norm{separator}{name}": norm
+            for name, norm in zip(named, norms, strict=True)
+            if norm is not None
+        }
+        if found:
+            found[f"grad_{norm_type}_norm_total"] = torch.stack(list(found.values())).norm(norm_type)
+        return found
 
     def _norm(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def clip_grad_norm_(
@@ -107,3 +136,31 @@ def _cell_of(function: Callable[..., Any]) -> types.CellType:
             found: types.CellType = cell
             return found
     raise RuntimeError(f"torch {torch.__version__} has {function.__name__} in a form that is not known here.")
+
+
+#: Those that are attached now, latest last.
+_attached: list[JobWideGradients] = []
+_lightning_grad_norm = types.FunctionType(
+    lightning_grads.grad_norm.__code__,
+    lightning_grads.grad_norm.__globals__,
+    argdefs=lightning_grads.grad_norm.__defaults__,
+)
+
+
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str) -> dict[str, Any]:
+    """Lightning's ``grad_norm`` over all ranks for modules that are spread over them, and as always for others."""
+    if float(norm_type) > 0:
+        for attached in reversed(_attached):
+            norms = attached.grad_norm(module, float(norm_type), group_separator)
+            if norms is not None:
+                return norms
+    found: dict[str, Any] = _lightning_grad_norm(module, norm_type, group_separator)
+    return found
+
+
+def _redirected(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
+    # Runs as the code of Lightning's function, among the names of Lightning's module: whatever names users imported the
+    # function by, they come here.
+    from lightning_pardist.strategies.gradients import grad_norm
+
+    return grad_norm(module, norm_type, group_separator)
