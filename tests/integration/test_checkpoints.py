@@ -244,4 +244,5 @@ def test_a_save_after_a_run_of_one_rank(strategy, tmp_path):
     saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
     torch.testing.assert_close(saved["state_dict"], module.state_dict())
     (state,) = saved["optimizer_states"]
-    assert [state["state"][i]["momentum_buffer"].shape for i in range(4)] == [p.shape for p in module.parameters()]
+    momentum = [state["state"][index]["momentum_buffer"].shape for index in state["param_groups"][0]["params"]]
+    assert momentum == [param.shape for param in module.parameters()]
