@@ -397,7 +397,8 @@ class PardistStrategy(ParallelStrategy):
             self._engine = self.data.make_engine(module, self.optimizers)
             self.checkpoints.know_names(module)
             self.precision_plugin.__dict__.update(self._clipping())
-            module.__dict__["zero_grad"] = self._zero_grad
+            # No bound method: a deep copy of the module, as averages of weights need, would take the strategy along.
+            module.__dict__["zero_grad"] = lambda set_to_none=True: self._zero_grad(set_to_none)
             self._user_gradients = JobWideGradients(module, self._engine, self._model_axes)
             self._user_gradients.attach()
             scaler = getattr(self.precision_plugin, "scaler", None)
