@@ -185,11 +185,11 @@ class Checkpoints:
         self.strategy.before_collective()
         if state := self.strategy.continuing.state(self._exchange()):
             checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
-        if self.strategy.tensor is not None:
+        for key in list(checkpoint):
             # Callbacks add what they keep of the module: averages of its weights, say.
-            for key in list(checkpoint):
-                if not self.sharded or key not in ("state_dict", "optimizer_states"):
-                    checkpoint[key] = self.strategy.tensor.without_splits(checkpoint[key])
+            if not self.sharded or key not in ("state_dict", "optimizer_states"):
+                for part in self.strategy._model_axes:
+                    checkpoint[key] = part.whole_values(checkpoint[key])
         job = self._sharded_job if self.sharded else self._full_job
         run = job(checkpoint, os.fspath(path), storage_options)
         if not self._in_background:

@@ -156,7 +156,9 @@ def is_unshared(grad: Tensor) -> bool:
     base = grad._base
     # Beside the tensor itself: the storage object that is asked for here, a view's base, and the base's Python object.
     owners = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
-    return grad._use_count() == 1 and owners == (2 if base is None else 3) and (base is None or base._use_count() <= 2)
+    if grad._use_count() > 1 or owners > (2 if base is None else 3):  # type: ignore[attr-defined]
+        return False
+    return base is None or base._use_count() <= 2  # type: ignore[attr-defined]
 
 
 class PlainFunction(torch.autograd.Function):

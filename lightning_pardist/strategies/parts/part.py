@@ -129,6 +129,10 @@ class Part:
         """As :meth:`local_module_state`, for an optimizer's state dict. Not collective."""
         return state
 
+    def whole_values(self, tree: Any) -> Any:
+        """What callbacks add to a checkpoint, with ordinary tensors in place of this part's. Collective if any are."""
+        return tree
+
     # --- for people, and the end --------------------------------------------------------------------------------
 
     def describe(self) -> str:

@@ -204,12 +204,6 @@ class TensorParallel(Part):
         """The same without split tensors and parameters, for code outside of steps. Collective if there are any."""
         return tree if self.runtime is None else self.runtime.plain(tree)
 
-    def without_splits(self, tree: Any) -> Any:
-        """A piece of a checkpoint with whole tensors in place of split ones. Collective if there are any."""
-        if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(tree)):
-            return tree
-        return pytree.tree_map_only(DTensor, whole_tensor, tree)
-
     # --- one stream of samples and random numbers ---------------------------------------------------------------
 
     def _share_random_state(self, group: dist.ProcessGroup) -> None:
@@ -335,6 +329,12 @@ class TensorParallel(Part):
             if number in state["state"] and position < len(params)
         }
         return {**state, "state": local}
+
+    @override
+    def whole_values(self, tree: Any) -> Any:
+        if self.runtime is None or not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(tree)):
+            return tree
+        return pytree.tree_map_only(DTensor, whole_tensor, tree)
 
     # --- for people, and the end --------------------------------------------------------------------------------
 
