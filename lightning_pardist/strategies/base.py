@@ -376,8 +376,10 @@ class PardistStrategy(ParallelStrategy):
         if fitting and self._layer_sync is not None:
             self._apply_layer_sync()
         self.data.convert_precision(module)
+        for part in self.parts:
+            part.materialize(trainer, module)
         self.model_to_device()
-        if self.world_size > 1 and not self.data.broadcasts:
+        if self.world_size > 1 and not self.data.broadcasts and not self.restore_checkpoint_after_setup:
             tensors = itertools.chain(module.parameters(), module.buffers())
             broadcast_tensors((tensor.detach() for tensor in tensors), group=_world())
         for part in self.parts:
