@@ -69,13 +69,14 @@ class PipeliningLoop:
         made, _ = _planned(net, next(iter(loader)), size)
         module = StageOfGPT(net, rank, _first_blocks(made))
         tied = [parameter for parameter in module.parameters() if parameter is net.embed.weight]
+        psi = sum(parameter.numel() for parameter in net.parameters())
         del net
         stage = PipelineStage(module, rank, size, torch.device("cpu"))
         schedule = self.schedule(stage, NUM_MICROBATCHES, loss_fn=_loss)
         ends = dist.new_group([0, size - 1])
         optimizer = make_optimizer(module)
         for tokens, targets in loader:
-            gate.before_step(lambda: held_by(module, [optimizer]))
+            gate.before_step(lambda: held_by(module, [optimizer], replicas=1) | {"num_parameters": psi})
             optimizer.zero_grad()
             losses: list[Tensor] = []
             if module.is_last:
@@ -108,7 +109,7 @@ class PipelineEngineLoop:
         engine.free()
         optimizer = make_optimizer(net)
         for batch in loader:
-            gate.before_step(lambda: held_by(net, [optimizer]))
+            gate.before_step(lambda: held_by(net, [optimizer], replicas=1))
             optimizer.zero_grad()
             engine.train_step(step, batch)
             optimizer.step()

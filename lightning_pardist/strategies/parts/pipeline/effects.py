@@ -28,6 +28,8 @@ _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _MISSING = object()
 #: Values that travel; of anything else (a logger, a trainer) only the rank that assigned it knows.
 _PLAIN = (int, float, str, bytes, bool, type(None))
+#: In place of a key of what is logged: its ``batch_size``.
+_BATCH_SIZE = ("batch_size",)
 #: How deep dicts in attributes are looked into.
 _DEPTH = 4
 
@@ -467,10 +469,11 @@ def _combine_log(
     done = dict(column[-1])
     if all(arguments.get("batch_size") is not None for arguments in column):
         sizes = [int(arguments["batch_size"]) for arguments in column]
-        if len(set(sizes)) > 1 or sizes == list(shares.sizes):
-            done["batch_size"] = sum(sizes)
-            if sizes != list(shares.sizes):
-                shares = Shares.of(sizes, shares.sizes)
+        # Written as a number, it is that of the batch as well; counted, it is a micro-batch's.
+        counted = len(set(sizes)) > 1 or sizes == list(shares.sizes)
+        done["batch_size"] = rules.combine((*place, _BATCH_SIZE), sizes, shares, "sum" if counted else "last")
+        if done["batch_size"] == sum(sizes) and sizes != list(shares.sizes):
+            shares = Shares.of(sizes, shares.sizes)
     reduce_fx = done.get("reduce_fx", "mean")
     name = getattr(reduce_fx, "__name__", reduce_fx)
     otherwise = name if name in ("sum", "max", "min") else "mean"

@@ -304,7 +304,7 @@ def _place_of_loss(
     of_training: TokenWeight | None,
 ) -> Place | None:
     """Which number of an evaluation step is weighed as a loss is: one that samples do not explain, or any mean."""
-    places = [place for place in columns if place in numbers]
+    places = [place for place in columns if isinstance(numbers.get(place), Tensor | float)]
     unexplained = next((place for place in places if place not in certain), None)
     if unexplained is not None or of_training is None:
         return unexplained
