@@ -103,6 +103,7 @@ class StepRecorder:
         # Before the units are known: all modules are watched, as a recorded run goes through all of them.
         self._effects = StepEffects(self.module)
         self._rng_afterwards = torch.get_rng_state()
+        self._after_hooks: set[RunningStage] = set()
 
     def record(self) -> Recorded:
         """Plans for all step functions, the first of which decides the stages; each is tried.
@@ -144,11 +145,29 @@ class StepRecorder:
 
     def _record(self, sample: _Sample) -> Trace:
         training = sample.stage == RunningStage.TRAINING
-        with self._running(sample) as run:
-            recorded = trace(self.module, run, sample.microbatch, grad=training, loss_of=loss_of)
+        try:
+            recorded = self._traced(sample)
+        except CannotPipelineError:
+            raise
+        except Exception:
+            # Hooks may prepare what steps need, as in `def on_train_epoch_start(self): self.outputs = []`.
+            self._after_hooks.add(sample.stage)
+            try:
+                recorded = self._traced(sample)
+            except CannotPipelineError:
+                raise
+            except Exception:
+                recorded = None
+            if recorded is None:
+                raise
         if training and recorded.loss is None:
             raise CannotPipelineError(f"{type(self.module).__name__}.training_step returned no loss.", ())
         return recorded
+
+    def _traced(self, sample: _Sample) -> Trace:
+        training = sample.stage == RunningStage.TRAINING
+        with self._running(sample) as run:
+            return trace(self.module, run, sample.microbatch, grad=training, loss_of=loss_of)
 
     def _find_all_rules(self, samples: list[_Sample]) -> dict[StepKey, Rules]:
         found: dict[StepKey, Rules] = {}
@@ -268,10 +287,38 @@ class StepRecorder:
         before = self.module._current_fx_name
         self.module._current_fx_name = name
         try:
-            with self._as_in(sample.stage), self._effects.watching():
+            with self._as_in(sample.stage), self._effects.watching(), self._hooks_run(sample):
                 yield lambda microbatch: self._effects.run(step, microbatch)
         finally:
             self.module._current_fx_name = before
+
+    @contextmanager
+    def _hooks_run(self, sample: _Sample) -> Iterator[None]:
+        """As after the module's hooks before the step, if the step needs them; what they do is undone.
+
+        Raises:
+            CannotPipelineError: If a hook changes parameters, which cannot be undone.
+        """
+        if sample.stage not in self._after_hooks:
+            yield
+            return
+        module = self.module
+        versions = [parameter._version for parameter in module.parameters()]
+        with undisturbed(module):
+            module.__dict__["log"] = lambda *args, **kwargs: None
+            for name in _HOOKS[STEPS[sample.stage]]:
+                module._current_fx_name = name
+                rest = [0, sample.dataloader_idx] if sample.num_dataloaders > 1 else [0]
+                getattr(module, name)(*([sample.batch, *rest] if name.endswith("batch_start") else []))
+                if versions != [parameter._version for parameter in module.parameters()]:
+                    raise CannotPipelineError(
+                        f"{type(module).__name__}.{STEPS[sample.stage]} fails without what hooks prepare, and {name}"
+                        " changes parameters, which a trial run may not. Change them in setup() or configure_model().",
+                        (),
+                    )
+            module.__dict__.pop("log")
+            module._current_fx_name = STEPS[sample.stage]
+            yield
 
     @contextmanager
     def _as_in(self, stage: RunningStage | None) -> Iterator[None]:
@@ -289,6 +336,12 @@ class StepRecorder:
                 each.training = mode
 
 
+_HOOKS = {
+    "training_step": ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"),
+    "validation_step": ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"),
+    "test_step": ("on_test_start", "on_test_epoch_start", "on_test_batch_start"),
+    "predict_step": ("on_predict_start", "on_predict_epoch_start", "on_predict_batch_start"),
+}
 _CONTEXTS = {
     "training_step": "train_step_context",
     "validation_step": "val_step_context",
