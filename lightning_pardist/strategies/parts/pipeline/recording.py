@@ -149,20 +149,21 @@ class StepRecorder:
             recorded = self._traced(sample)
         except CannotPipelineError:
             raise
-        except Exception:
-            # Hooks may prepare what steps need, as in `def on_train_epoch_start(self): self.outputs = []`.
-            self._after_hooks.add(sample.stage)
-            try:
-                recorded = self._traced(sample)
-            except CannotPipelineError:
-                raise
-            except Exception:
-                recorded = None
-            if recorded is None:
-                raise
+        except Exception as error:
+            recorded = self._traced_behind_hooks(sample, error)
         if training and recorded.loss is None:
             raise CannotPipelineError(f"{type(self.module).__name__}.training_step returned no loss.", ())
         return recorded
+
+    def _traced_behind_hooks(self, sample: _Sample, error: Exception) -> Trace:
+        """Hooks may prepare what steps need, as in ``def on_train_epoch_start(self): self.outputs = []``."""
+        self._after_hooks.add(sample.stage)
+        try:
+            return self._traced(sample)
+        except CannotPipelineError:
+            raise
+        except Exception:
+            raise error from None
 
     def _traced(self, sample: _Sample) -> Trace:
         training = sample.stage == RunningStage.TRAINING
