@@ -1,5 +1,7 @@
 """Averaging callbacks under a pipeline: each rank averages its stage, and everybody sees the whole."""
 
+import copy
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -13,7 +15,27 @@ from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.runs import quiet_trainer
 
-KINDS = {"mean": (WeightAveraging, {}), "ema": (EMAWeightAveraging, {"decay": 0.8, "use_buffers": False})}
+
+class OwnAverage(pl.Callback):
+    """As users write it."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.module = copy.deepcopy(pl_module)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for mine, current in zip(self.module.parameters(), pl_module.parameters(), strict=True):
+            mine.mul_(0.8).add_(current, alpha=0.2)
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["current_model_state"] = self.module.state_dict()
+
+
+KINDS = {
+    "mean": (WeightAveraging, {}),
+    "ema": (EMAWeightAveraging, {"decay": 0.8, "use_buffers": False}),
+    "own": (OwnAverage, {}),
+}
 
 
 class Net(pl.LightningModule):
@@ -56,7 +78,7 @@ def _fit(folder, strategy="auto", devices=1, epochs=2, ckpt_path=None):
         saved = torch.load(path, weights_only=True)
         found[name] = {
             "weights": snapshot(module),
-            "average": snapshot(average._average_model.module),
+            "average": {} if name == "own" else snapshot(average._average_model.module),
             "values": {key: value.clone() for key, value in trainer.callback_metrics.items()},
             "saved": saved["state_dict"],
             "current": saved["current_model_state"],

@@ -1,67 +1,57 @@
-"""Lightning's averaging callbacks in a pipeline: each rank averages what it holds."""
+"""Copies of the module that callbacks hold (averages of its weights): each rank of a pipeline has its stages' share."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import WeightAveraging
-from torch import nn
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from lightning_pardist.engines.pipeline import PipelinePlan
 from lightning_pardist.engines.pipeline.placement import Placement
+from lightning_pardist.strategies.parts.copies import copies_of
 
-_PREFIX = "module."
 
-
-class StageAverages:
-    """The averages of ``WeightAveraging`` and its kind, which the callback has copied from the whole module.
+def placements_of_copies(trainer: pl.Trainer, own: Placement) -> list[Placement]:
+    """Where the parameters of copies lie: where those of the module do. Not collective.
 
     Args:
-        trainer: Whose callbacks.
-        plan: Of the module, of which an average is a copy.
-        stage_ranks: Rank of each stage.
-        group: The pipeline's ranks.
+        trainer: Whose callbacks hold copies.
+        own: Placement of the module.
     """
-
-    def __init__(
-        self, trainer: pl.Trainer, plan: PipelinePlan, stage_ranks: tuple[int, ...], group: dist.ProcessGroup
-    ) -> None:
-        self._averaged: list[tuple[Any, Placement]] = []
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            average = callback._average_model if isinstance(callback, WeightAveraging) else None
-            if average is not None:
-                placement = Placement(average.module, plan, stage_ranks, group.rank(), group)
-                self._averaged.append((average, placement))
-
-    def split(self) -> None:
-        """Free what other ranks average, and let the callback find the whole when it saves. Not collective."""
-        for average, placement in self._averaged:
-            placement.free()
-            # On the instance, past nn.Module.__setattr__: AveragedModel stays what it is.
-            average.__dict__["state_dict"] = _WholeState(average, placement)
-
-    def restore(self) -> None:
-        """Make every average whole again on every rank. Collective over the pipeline."""
-        for _, placement in self._averaged:
-            placement.restore()
-
-    def release(self) -> None:
-        """Leave the callback as it was made. Not collective."""
-        for average, _ in self._averaged:
-            average.__dict__.pop("state_dict", None)
+    copies = copies_of(own.module, trainer.callbacks)  # type: ignore[attr-defined]
+    return [Placement(copied, own.plan, own.stage_ranks, own.rank, own.group) for copied in copies]
 
 
-class _WholeState:
-    """In place of an average's ``state_dict``: whole on the pipeline's first rank. Collective over the pipeline."""
+def gather_values(tree: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Something that each rank has for its own stages, as state dicts of copies: whole on the first rank. Collective.
 
-    def __init__(self, average: nn.Module, placement: Placement) -> None:
-        self._average = average
-        self._placement = placement
+    Args:
+        tree: Nested containers of the same structure on every rank; what other ranks hold is on ``meta``.
+        group: The pipeline's ranks.
+        device: Of tensors that travel.
 
-    def __call__(self) -> dict[str, Any]:
-        state = type(self._average).state_dict(self._average)
-        own = {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}
-        state.update((_PREFIX + name, value) for name, value in self._placement.gather(state=own))
-        return state
+    Returns:
+        The tree, on the first rank with values for all that any rank has.
+    """
+    leaves, spec = pytree.tree_flatten(tree)
+    mine = [leaf.is_meta if isinstance(leaf, Tensor) else None for leaf in leaves]
+    everybody: list[list[bool | None]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everybody, mine if True in mine else [], group=group)
+    if not everybody[0]:
+        return tree
+    for index, is_missing in enumerate(everybody[0]):
+        # A rank that misses nothing has said nothing.
+        holders = [rank for rank, has in enumerate(everybody) if not has or has[index] is False]
+        if not is_missing or not holders:
+            continue
+        first, holder = (dist.get_global_rank(group, rank) for rank in (0, holders[0]))
+        if group.rank() == holders[0]:
+            dist.send(leaves[index].detach().to(device).contiguous(), dst=first, group=group)
+        elif group.rank() == 0:
+            leaf = leaves[index]
+            leaves[index] = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            dist.recv(leaves[index], src=holder, group=group)
+    return pytree.tree_unflatten(leaves, spec)

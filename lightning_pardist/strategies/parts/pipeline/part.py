@@ -41,7 +41,7 @@ from lightning_pardist.strategies.parts.pipeline.agreement import (
     raise_together,
     share_random_state,
 )
-from lightning_pardist.strategies.parts.pipeline.averaging import StageAverages
+from lightning_pardist.strategies.parts.pipeline.averaging import gather_values, placements_of_copies
 from lightning_pardist.strategies.parts.pipeline.combining import Rules, Shares
 from lightning_pardist.strategies.parts.pipeline.effects import StepEffects
 from lightning_pardist.strategies.parts.pipeline.meta import create_local, stand_ins
@@ -76,7 +76,6 @@ class PipelinePart(Part):
         self.last_result: StepResult | None = None
         self.record_times = False
         self._outside: OutsideCalls | None = None
-        self._averages: StageAverages | None = None
         self._effects: StepEffects | None = None
         self._same_batch: SameBatches | None = None
         self._plans: dict[StepKey, PipelinePlan] = {}
@@ -189,8 +188,8 @@ class PipelinePart(Part):
             for optimizer in optimizers
         }
         self._counted = set(self.engine.placement.owned())
-        self._averages = StageAverages(trainer, first, self.engine.stage_ranks, group)
-        self._averages.split()
+        for placement in placements_of_copies(trainer, self.engine.placement):
+            placement.free()
         if group.size() > 1:
             self._outside = OutsideCalls(self.engine.placement, device, _group_for_outside(self.strategy.device_mesh))
             self._outside.install()
@@ -356,6 +355,12 @@ class PipelinePart(Part):
             return state
         return {**state, "state": {number: value for number, value in state["state"].items() if local[int(number)]}}
 
+    @override
+    def whole_values(self, tree: Any) -> Any:
+        if self.engine is None or self.group.size() == 1:
+            return tree
+        return gather_values(tree, self.group, self.strategy.root_device)
+
     # --- for people, and the end --------------------------------------------------------------------------------
 
     @override
@@ -379,9 +384,6 @@ class PipelinePart(Part):
             metric.process_group = None
         self._metrics.clear()
         engine, self.engine = self.engine, None
-        averages, self._averages = self._averages, None
-        if averages is not None:
-            averages.release()
         self._effects, self._same_batch, self._counted = None, None, None
         self._plans, self._rules, self._taken = {}, {}, []
         self._built_on_meta, self._observed = False, None
@@ -390,8 +392,9 @@ class PipelinePart(Part):
             return
         if self.ended_well():
             replace_in(self.strategy.optimizers, engine.placement.restore())
-            if averages is not None:
-                averages.restore()
+            # Those that were made in the meantime, too.
+            for placement in placements_of_copies(module.trainer, engine.placement):
+                placement.restore()
         else:
             module.__dict__["cpu"] = partial(_held_to_host, module)
 
