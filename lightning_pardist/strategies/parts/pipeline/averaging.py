@@ -26,32 +26,36 @@ def placements_of_copies(trainer: pl.Trainer, own: Placement) -> list[Placement]
 
 
 def gather_values(tree: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Something that each rank has for its own stages, as state dicts of copies: whole on the first rank. Collective.
+    """What each rank has for its own stages, as state dicts of copies: whole on the first rank. Collective.
 
     Args:
-        tree: Nested containers of the same structure on every rank; what other ranks hold is on ``meta``.
+        tree: Nested containers; what other ranks hold is on ``meta``, at the same place as there. Ranks may have other
+            things besides.
         group: The pipeline's ranks.
         device: Of tensors that travel.
 
     Returns:
         The tree, on the first rank with values for all that any rank has.
     """
-    leaves, spec = pytree.tree_flatten(tree)
-    mine = [leaf.is_meta if isinstance(leaf, Tensor) else None for leaf in leaves]
-    everybody: list[list[bool | None]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(everybody, mine if True in mine else [], group=group)
-    if not everybody[0]:
+    pairs, spec = pytree.tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in pairs]
+    missing = [pytree.keystr(path) for path, leaf in pairs if isinstance(leaf, Tensor) and leaf.is_meta]
+    wanted: list[Any] = [missing]
+    dist.broadcast_object_list(wanted, src=dist.get_global_rank(group, 0), group=group)
+    if not wanted[0]:
         return tree
-    for index, is_missing in enumerate(everybody[0]):
-        # A rank that misses nothing has said nothing.
-        holders = [rank for rank, has in enumerate(everybody) if not has or has[index] is False]
-        if not is_missing or not holders:
-            continue
-        first, holder = (dist.get_global_rank(group, rank) for rank in (0, holders[0]))
-        if group.rank() == holders[0]:
-            dist.send(leaves[index].detach().to(device).contiguous(), dst=first, group=group)
-        elif group.rank() == 0:
-            leaf = leaves[index]
-            leaves[index] = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-            dist.recv(leaves[index], src=holder, group=group)
+    places = {pytree.keystr(path): index for index, (path, leaf) in enumerate(pairs) if isinstance(leaf, Tensor)}
+    held = {place for place in wanted[0] if place in places and place not in missing}
+    everybody: list[set[str]] = [set() for _ in range(group.size())]
+    dist.all_gather_object(everybody, held, group=group)
+    for place in wanted[0]:
+        holder = next((rank for rank, has in enumerate(everybody) if place in has), None)
+        if holder == group.rank():
+            tensor = leaves[places[place]].detach().to(device).contiguous()
+            dist.send(tensor, dst=dist.get_global_rank(group, 0), group=group)
+        elif holder is not None and group.rank() == 0:
+            leaf = leaves[places[place]]
+            received = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            dist.recv(received, src=dist.get_global_rank(group, holder), group=group)
+            leaves[places[place]] = received
     return pytree.tree_unflatten(leaves, spec)
