@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pardist.engines.checkpoint.assemble import assemble_optimizer
-from lightning_pardist.engines.checkpoint.exchange import GroupExchange
+from lightning_pardist.engines.checkpoint.exchange import AloneExchange, GroupExchange
 from lightning_pardist.engines.checkpoint.states import (
     Slots,
     copy_whole,
@@ -110,6 +110,8 @@ class ByHandEngine:
         self._units = list(all_fsdp_modules(module))
         self._sharded = sharded_by_units(module)
         self._names = {param: name for name, param in module.named_parameters()}
+        # The group of one rank ends with the run, after which a checkpoint may still be saved.
+        self._exchange = GroupExchange(world) if world.size() > 1 else AloneExchange()
         self._waits = False
         self._reduced = False
 
@@ -194,23 +196,25 @@ class ByHandEngine:
 
         Every rank adds its part divided by the number of ranks that hold the same one.
         """
-        world = self.world.size()
         params = list(params)
-        total = torch.zeros((), dtype=torch.float32, device=_device(params))
+        # Of the parameters and not of the gradients, which ranks may not all have.
+        wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
+        dtype = torch.float64 if wide else torch.float32
+        total = torch.zeros((), dtype=dtype, device=_device(params))
         for param in params:
             if param.grad is None or (counts is not None and not counts(param)):
                 continue
             local = own_part(param.grad)
+            # The largest of none is not defined.
             if not local.numel():
                 continue
-            dtype = torch.promote_types(local.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
+            if local.dtype.itemsize < 4:
+                local = local.float()
+            norm = torch.linalg.vector_norm(local, norm_type).to(dtype)
             if math.isinf(norm_type):
-                total = torch.maximum(total.to(dtype), norm)
+                total = torch.maximum(total, norm)
             else:
-                total = total.to(torch.promote_types(total.dtype, dtype)) + norm.pow(norm_type) / (
-                    world // _distinct(param)
-                )
+                total += norm.pow(norm_type) / (self.world.size() // _distinct(param))
         op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         dist.all_reduce(total, op=op, group=self.world)
         return total
@@ -227,7 +231,7 @@ class ByHandEngine:
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of one process on the first rank, only its groups elsewhere. Collective over the world."""
         index = self.optimizers.index(optimizer)
-        return assemble_optimizer(index, optimizer, self.slots(optimizer), self._names, GroupExchange(self.world))
+        return assemble_optimizer(index, optimizer, self.slots(optimizer), self._names, self._exchange)
 
     @torch.no_grad()
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
