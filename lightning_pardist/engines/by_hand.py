@@ -65,6 +65,28 @@ def check_units(module: nn.Module, *, data_size: int) -> None:
                 )
 
 
+@contextmanager
+def gathered(module: nn.Module) -> Generator[None, None, None]:
+    """Every unit of ``fully_shard`` is whole inside, so that a rank may run the module while others do not.
+
+    Entering and leaving is collective over the units' meshes.
+    """
+    units = list(all_fsdp_modules(module))
+    groups = [(group, group.post_forward_mesh_info) for unit in units for group in groups_of(unit)]
+    for group, _ in groups:
+        # Without it parameters stay whole after forward.
+        group.post_forward_mesh_info = None
+    try:
+        for unit in units:
+            unit.unshard()
+        yield
+    finally:
+        for group, before in groups:
+            group.post_forward_mesh_info = before
+        for unit in units:
+            unit.reshard()
+
+
 @torch.no_grad()
 def make_alike(module: nn.Module, *, world: dist.ProcessGroup, data_group: dist.ProcessGroup) -> None:
     """Give every rank the first one's values of what several ranks hold alike. Collective over the world.

@@ -77,6 +77,9 @@ class ByHand(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         self.log("val", F.cross_entropy(self(batch[0]), batch[1]))
 
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-3)
 
@@ -183,6 +186,25 @@ def test_built_on_meta_and_validated_from_a_checkpoint(tmp_path):
     module = ByHand.load_from_checkpoint(path)
     inputs, targets = _dataset(BATCH * STEPS).tensors
     assert values == pytest.approx([F.cross_entropy(module(inputs), targets).item()] * 2, rel=1e-5)
+
+
+def _uneven():
+    """Five samples on two ranks: one of them has a batch less."""
+    module = ByHand("shard")
+    trainer = quiet_trainer(strategy=STRATEGIES["ddp"](), devices=2)
+    loader = torch.utils.data.DataLoader(_dataset(5), batch_size=1)
+    value = trainer.validate(module, loader, verbose=False)[0]["val"]
+    predicted = trainer.predict(module, loader)
+    return value, len(predicted), module.blocks[0].up.weight.to_local().shape != module.blocks[0].up.weight.shape
+
+
+def test_a_rank_may_have_fewer_batches_to_evaluate():
+    module = ByHand()
+    inputs, targets = _dataset(5).tensors
+    want = F.cross_entropy(module(inputs), targets).item()
+    found = run_ranks(2, _uneven)
+    assert [value for value, *_ in found] == pytest.approx([want] * 2, rel=1e-5)
+    assert [(number, sharded) for _, number, sharded in found] == [(3, True), (2, True)]
 
 
 def _alike(how):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
@@ -17,7 +19,14 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pardist.engines.api import DataEngine
-from lightning_pardist.engines.by_hand import ByHandEngine, check_units, is_split, make_alike, sharded_by_units
+from lightning_pardist.engines.by_hand import (
+    ByHandEngine,
+    check_units,
+    gathered,
+    is_split,
+    make_alike,
+    sharded_by_units,
+)
 from lightning_pardist.engines.checkpoint.states import copy_whole, shards_of
 from lightning_pardist.strategies.parts.part import DataPart
 
@@ -44,6 +53,9 @@ class SplitByHand(DataPart):
     backward, unless a unit of ``fully_shard`` does that; norms count every element once; checkpoints hold whole tensors
     under the module's names.
     """
+
+    def __init__(self) -> None:
+        self._gathered: AbstractContextManager[None] | None = None
 
     @override
     def check(self, trainer: pl.Trainer) -> None:
@@ -93,6 +105,24 @@ class SplitByHand(DataPart):
                 child.process_group = self.strategy.data_group
 
     @override
+    def start_evaluation(self) -> None:
+        module, group = self.strategy.lightning_module, self.strategy.data_group
+        evaluation = self.strategy._evaluation
+        if module is None or evaluation is None or not sharded_by_units(module):
+            return
+        batches: list[list[int]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(batches, evaluation.batches_of_own(), group=group)
+        if any(other != batches[0] for other in batches):
+            self._gathered = gathered(module)
+            self._gathered.__enter__()
+
+    @override
+    def end_evaluation(self) -> None:
+        if self._gathered is not None:
+            held, self._gathered = self._gathered, None
+            held.__exit__(None, None, None)
+
+    @override
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
         return ByHandEngine(module, optimizers, group=self.strategy.data_group, world=_get_default_group())
 
@@ -125,6 +155,11 @@ class SplitByHand(DataPart):
             copy_whole(whole, shards_of(own[name]))
         if extra:
             module.load_state_dict(extra, strict=False)
+
+    @override
+    def teardown(self) -> None:
+        # An evaluation that broke off; its ranks do not meet any more.
+        self._gathered = None
 
     @override
     def describe(self) -> str:
