@@ -54,14 +54,14 @@ class Continuing:
         if trainer is None:
             return {}
         ranks = exchange.gather(self._now(trainer) if self._at_end is None else self._at_end)
-        layout = [getattr(self.strategy.dims, axis) for axis in _AXES]
-        return {"layout": layout, "global_batch": self._global_batch(trainer), "ranks": ranks} if ranks else {}
+        return {"layout": self._layout(), "global_batch": self._global_batch(trainer), "ranks": ranks} if ranks else {}
 
     def _now(self, trainer: pl.Trainer) -> dict[str, Any]:
         return {
             "rng": rng_state(self.strategy.root_device),
             "orders": [order.started for order in self._orders],
             "loaders": _loader_states(trainer),
+            "pipeline": None if self.strategy.pipeline is None else self.strategy.pipeline.random_position,
         }
 
     # --- loading ------------------------------------------------------------------------------------------------
@@ -113,22 +113,25 @@ class Continuing:
             loader: With the sampler that it is going to use.
         """
         self._at_end = None
-        if isinstance(loader, _Stateful) or not isinstance(loader, DataLoader):
-            return loader
         restored = trainer.fit_loop._loaded_from_state_dict
+        rng = self._own("rng") if restored else None
+        if self.strategy.pipeline is not None and restored and (position := self._own("pipeline")) is not None:
+            self.strategy.pipeline.random_position = position
+        if isinstance(loader, _Stateful):
+            return Skipping(loader, 0, rng) if rng else loader
+        if not isinstance(loader, DataLoader):
+            return loader
         done = self._batches_done(trainer, loader) if trainer.fit_loop.restarting else 0
         if restored:
             # Workers begin before Lightning tells samplers the epoch.
             _set_sampler_epoch(loader, trainer.current_epoch)
-        rng = self._own("rng") if restored else None
         if not done and rng:
             set_rng_state(rng)
         if isinstance(loader.dataset, IterableDataset):
             return Skipping(loader, done, rng) if done else loader
         index = len(self._orders)
         # Samplers of the user's own draw one order on all ranks, however many there are.
-        saved = self._of_samples(self.strategy.distributed_sampler_kwargs["rank"]) or {}
-        started = saved.get("orders", [])[index : index + 1]
+        started = self._of_samples().get("orders", [])[index : index + 1]
         order = Order(loader, done, started[0] if started else None, rng)
         order.attach()
         self._orders.append(order)
@@ -147,17 +150,24 @@ class Continuing:
         self._orders, self._saved = [], {}
 
     def _own(self, what: str) -> Any:
-        """A state of the rank that saw this rank's samples, if as many ranks saw different ones then as do now."""
-        saved = self._of_samples(self.strategy.distributed_sampler_kwargs["rank"])
-        return None if saved is None or self._saved_replicas() != self.strategy.dims.data_parallel else saved.get(what)
-
-    def _of_samples(self, index: int) -> Mapping[str, Any] | None:
-        """What a rank saved that had this index on the data axes: the first stage's first tensor rank."""
-        if "layout" not in self._saved:
+        """This rank's part of a state, or that of a rank with the same samples; None if other ranks share them now."""
+        if "layout" not in self._saved or self._saved_replicas() != self.strategy.dims.data_parallel:
             return None
+        return self._of_samples().get(what)
+
+    def _of_samples(self) -> Mapping[str, Any]:
+        """What this rank saved; laid out otherwise, the first stage's first tensor rank with this rank's samples."""
+        if "layout" not in self._saved:
+            return {}
         *_, tensor = self._saved["layout"]
-        found: Mapping[str, Any] = self._saved["ranks"][index % self._saved_replicas() * tensor]
+        rank = self.strategy.distributed_sampler_kwargs["rank"] % self._saved_replicas() * tensor
+        if self._saved["layout"] == self._layout():
+            rank = self.strategy.global_rank
+        found: Mapping[str, Any] = self._saved["ranks"][rank]
         return found
+
+    def _layout(self) -> list[int]:
+        return [getattr(self.strategy.dims, axis) for axis in _AXES]
 
     def _saved_replicas(self) -> int:
         _, replicate, shard, _ = self._saved["layout"]

@@ -79,12 +79,12 @@ class Order:
 
 
 class Skipping:
-    """A loader of an iterable dataset, whose first batches have to be loaded to be skipped.
+    """A loader whose first batches have to be loaded to be skipped (an iterable dataset's), or that skips by itself.
 
     Args:
         loader: It.
         skip: Batches to load for nothing, once.
-        rng: Random state to go on with.
+        rng: Random state to go on with when it stands where it is to begin.
     """
 
     def __init__(self, loader: DataLoader[Any], skip: int, rng: Mapping[str, Any] | None) -> None:
@@ -101,12 +101,12 @@ class Skipping:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
+        (skip, rng), (self._skip, self._rng) = (self._skip, self._rng), (0, None)
         batches = iter(self._loader)
         for _ in islice(batches, skip):
             pass
-        if skip and self._rng:
-            set_rng_state(self._rng)
+        if rng:
+            set_rng_state(rng)
         yield from batches
 
 

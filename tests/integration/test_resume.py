@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
-from lightning_pardist import DDPStrategy, FSDPStrategy, ZeroStrategy
+from lightning_pardist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy, ZeroStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
 
@@ -21,6 +21,8 @@ STRATEGIES = {
     "ddp": DDPStrategy,
     "zero2": ZeroStrategy,
     "fsdp": FSDPStrategy,
+    "tp": TensorParallelStrategy,
+    "pp": PipelineStrategy,
     "single": lambda: SingleDeviceStrategy(device="cpu"),
 }
 
@@ -73,6 +75,31 @@ class Counting(Sampler):
         return EPOCH * GLOBAL_BATCH
 
 
+class Keeps(DataLoader):
+    """A loader with a state of its own, as ``torchdata``'s; to go on it draws random numbers."""
+
+    skip, order, given = 0, None, 0
+
+    def state_dict(self):
+        return {"given": self.given, "order": self.order}
+
+    def load_state_dict(self, state):
+        self.skip, self.order = state["given"], state["order"]
+
+    def __iter__(self):
+        torch.randn(3)
+        if not self.skip:
+            self.order = torch.randperm(EPOCH * GLOBAL_BATCH)
+        self.given, self.skip = self.skip, 0
+        return self._rest()
+
+    def _rest(self):
+        for indices in self.order.view(EPOCH, -1)[self.given :].tolist():
+            self.given += 1
+            numbers, x = zip(*(self.dataset[index] for index in indices), strict=True)
+            yield torch.stack(numbers), torch.stack(x)
+
+
 class Shared(Sampler):
     """Draws one order with every rank's generator, and gives each rank its share."""
 
@@ -89,7 +116,7 @@ class Shared(Sampler):
 def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
     torch.manual_seed(3)
     module = Module()
-    size = GLOBAL_BATCH // world
+    size = GLOBAL_BATCH // (1 if strategy in ("tp", "pp") else world)
     if case == "workers":
         loader = DataLoader(_dataset(), batch_size=size, num_workers=1, multiprocessing_context="fork")
     elif case in ("own sampler", "own sampler, every step"):
@@ -97,6 +124,8 @@ def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
     elif case == "own sampler, workers":
         sampler = RandomSampler(_dataset())
         loader = DataLoader(_dataset(), batch_size=size, sampler=sampler, num_workers=2, multiprocessing_context="fork")
+    elif case.startswith("keeps"):
+        loader = Keeps(_dataset(), batch_size=size)
     elif case == "counting":
         loader = DataLoader(_dataset(), batch_size=size, sampler=Counting())
     elif case == "shared":
@@ -116,7 +145,7 @@ def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
         devices=world,
         callbacks=callbacks,
         enable_checkpointing=bool(callbacks),
-        use_distributed_sampler=not case.startswith(("own sampler", "stream", "counting", "shared")),
+        use_distributed_sampler=not case.startswith(("own sampler", "stream", "counting", "shared", "keeps")),
         val_check_interval=2 if case == "after validation" else None,
         num_sanity_val_steps=0,
         **epochs,
@@ -157,11 +186,15 @@ CASES = [
     ("ddp", 1, "own sampler, every step", (4, 5, 7)),
     ("ddp", 1, "own sampler, workers", (3, 6, 9)),
     ("ddp", 1, "counting", (3, 5, 9)),
+    ("ddp", 1, "keeps", (3, 6)),
+    ("ddp", 1, "keeps, every step", (6,)),
     ("ddp", 1, "stream", (3, 4)),
     ("ddp", 2, "steps", (3, 4, 6)),
     ("zero2", 2, "every step", (4, 5)),
     ("zero2", 2, "own sampler", (6,)),
     ("fsdp", 2, "steps", (3, 6)),
+    ("tp", 2, "own sampler", (6,)),
+    ("pp", 2, "steps", (3, 6)),
 ]
 
 

@@ -152,6 +152,15 @@ class PipelineEngine:
         self._steps = 0
         self._seed = self._agree_on_seed()
 
+    @property
+    def position(self) -> int:
+        """Where the random numbers of the next step start; equal on all ranks. Set it to go on as another run did."""
+        return self._seed + self._steps
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._seed, self._steps = position, 0
+
     def free(self, replaced: dict[nn.Parameter, nn.Parameter] | None = None) -> int:
         """Free the parameters of other ranks' stages; the bytes freed. Not collective.
 

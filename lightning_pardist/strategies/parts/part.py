@@ -105,6 +105,15 @@ class Part:
     def before_collective(self) -> None:
         """Called right before a collective that steps and hooks may lead to, on every rank that takes part."""
 
+    @property
+    def random_position(self) -> int | None:
+        """Where this part's own random numbers go on, if it has any beside those of the process."""
+        return None
+
+    @random_position.setter
+    def random_position(self, position: int) -> None:
+        """Go on as the run that was saved."""
+
     # --- the gradient norm --------------------------------------------------------------------------------------
 
     def counts(self, param: nn.Parameter) -> bool:

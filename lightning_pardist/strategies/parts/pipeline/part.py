@@ -294,6 +294,16 @@ class PipelinePart(Part):
     def _to_device(self, value: Any) -> Any:
         return value.to(self.strategy.root_device) if isinstance(value, Tensor) else value
 
+    @property
+    @override
+    def random_position(self) -> int | None:
+        return None if self.engine is None else self.engine.position
+
+    @random_position.setter
+    def random_position(self, position: int) -> None:
+        if self.engine is not None:
+            self.engine.position = position
+
     # --- gradients ----------------------------------------------------------------------------------------------
 
     @override
