@@ -112,6 +112,8 @@ class Checkpoints:
         self.async_save = async_save
         self.reports: list[SaveReport] = []
         self._names: dict[Tensor, str] = {}
+        #: The state dict that was made whole last, for the save that it is made for.
+        self._whole: dict[str, Any] | None = None
         self._began: float | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
@@ -185,7 +187,8 @@ class Checkpoints:
             own: What this rank answers for, tensors of others on ``meta``.
             like: The state dict of this rank, with all names in their order.
         """
-        return assemble_module(own, self._exchange(), like=like)
+        self._whole = assemble_module(own, self._exchange(), like=like)
+        return self._whole
 
     def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of one process, on the first rank. Collective over the world."""
@@ -203,14 +206,16 @@ class Checkpoints:
         self._began = None
         self.finish()
         self.strategy.before_collective()
-        if state := self.strategy.continuing.state(self._exchange()):
-            checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
-        # Callbacks add what they keep of the module: averages of its weights, say. Ranks may add different things.
-        own = ("state_dict", "optimizer_states") if self.sharded else ()
-        added = {key: value for key, value in checkpoint.items() if key not in own}
-        for part in self.strategy._model_axes:
+        whole, self._whole = self._whole, None
+        done = ("optimizer_states", "state_dict") if self.sharded else ("optimizer_states",)
+        # Callbacks add what they keep of the module, averages of its weights say, or put it in the module's place. Ranks
+        # may add different things.
+        added = {key: value for key, value in checkpoint.items() if key not in done and value is not whole}
+        for part in self.strategy.parts:
             added = part.whole_values(added)
         checkpoint.update(added)
+        if state := self.strategy.continuing.state(self._exchange()):
+            checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
         job = self._sharded_job if self.sharded else self._full_job
         run = job(checkpoint, os.fspath(path), storage_options)
         if not self._in_background:

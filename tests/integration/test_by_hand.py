@@ -135,9 +135,13 @@ HOWS = [
     ("hybrid", 4, "tensor, shard", 12),
     ("tp_zero2", 4, "tensor", 8),
 ]
+QUICK = (HOWS[1], HOWS[5], HOWS[6])
 
 
-@pytest.mark.parametrize(("strategy", "world", "how", "split"), HOWS, ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "world", "how", "split"),
+    [pytest.param(*how, marks=() if how in QUICK else pytest.mark.slow) for how in HOWS],
+)
 def test_same_numbers_as_one_process(strategy, world, how, split):
     for settings in ({}, {"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 3}):
         want = run_ranks(1, _fit_with, "ddp", 1, "", settings)[0]
@@ -155,7 +159,10 @@ LAYOUTS = [("ddp", 1, ""), ("tp", 2, "tensor"), ("fsdp", 2, "shard"), ("hybrid",
 WAYS = [(0, 3, "full"), (3, 1, "full"), (1, 2, "sharded"), (2, 0, "full"), (3, 4, "sharded"), (4, 1, "full")]
 
 
-@pytest.mark.parametrize(("source", "target", "form"), WAYS, ids=str)
+@pytest.mark.parametrize(
+    ("source", "target", "form"),
+    [pytest.param(*way, marks=() if index in (1, 2) else pytest.mark.slow) for index, way in enumerate(WAYS)],
+)
 def test_checkpoints_open_anywhere(source, target, form, tmp_path):
     path = str(tmp_path / "half.ckpt")
     saving, loading = LAYOUTS[source], LAYOUTS[target]

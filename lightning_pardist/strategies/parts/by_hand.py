@@ -14,7 +14,9 @@ from lightning.fabric.strategies.model_parallel import _materialize_distributed_
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_group
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -129,6 +131,11 @@ class SplitByHand(DataPart):
     @override
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         return self.strategy.checkpoints.whole_module_state(state, like=state)
+
+    @override
+    @torch.no_grad()
+    def whole_values(self, tree: Any) -> Any:
+        return pytree.tree_map_only(DTensor, lambda value: value.full_tensor(), tree)
 
     @override
     @torch.no_grad()

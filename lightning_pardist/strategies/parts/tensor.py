@@ -31,6 +31,7 @@ from lightning_pardist.engines.tensor import (
     local_like,
     plan,
     steps_on_whole,
+    whole_tensor,
 )
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies import rehearsal
