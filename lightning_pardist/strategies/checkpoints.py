@@ -208,8 +208,8 @@ class Checkpoints:
         self.strategy.before_collective()
         whole, self._whole = self._whole, None
         done = ("optimizer_states", "state_dict") if self.sharded else ("optimizer_states",)
-        # Callbacks add what they keep of the module, averages of its weights say, or put it in the module's place. Ranks
-        # may add different things.
+        # Callbacks add what they keep of the module, averages of its weights say, or put it in the module's place.
+        # Ranks may add different things.
         added = {key: value for key, value in checkpoint.items() if key not in done and value is not whole}
         for part in self.strategy.parts:
             added = part.whole_values(added)
