@@ -169,7 +169,7 @@ def _bit_generator(value: Any) -> Any:
     """What holds the state of numpy's generators of either kind; None for anything else."""
     if isinstance(value, np.random.Generator):
         return value.bit_generator
-    return value._bit_generator if isinstance(value, np.random.RandomState) else None
+    return getattr(value, "_bit_generator", None) if isinstance(value, np.random.RandomState) else None
 
 
 def _without_arrays(tree: Any) -> Any:

@@ -137,7 +137,8 @@ def _put(archive: zipfile.ZipFile, name: str, pieces: Iterable[Any]) -> None:
     """Add a record whose content begins where torch maps it: at a multiple of the alignment."""
     # torch names the folder inside of the archive after the file where it knows one, and reads any.
     record = zipfile.ZipInfo(f"archive/{name}")
-    begin = archive.fp.tell() + _HEADER_BYTES + len(record.filename) + _PADDING_HEADER.size
+    stream: Any = archive.fp
+    begin = stream.tell() + _HEADER_BYTES + len(record.filename) + _PADDING_HEADER.size
     record.extra = _padding(-begin % _get_storage_alignment())
     with archive.open(record, "w", force_zip64=True) as target:
         for piece in pieces:
