@@ -96,11 +96,14 @@ def make_alike(module: nn.Module, *, world: dist.ProcessGroup, data_group: dist.
     units = sharded_by_units(module)
     tensors = [*module.parameters(), *module.buffers()]
     broadcast_tensors([tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)], group=world)
-    rest = [tensor.detach() for tensor in tensors if isinstance(tensor, DTensor) and tensor not in units]
-    for tensor in rest:
+    rest: list[Tensor] = []
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor) or tensor in units:
+            continue
+        rest.append(tensor.detach())
         if all(placement.is_replicate() for placement in tensor.placements):
             for axis in range(tensor.device_mesh.ndim):
-                broadcast_tensors([tensor], group=tensor.device_mesh.get_group(axis))
+                broadcast_tensors([tensor.detach()], group=tensor.device_mesh.get_group(axis))
     broadcast_tensors(rest, group=data_group)
 
 
@@ -131,7 +134,7 @@ class ByHandEngine:
         self.world = world
         self._units = list(all_fsdp_modules(module))
         self._sharded = sharded_by_units(module)
-        self._names = {param: name for name, param in module.named_parameters()}
+        self._names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
         # The group of one rank ends with the run, after which a checkpoint may still be saved.
         self._exchange = GroupExchange(world) if world.size() > 1 else AloneExchange()
         self._waits = False

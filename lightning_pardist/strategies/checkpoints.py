@@ -177,8 +177,10 @@ class Checkpoints:
 
     def _current_names(self) -> dict[Tensor, str]:
         module = self.strategy.lightning_module
-        now = {} if module is None else {param: name for name, param in module.named_parameters()}
-        return {**self._names, **now}
+        names = dict(self._names)
+        if module is not None:
+            names.update({param: name for name, param in module.named_parameters()})
+        return names
 
     def whole_module_state(self, own: Mapping[str, Any], *, like: Mapping[str, Any]) -> dict[str, Any]:
         """The state dict of one process, on the first rank. Collective over the world.

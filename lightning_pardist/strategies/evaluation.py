@@ -201,7 +201,7 @@ class ExactEvaluation:
         trainer = self._trainer
         if trainer.predicting:
             return [] if trainer.predict_loop.skip else [int(number) for number in trainer.num_predict_batches]
-        combined = trainer._active_loop._combined_loader  # type: ignore[union-attr]
+        combined: Any = trainer._active_loop._combined_loader  # type: ignore[union-attr]
         samplers = [_even_sampler(loader) for loader in combined.flattened]
         return [0 if one is None else one.num_batches - one.filler_batches for one in samplers]
 

@@ -87,7 +87,7 @@ class Skipping:
         rng: Random state to go on with when it stands where it is to begin.
     """
 
-    def __init__(self, loader: DataLoader[Any], skip: int, rng: Mapping[str, Any] | None) -> None:
+    def __init__(self, loader: Any, skip: int, rng: Mapping[str, Any] | None) -> None:
         self._loader = loader
         self._skip = skip
         self._rng = rng

@@ -146,7 +146,7 @@ def merged_small(of_ranks: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[in
 
 
 def _received(
-    sizes: tuple[int, ...], dtype: torch.dtype, wire: torch.device, group: dist.ProcessGroup, rank: int
+    sizes: tuple[int, ...], dtype: torch.dtype, wire: torch.device, group: dist.ProcessGroup | None, rank: int
 ) -> Tensor:
     values = torch.empty(sizes, dtype=dtype, device=wire)
     dist.recv(values, group_src=rank, group=group)

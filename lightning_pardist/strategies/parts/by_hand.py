@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
+from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_group
@@ -29,7 +29,8 @@ from lightning_pardist.engines.by_hand import (
     make_alike,
     sharded_by_units,
 )
-from lightning_pardist.engines.checkpoint.states import copy_whole, shards_of
+from lightning_pardist.engines.checkpoint.boxes import shards_of
+from lightning_pardist.engines.checkpoint.states import copy_whole
 from lightning_pardist.strategies.parts.part import DataPart
 
 #: Modules whose parameters a strategy has split: those of a broken run, and large ones, stay so.
