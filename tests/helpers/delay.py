@@ -18,8 +18,9 @@ import time
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
-#: Large packets, so that this program has few of them to handle.
-_MTU = 60_000
+#: Large packets, so that this program has few of them to handle: on slow links those of Ethernet's jumbo frames.
+_MTU, _FAST_MTU, _FAST_MBIT = 9_000, 60_000, 200
+_SMALL = 200
 _QUEUE_S = 1.0
 
 
@@ -35,7 +36,7 @@ def main(delay_ms: float, mbit: float, hosts: list[str]) -> None:
     for host in hosts:
         space, _, address = host.partition("=")
         octets = bytes(int(part) for part in address.partition("/")[0].split("."))
-        ends[octets] = _open(space, address)
+        ends[octets] = _open(space, address, _MTU if 0 < mbit <= _FAST_MBIT else _FAST_MTU)
     print("up", flush=True)
     free_at = dict.fromkeys(ends.values(), 0.0)
     flying: list[tuple[float, int, int, bytes]] = []
@@ -49,10 +50,12 @@ def main(delay_ms: float, mbit: float, hosts: list[str]) -> None:
                 target = ends.get(packet[16:20])
                 if packet[0] >> 4 != 4 or target is None:
                     continue
-                leaves = max(now, free_at[end]) + (len(packet) * 8e-6 / mbit if mbit else 0.0)
+                took = len(packet) * 8e-6 / mbit if mbit else 0.0
+                # Fair queueing, which hosts have: acknowledgements do not stand in line behind the data.
+                leaves = now + took if len(packet) < _SMALL else max(now, free_at[end]) + took
                 if leaves - now > _QUEUE_S:
                     continue
-                free_at[end] = leaves
+                free_at[end] = max(now, free_at[end]) + took
                 count += 1
                 heapq.heappush(flying, (leaves + delay_ms * 1e-3, count, target, packet))
         now = time.monotonic() + 5e-5
@@ -61,7 +64,7 @@ def main(delay_ms: float, mbit: float, hosts: list[str]) -> None:
             os.write(target, packet)
 
 
-def _open(space: str, address: str) -> int:
+def _open(space: str, address: str, mtu: int) -> int:
     """An ``eth0`` in a namespace, and the file that its packets come and go through."""
     libc = ctypes.CDLL(None, use_errno=True)
     subprocess.run(["ip", "-n", space, "link", "del", "eth0"], capture_output=True, check=False)
@@ -71,7 +74,7 @@ def _open(space: str, address: str) -> int:
     end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", b"eth0", _IFF_TUN | _IFF_NO_PI))
     subprocess.run(["ip", "addr", "add", address, "dev", "eth0"], check=True)
-    subprocess.run(["ip", "link", "set", "eth0", "mtu", str(_MTU), "txqueuelen", "2000", "up"], check=True)
+    subprocess.run(["ip", "link", "set", "eth0", "mtu", str(mtu), "txqueuelen", "2000", "up"], check=True)
     return end
 
 
