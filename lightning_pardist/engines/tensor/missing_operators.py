@@ -1,4 +1,4 @@
-"""Operators of DTensors that torch lacks, or has for some tensors only: they are called on parameters outside of steps."""
+"""Operators of DTensors that torch lacks, or has for some tensors only, and that callers outside of steps use."""
 
 from __future__ import annotations
 
