@@ -265,7 +265,9 @@ class FullyShardedData(DataPart):
             return
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             module.__dict__.pop(name, None)
-        if self._sharded is not None and self.ended_well() and self._is_small(module):
+        # One rank needs nobody to be whole again, and shards over its group cannot be touched once that is gone.
+        alone = self.strategy.world_size == 1
+        if self._sharded is not None and (alone or (self.ended_well() and self._is_small(module))):
             self._sharded.dissolve()
             self._sharded = None
 
