@@ -43,7 +43,7 @@ from lightning_pardist.engines.tensor import (
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies import rehearsal
 from lightning_pardist.strategies.parts.copies import copies_of
-from lightning_pardist.strategies.parts.part import Part
+from lightning_pardist.strategies.parts.part import Part, refuse_pruning
 from lightning_pardist.strategies.parts.pipeline.meta import stand_ins
 from lightning_pardist.strategies.settings import one_of
 
@@ -100,6 +100,7 @@ class TensorParallel(Part):
     @override
     def check(self, trainer: pl.Trainer) -> None:
         name = type(self.strategy).__name__
+        refuse_pruning(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging) and self.strategy.checkpoints.sharded:
                 raise ValueError(
