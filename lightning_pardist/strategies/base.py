@@ -93,7 +93,8 @@ class PardistStrategy(ParallelStrategy):
         process_group_backend: ``"gloo"``, ``"nccl"`` or a per-device string as torch takes it. By default gloo on CPU,
             and on CUDA NCCL for tensors there with gloo for those in host memory.
         timeout_s: Seconds after which a collective that a rank does not join ends the job.
-        heartbeat_timeout_s: Seconds of silence after which a rank is given up as dead or cut off.
+        heartbeat_timeout_s: Seconds of silence after which a rank is given up as dead or cut off. By default so many
+            that every other rank has ended 60 seconds after the loss.
         start_method: How ranks are started where nobody else does: ``"popen"`` runs the script once per rank,
             ``"spawn"`` and ``"fork"`` start workers from this process. By default fork in an interactive session,
             popen elsewhere.
@@ -127,7 +128,7 @@ class PardistStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
-        heartbeat_timeout_s: float = 60.0,
+        heartbeat_timeout_s: float = 50.0,
         start_method: StartMethod | None = None,
         sync_metrics: bool = True,
         broadcast_buffers: bool = True,

@@ -1,4 +1,4 @@
-"""``torch.equal`` of parameters, which callbacks use to tell them apart."""
+"""Operators of DTensors that torch lacks, or has for some tensors only, and that callers outside of steps use."""
 
 from __future__ import annotations
 
@@ -10,13 +10,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def compare_split_tensors() -> None:
-    """Have ``torch.equal`` work on DTensors of any two shapes and layouts. Once per process; more calls do nothing.
+def complete_operators() -> None:
+    """Have DTensors know the operators of this file. Once per process; more calls do nothing.
 
-    torch's own rule fails with an ``IndexError`` where the shapes differ, and reduces over all ranks of the world,
-    which is one too many where only the ranks of one tensor group compare.
+    - ``torch.equal`` of any two shapes and layouts: fine-tuning callbacks tell parameters apart by it. torch's own
+      fails with an ``IndexError`` where the shapes differ, and reduces over all ranks of the world, where only those of
+      one tensor group may compare.
+    - What ``detect_anomaly`` asks of every gradient: whether this rank's part has a NaN. Not collective: the rank that
+      has one stops, and the job with it.
     """
-    DTensor._op_dispatcher._custom_op_handlers.setdefault(torch.ops.aten.equal.default, _equal)
+    known = DTensor._op_dispatcher._custom_op_handlers
+    known.setdefault(torch.ops.aten.equal.default, _equal)
+    for operator in (torch.ops.aten._is_any_true.default, torch.ops.aten._is_all_true.default):
+        known.setdefault(operator, _on_own_part)
+
+
+def _on_own_part(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    result: Tensor = op_call(args[0]._local_tensor)
+    return result
 
 
 def _equal(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
