@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import machine
@@ -118,7 +118,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            # A DTensor's own storage has the size of the whole and no memory; what it wraps is seen by itself.
+            if isinstance(leaf, torch.Tensor) and not is_traceable_wrapper_subclass(leaf):
                 self._note(leaf.untyped_storage())
         return result
 
@@ -158,12 +159,13 @@ def measure(zero_stage: int, world_size: int, *, mixed: bool, sizes: dict[str, i
                 handle = shard(model, mesh, units=find_units(model), mp_policy=policy, sync_values=False, check=False)
                 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
                 engine: Any = ShardedDataEngine(handle, [optimizer], accumulate="sharded")
+                live.restart()
                 loss = handle.run(model, *batch)
             else:
                 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
                 engine = ZeroEngine(model, [optimizer], group=dist.group.WORLD, zero_stage=zero_stage)
+                live.restart()
                 loss = model(*batch)
-            live.restart()
             with engine.backward(loss):
                 loss.backward()
             del loss
@@ -203,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zero_table", description=__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=list(WORLDS), help="numbers of ranks")
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2], choices=[1, 2])
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3])
     parser.add_argument("--precisions", nargs="+", default=["mixed", "fp32"], choices=["mixed", "fp32"])
     parser.add_argument("--tiny", action="store_true", help="a model of test size")
     parser.add_argument("--output", default="logs/benchmarks", metavar="FOLDER")

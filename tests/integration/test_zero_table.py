@@ -13,7 +13,7 @@ def test_the_formula_is_the_papers():
             )
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_held_bytes_are_the_formulas(stage):
     sizes = TINY | {"dim": 256, "vocab_size": 1024}
     cells = [measure(stage, world_size, mixed=False, sizes=sizes) for world_size in (4, 64)]

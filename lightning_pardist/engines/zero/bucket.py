@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pardist.engines.data_parallel.bucket import Bucket, view_like
+from lightning_pardist.engines.exchange import gather_slices
 from lightning_pardist.engines.local_tensors import own_part, set_own_part
 from lightning_pardist.engines.memory import storage_bytes
 from lightning_pardist.engines.zero.host import HostSlice, low_precision
@@ -96,7 +97,7 @@ class ShardedBucket(Bucket):
     # --- parameters ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather(self, group: dist.ProcessGroup) -> dist.Work | None:
+    def gather(self, group: dist.ProcessGroup) -> dist.Work:
         """Send this rank's updated slice and receive the others'. Collective over ``group``; returns at once."""
         own = self.flat_params[self._own]
         if self.host is not None:
@@ -105,8 +106,7 @@ class ShardedBucket(Bucket):
             self._await_step()
         elif low_precision(self._dtype):
             own.copy_(self.master)
-        work: dist.Work | None = dist.all_gather_into_tensor(self.flat_params, own, group=group, async_op=True)
-        return work
+        return gather_slices(self.flat_params, group=group)
 
     @torch.no_grad()
     def note_stepped(self, shards: Collection[nn.Parameter]) -> None:
@@ -201,6 +201,12 @@ class ShardedBucket(Bucket):
             return torch.zeros_like(self.flat_params)
         return self._full
 
+    @property
+    def sum_into(self) -> Tensor | None:
+        """Where this rank's slice may be added up in place, because it stays there; nowhere if None."""
+        stays = self.keep_full and self._full is not None and self.master.dtype == self._dtype
+        return self._full[self._own] if stays and self._full is not None else None
+
     def take(self, reduced: Tensor) -> None:
         """Receive the mean of this rank's slice, shape ``[shard_numel]``, and let the full gradients go."""
         fresh = self._shard is None or all(piece.shard.grad is None for piece in self.pieces)
@@ -215,7 +221,8 @@ class ShardedBucket(Bucket):
             self._shard.add_(reduced)
         elif self.keep_full and self._full is not None and self.master.dtype == self._dtype:
             self._shard = self._full[self._own]
-            self._shard.copy_(reduced)
+            if reduced.data_ptr() != self._shard.data_ptr():
+                self._shard.copy_(reduced)
             self._shard_in_full = True
         else:
             self._shard = reduced.to(self.master.dtype)
