@@ -56,6 +56,10 @@ class FSDPStrategy(PardistStrategy):
             torch's fused kernel then, unless told otherwise. The files have no names, and are gone with the process,
             however it ends.
         offload_window_mb: With files, state that is resident at a time, in MiB.
+        tile_linear_above_mb: Linear layers whose weight is larger than this many MiB run in tiles of up to this size,
+            each gathered alone, so that no rank ever has the layer whole; results, names in checkpoints and optimizers
+            stay as they are (memory-centric tiling, ZeRO-Infinity, arXiv 2104.07857). Their gathers do not overlap
+            with computation.
         **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
 
     Raises:
@@ -79,6 +83,7 @@ class FSDPStrategy(PardistStrategy):
         whole_after_run_mb: float = 1024.0,
         offload: str | os.PathLike[str] | None = None,
         offload_window_mb: float = 64.0,
+        tile_linear_above_mb: float | None = None,
         **kwargs: Any,
     ) -> None:
         data = FullyShardedData(
@@ -94,5 +99,6 @@ class FSDPStrategy(PardistStrategy):
             whole_after_run_mb=whole_after_run_mb,
             offload=offload,
             offload_window_mb=offload_window_mb,
+            tile_linear_above_mb=tile_linear_above_mb,
         )
         super().__init__(data=data, **kwargs)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.fully_sharded import _fsdp2
@@ -17,6 +18,7 @@ from lightning_pardist.engines.fully_sharded.comm import PendingReduction, UnitA
 from lightning_pardist.engines.fully_sharded.meeting import GATHER, REDUCE, Meeting
 from lightning_pardist.engines.fully_sharded.outputs import before_backward, shares_memory
 from lightning_pardist.engines.fully_sharded.state import local_part
+from lightning_pardist.engines.fully_sharded.tiling import TiledLinear
 from lightning_pardist.engines.fully_sharded.units import Unit
 from lightning_pardist.engines.local_tensors import own_part
 
@@ -121,6 +123,7 @@ class BackwardRuntime:
         self.meeting = meeting
         self.data_size = data_size
         self.check = check
+        self.tiled: list[TiledLinear] = []
         self.pending: list[PendingReduction] = []
         self.finalizing = False
         self.inside = 0
@@ -143,6 +146,23 @@ class BackwardRuntime:
             self._when_replicated(parameter, name)
 
     # -- installation
+
+    def add_tiled(
+        self, name: str, layer: nn.Linear, mesh: DeviceMesh, *, tile_bytes: float, policy: MixedPrecisionPolicy | None
+    ) -> None:
+        """Let a layer run in tiles, which have numbers behind those of all units."""
+        last = self.tiled[-1].first_index + self.tiled[-1].tiles if self.tiled else len(self.units)
+        tiled = TiledLinear(
+            name,
+            layer,
+            mesh,
+            tile_bytes=tile_bytes,
+            policy=policy,
+            meeting=self.meeting,
+            first_index=last,
+            queue_final=self.queue_final,
+        )
+        self.tiled.append(tiled)
 
     def _when_replicated(self, parameter: nn.Parameter, name: str) -> None:
         handle = _when_gradient_arrives(parameter, functools.partial(self._replicated_arrived, name))
@@ -286,6 +306,10 @@ class BackwardRuntime:
             if unit.resident and not self.inside:
                 unit.free()
 
+    def end_without_backward(self) -> None:
+        """The end of a step that no rank has a loss for: what is waiting is reduced. Collective over the mesh."""
+        _fsdp2.state_of(self.units[-1].module)._root_post_backward_final_callback()
+
     def _agree(self) -> None:
         """Compare what ranks did; a parameter that no rank used keeps no gradient, as in one process."""
         names = list(self.replicated)
@@ -336,6 +360,10 @@ class BackwardRuntime:
 
     def answer(self, kind: int, index: int) -> None:
         """Take part in a collective that another rank needs and this one does not. Collective over the shard group."""
+        if index >= len(self.units):
+            tiled = next(t for t in reversed(self.tiled) if t.first_index <= index)
+            tiled.answer(kind, index - tiled.first_index)
+            return
         unit = self.units[index]
         if kind == GATHER:
             if unit.gathered:

@@ -228,7 +228,8 @@ class ShardedBucket(Bucket):
             self._shard = reduced.to(self.master.dtype)
         for param in self.params:
             param.grad = None
-        if not self.keep_full:
+        if not self.keep_full or self.master.dtype != self._dtype:
+            # What half precision gradients were reduced to is fp32, and lies elsewhere.
             self._full, self._views = None, []
 
     def release(self) -> None:
