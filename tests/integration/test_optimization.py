@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from tests.helpers.models import Base, Classifier
 from lightning_pardist import FSDPStrategy
+from tests.helpers.models import Base, Classifier
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, Data, quiet_trainer
