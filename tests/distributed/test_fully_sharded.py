@@ -107,7 +107,7 @@ def many(cases):
 
 ALL = (
     *("Mlp", "Blocks", "Gpt", "DirectWeight", "ForwardNeverCalled", "Repeated", "Outputs", "Frozen", "OddShapes"),
-    *("MixedTypes", "ConvNet", "RankBranch", "SharedBlock", "TiedBlocks", "InPlace"),
+    *("MixedTypes", "ConvNet", "RankBranch", "SharedBlock", "TiedBlocks", "InPlace", "Penalty"),
 )
 
 

@@ -107,6 +107,16 @@ def reset_iteration(module: FSDPModule) -> None:
             group._post_forward_indices.clear()
 
 
+def end_inner_backward(module: FSDPModule) -> None:
+    """Be ready for another backward of the same forward; what is gathered stays."""
+    context = state_of(module)._state_ctx
+    context.post_backward_final_callback_queued = False
+    for other in context.all_states:
+        other._training_state = type(other._training_state).IDLE
+        for group in groups_of(other._modules[0]):
+            set_idle(group)
+
+
 def undo(module: FSDPModule) -> None:
     """Take back what ``fully_shard`` did to one module, parameter by parameter. Collective over its mesh."""
     state = state_of(module)

@@ -20,7 +20,7 @@ from lightning_pardist.engines.fully_sharded.outputs import before_backward, sha
 from lightning_pardist.engines.fully_sharded.state import local_part
 from lightning_pardist.engines.fully_sharded.tiling import TiledLinear
 from lightning_pardist.engines.fully_sharded.units import Unit
-from lightning_pardist.engines.local_tensors import own_part
+from lightning_pardist.engines.local_tensors import own_part, set_own_part
 
 
 class ShardedUnit:
@@ -41,7 +41,7 @@ class ShardedUnit:
         self.groups = _fsdp2.groups_of(self.module)
         self.open_calls = 0
         self.watched = False
-        self._versions: dict[int, int] = {}
+        self._gathered: list[_Gathered] = []
 
     @property
     def gathered(self) -> bool:
@@ -69,7 +69,9 @@ class ShardedUnit:
         with torch.inference_mode(False), torch.no_grad():
             self.module.unshard()
         if self.resident:
-            self._versions = {id(p): own_part(whole)._version for p, whole in self._gathered_parameters()}
+            self._gathered = [
+                _Gathered(parameter.sharded_param, whole) for parameter, whole in self._gathered_parameters()
+            ]
 
     def _gathered_parameters(self) -> Iterator[tuple[Any, nn.Parameter]]:
         for group in self.groups:
@@ -79,23 +81,46 @@ class ShardedUnit:
                     yield parameter, whole
 
     def keep_changes(self) -> None:
-        """Write to the shards what the user changed in place while the unit was gathered (clamping, say)."""
-        if not (self._versions and self.gathered):
-            return
-        for parameter, whole in self._gathered_parameters():
-            version = own_part(whole)._version
-            if self._versions.get(id(parameter)) != version:
-                self._versions[id(parameter)] = version
-                with torch.no_grad():
-                    shard = parameter.sharded_param
-                    shard.to_local().copy_(local_part(whole.detach(), shard))
+        """Write to the shards what the user changed while the unit was gathered (clamping, say)."""
+        if self._gathered and self.gathered:
+            for gathered in self._gathered:
+                gathered.keep_changes()
 
     def free(self) -> None:
         """Give the whole parameters back; the shards remain."""
-        self._versions = {}
+        self._gathered = []
         for group in self.groups:
             _fsdp2.drop_pending_gather(group)
             group._to_sharded()
+
+
+class _Gathered:
+    """A whole parameter, and what it was when it was gathered.
+
+    A version counter would not do: ``p.data.clamp_()`` leaves no trace in it.
+
+    Args:
+        shard: The sharded parameter.
+        whole: The same, gathered.
+    """
+
+    def __init__(self, shard: Any, whole: nn.Parameter) -> None:
+        self.shard = shard
+        self.whole = whole
+        self.home = own_part(whole).detach()
+        self.before = local_part(whole.detach(), shard).clone()
+
+    @torch.no_grad()
+    def keep_changes(self) -> None:
+        """Write new values to the shard, and whole ones to where a gather puts them (``p.data = ...``)."""
+        part = own_part(self.whole)
+        now = local_part(self.whole.detach(), self.shard)
+        local = self.shard.to_local()
+        local.copy_(torch.where(now == self.before, local, now.to(local)))
+        self.before.copy_(now)
+        if part.numel() and part.data_ptr() != self.home.data_ptr():
+            self.home.copy_(part)
+            set_own_part(self.whole, self.home)
 
 
 class BackwardRuntime:
@@ -130,6 +155,7 @@ class BackwardRuntime:
         self.backwards = 0
         self.agreed: Callable[[], None] = _nothing
         self.sync = True
+        self.differentiated = False
         self.filled: dict[int, Any] = {}
         self.used: set[int] = set()
         self.positions: dict[int, int] = {}
@@ -174,7 +200,7 @@ class BackwardRuntime:
         state._root_post_backward_final_callback = functools.partial(
             self._final, state._root_post_backward_final_callback
         )
-        state._register_pre_backward_hook = functools.partial(self._on_output, state)
+        state._register_pre_backward_hook = functools.partial(self._on_output, unit, state)
         before = functools.partial(self._before_forward, unit)
         self.handles.append(unit.unit.module.register_forward_pre_hook(before, prepend=True))
         for group in unit.groups:
@@ -248,13 +274,23 @@ class BackwardRuntime:
                 unit.set_resident(True)
         return finish(module, given, output)
 
-    def _on_output(self, state: Any, output: Any) -> Any:
+    def _on_output(self, unit: ShardedUnit, state: Any, output: Any) -> Any:
         """In place of ``fully_shard``'s own hooks, which miss tensors in objects and views changed in place."""
         if torch.is_grad_enabled():
-            before_backward(output, state._pre_backward)
+            before_backward(output, functools.partial(self._before_backward, unit, state))
         return output
 
     # -- backward
+
+    def _before_backward(self, unit: ShardedUnit, state: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            # A backward that is differentiated itself (create_graph, a gradient penalty): what it computes with is
+            # read once more by the one that follows, at a time that no hook tells of.
+            self.differentiated = True
+            if not unit.resident:
+                unit.set_resident(True)
+        result: torch.Tensor = state._pre_backward(gradient)
+        return result
 
     def _post_backward(self, unit: ShardedUnit, group: Any, reduce: Callable[[], None], *unused: Any) -> None:
         if not self.finalizing:
@@ -275,6 +311,13 @@ class BackwardRuntime:
         self.meeting.conclude()
 
     def _final(self, finish: Callable[[], None]) -> None:
+        differentiated, self.differentiated = self.differentiated, False
+        if differentiated and not any(unit.waiting_gradients() for unit in self.units):
+            # Gradients of inputs, which go into the loss: the step's backward is yet to come.
+            _fsdp2.end_inner_backward(self.units[-1].module)
+            for unit in self.units:
+                unit.open_calls = 0
+            return
         self.finalizing = True
         try:
             for unit in self.units:

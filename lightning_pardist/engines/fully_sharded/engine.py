@@ -38,6 +38,7 @@ from lightning_pardist.engines.fully_sharded.materialize import (
 from lightning_pardist.engines.fully_sharded.meeting import Meeting
 from lightning_pardist.engines.fully_sharded.norm import clip_by_norm_, grad_norm
 from lightning_pardist.engines.fully_sharded.optimizer import step_on_shards
+from lightning_pardist.engines.fully_sharded.parameters import make_settable
 from lightning_pardist.engines.fully_sharded.skipping import LossBoard
 from lightning_pardist.engines.fully_sharded.tiling import find_tiled, shard_rows
 from lightning_pardist.engines.fully_sharded.units import (
@@ -146,6 +147,8 @@ def shard(
     for name in whole_names:
         if parameters[name].device != device:
             parameters[name].data = parameters[name].data.to(device)
+    for parameter in parameters.values():
+        make_settable(parameter)
     runtime_units = [ShardedUnit(unit, index, unit.module is module) for index, unit in enumerate(plan)]
     return FullySharded(
         module,

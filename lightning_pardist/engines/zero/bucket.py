@@ -76,6 +76,7 @@ class ShardedBucket(Bucket):
         self._dtype, self.device = first.dtype, first.device
         self._own = slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
         self.flat_params = torch.zeros(self.shard_numel * world_size, dtype=self._dtype, device=self.device)
+        self._homes: list[Tensor] = []
         self._adopt_parameters()
         own = self.flat_params[self._own]
         self.host = None if make_host is None else make_host(own)
@@ -109,6 +110,22 @@ class ShardedBucket(Bucket):
         return gather_slices(self.flat_params, group=group)
 
     @torch.no_grad()
+    def take_changes(self) -> None:
+        """Note what the user did to parameters since the last step: new memory (``p.data = ...``), new values.
+
+        Values that are updated in place are in the buffer already; only masters, which have more digits, do not follow
+        by themselves. Not collective.
+        """
+        for param, home in zip(self.params, self._homes, strict=True):
+            part = own_part(param)
+            if part.numel() and part.data_ptr() != home.data_ptr():
+                home.copy_(part)
+                set_own_part(param, home)
+        if self.host is None and low_precision(self._dtype):
+            own = self.flat_params[self._own]
+            torch.where(own == self.master.to(self._dtype), self.master, own.float(), out=self.master)
+
+    @torch.no_grad()
     def note_stepped(self, shards: Collection[nn.Parameter]) -> None:
         """Some shards are updated: once all are, their copy back to the device begins, while others are updated."""
         self._unstepped -= {id(shard) for shard in shards}
@@ -136,6 +153,7 @@ class ShardedBucket(Bucket):
             piece.shard.grad = None
         self.host = None
         self.flat_params = self.master = self.flat_params.new_empty(0)
+        self._homes = []
         self._full, self._views, self._shard = None, [], None
 
     def slice_of(self, param: nn.Parameter, flat: Tensor) -> Tensor:
@@ -155,6 +173,7 @@ class ShardedBucket(Bucket):
             view = view_like(self.flat_params[offset : offset + numel], part)
             view.copy_(part)
             set_own_part(param, view)
+            self._homes.append(view)
             offset += numel
 
     def _cut(self) -> list[Piece]:
