@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.candidates.protocol import Candidate, PassesBeforeSteps, held_by
 from benchmarks.settings import Settings
-from benchmarks.workloads import GPTLoss, make_loader, make_net, make_optimizer
+from benchmarks.workloads import GPTLoss, batch_size_of, make_loader, make_net, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class DeepSpeedLoop:
         deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(minutes=10))
         net = make_net(settings)
         config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": next(iter(make_loader(settings, rank=0, world_size=1)))[0].shape[0],
+            "train_micro_batch_size_per_gpu": batch_size_of(settings),
             "zero_optimization": {"stage": self.zero_stage},
             "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
