@@ -43,7 +43,8 @@ class FSDPStrategy(PardistStrategy):
             ``"unsharded"`` sends once an optimizer step and holds whole gradients until then.
         mp_policy: torch's policy for the dtypes of gathered parameters and of reductions. By default that of the
             Trainer's ``precision``.
-        rank_dependent: Ranks may use different units in a step; costs a small exchange for each unit.
+        rank_dependent: Ranks may use different units in a step, or some of them return no loss from ``training_step``;
+            costs a small exchange for each unit.
         watch: When to look for parameters used outside their module's call: in the ``"first"`` run of each step
             function, ``"always"`` or ``"never"``.
         init: For modules on ``meta``: initializes the own parameters of one module, in place of its

@@ -13,7 +13,7 @@ from lightning_pardist.engines.data_parallel.bucket import Bucket, view_like
 from lightning_pardist.engines.exchange import gather_slices
 from lightning_pardist.engines.local_tensors import own_part, set_own_part
 from lightning_pardist.engines.memory import storage_bytes
-from lightning_pardist.engines.zero.host import HostSlice, low_precision
+from lightning_pardist.engines.zero.host import HostSlice, follow, low_precision
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,10 @@ class ShardedBucket(Bucket):
             if part.numel() and part.data_ptr() != home.data_ptr():
                 home.copy_(part)
                 set_own_part(param, home)
-        if self.host is None and low_precision(self._dtype):
-            own = self.flat_params[self._own]
-            torch.where(own == self.master.to(self._dtype), self.master, own.float(), out=self.master)
+        if self.host is not None:
+            self.host.take_changes()
+        elif low_precision(self._dtype):
+            follow(self.master, self.flat_params[self._own])
 
     @torch.no_grad()
     def note_stepped(self, shards: Collection[nn.Parameter]) -> None:
