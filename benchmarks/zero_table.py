@@ -240,7 +240,8 @@ def main(arguments: list[str] | None = None) -> int:
                 begin = time.monotonic()
                 sizes = TINY if options.tiny else SIZES
                 cells.append(measure(stage, world_size, mixed=precision == "mixed", sizes=sizes))
-                print(f"ZeRO-{stage} {precision} on {world_size}: {time.monotonic() - begin:.0f} s", flush=True)
+                row = table(cells[-1:]).splitlines()[-1]
+                print(f"{row} ({time.monotonic() - begin:.0f} s)", flush=True)
     text = table(cells)
     print(text)
     folder = Path(options.output)

@@ -107,7 +107,8 @@ class _Gathered:
     def __init__(self, shard: Any, whole: nn.Parameter) -> None:
         self.shard = shard
         self.whole = whole
-        self.home = own_part(whole).detach()
+        # Not detach(), which shares the counter that backward looks at.
+        self.home = own_part(whole).data
         self.before = local_part(whole.detach(), shard).clone()
 
     @torch.no_grad()
