@@ -78,6 +78,11 @@ def fill_missing_gradients(group: Any) -> list[Any]:
     return filled
 
 
+def is_being_gathered(group: Any) -> bool:
+    """Whether a gather was started, ahead of its use, that nobody has waited for."""
+    return group._all_gather_result is not None
+
+
 def drop_pending_gather(group: Any) -> None:
     """Wait for and forget a prefetched gather that nobody used: its values would be stale after the next step."""
     pending = group._all_gather_result

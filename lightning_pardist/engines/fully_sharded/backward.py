@@ -410,7 +410,8 @@ class BackwardRuntime:
             return
         unit = self.units[index]
         if kind == GATHER:
-            if unit.gathered:
+            if unit.gathered or any(map(_fsdp2.is_being_gathered, unit.groups)):
+                # This rank has it, or is about to: it sends its part once more.
                 for group in unit.groups:
                     _answer_gather(group)
             else:
