@@ -25,7 +25,8 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 def exchanges_directly(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether ranks of ``group`` exchange slices of ``tensor`` by sends and receives, see [Note: gloo]."""
-    return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+    # A group may have a backend for each kind of device: "cpu:gloo,cuda:nccl".
+    return tensor.device.type == "cpu" and "gloo" in dist.get_backend(group)
 
 
 class Exchange(dist.Work):
