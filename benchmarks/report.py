@@ -36,7 +36,7 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "round_ms": [statistics.median(turn["step_s"]) * 1e3 for turn in result["rounds"]],
             "cpu_ms": statistics.median(turn["cpu_s_per_rank_and_step"] for turn in result["rounds"]) * 1e3,
             "faults": statistics.median(turn["faults_per_rank_and_step"] for turn in result["rounds"]),
-            "samples_per_s": run["batch_size"] * result["world_size"] / median,
+            "samples_per_s": run["batch_size"] * replicas_of(result) / median,
             "wire": None if None in sent else statistics.median(sent) / (4 * psi),
             "num_parameters": psi,
             "held_bytes": result["held"]["total"],
@@ -44,9 +44,15 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "imported_bytes": result["imported_bytes"],
             "setup_s": result["setup_s"],
             "world_size": result["world_size"],
+            "replicas": replicas_of(result),
             "foreign_cores": None if None in foreign else statistics.median(foreign),
         }
     return summary
+
+
+def replicas_of(result: dict[str, Any]) -> int:
+    """Ranks of a candidate that see different samples: ranks of one pipeline or one tensor group see the same."""
+    return int(result["held"].get("replicas", result["world_size"]))
 
 
 def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -60,7 +66,7 @@ def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
         for other in run["baselines"]:
             if name == other:
                 continue
-            factor = summary[name]["world_size"] / summary[other]["world_size"]
+            factor = summary[name]["replicas"] / summary[other]["replicas"]
             pairs = zip(summary[name]["round_ms"], summary[other]["round_ms"], strict=True)
             ratios = [factor * theirs / ours for ours, theirs in pairs]
             low, middle, high = _quartiles(ratios)

@@ -1,7 +1,8 @@
-"""Step time on slow links: two hosts in network namespaces, the rate of their links limited (root, iproute2).
+"""Step time on slow links: two hosts in network namespaces, their links limited in rate and with a delay (root only).
 
-``python -m benchmarks.slow_link`` prints, for each strategy and rate, the median step beside the best that can be:
-max(compute, traffic / bandwidth). What the ratio exceeds 1 by is traffic that did not hide behind the compute.
+``python -m benchmarks.slow_link`` prints, for each strategy and link, the median step beside the best that can be:
+max(compute, traffic / bandwidth), where compute is a step of the same two ranks that each train alone. What a step
+takes beyond that is traffic that did not hide behind the compute. All candidates train in the same processes, in turns.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -18,59 +21,118 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.machine import describe, load_average
+
 _ROOT = Path(__file__).parents[1]
-_STEPS, _WARM_UP = 12, 3
 _BITS = {"1gbit": 1e9, "100mbit": 1e8}
+_ALONE, _BASELINE = "alone", "ddp"
+_CANDIDATES = [
+    *(
+        "pardist_ddp",
+        "pardist_ddp@bucket_size_mb=2",
+        "pardist_zero1",
+        "pardist_zero2",
+        "pardist_zero2@bucket_size_mb=2",
+    ),
+    *("pardist_zero3", "pardist_fsdp@reshard_after_forward=false"),
+]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.slow_link")
-    parser.add_argument("--strategies", nargs="+", default=["ddp", "pardist_ddp", "pardist_zero2", "pardist_zero3"])
-    parser.add_argument("--rates", nargs="+", default=["none", "1gbit", "100mbit"], choices=["none", *_BITS])
+    parser.add_argument("--strategies", nargs="+", default=_CANDIDATES, help="NAME or NAME@setting=JSON,...")
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], choices=list(_BITS))
+    parser.add_argument("--delay-ms", type=float, default=1.0, help="one way; 0 takes the kernel's own links")
     parser.add_argument("--width", type=int, default=768, help="width of the four layers")
     parser.add_argument("--batch", type=int, default=256, help="samples per rank and step")
+    parser.add_argument("--rounds", type=int, default=3, help="how often every candidate has its turn")
+    parser.add_argument("--steps", type=int, default=7, help="of a turn, of which two are dropped")
+    parser.add_argument("--output", type=Path, help="folder for the table and the numbers")
     options = parser.parse_args()
     from tests.helpers.hosts import Hosts, why_no_hosts
 
     if (reason := why_no_hosts()) is not None:
         sys.exit(f"cannot make hosts: {reason}")
-    print(f"torch {torch.__version__}, {' '.join(sys.argv)}")
-    print(f"{'rate':8} {'strategy':16} {'step ms':>9} {'sent MB':>8} {'best ms':>8} {'ratio':>6}")
+    found: dict[str, dict[str, Any]] = {}
     with Hosts(2) as hosts:
-        compute_s = _run(hosts, 1, "pardist_ddp", options)["step_s"]
-        print(f"{'-':8} {'one process':16} {compute_s * 1e3:9.1f}")
         for rate in options.rates:
-            hosts.limit(None if rate == "none" else rate)
-            for strategy in options.strategies:
-                found = _run(hosts, 2, strategy, options)
-                wire_s = found["sent"] * 8 / _BITS[rate] if rate in _BITS else 0.0
-                best_s = max(compute_s, wire_s)
-                shown = f"{found['step_s'] * 1e3:9.1f} {found['sent'] / 1e6:8.2f} {best_s * 1e3:8.1f}"
-                print(f"{rate:8} {strategy:16} {shown} {found['step_s'] / best_s:6.2f}", flush=True)
+            if options.delay_ms:
+                hosts.connect_slowly(options.delay_ms, rate)
+            else:
+                hosts.limit(rate)
+            found[rate] = _run(hosts, rate, options)
+    lines = [f"{' '.join(['python -m benchmarks.slow_link', *sys.argv[1:]])}", f"load {load_average()}", ""]
+    for rate, rows in found.items():
+        lines += _table(rate, rows)
+    print("\n".join(lines))
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        path = options.output / f"{date.today()}-slow-link"
+        path.with_suffix(".md").write_text("\n".join([*lines, "", json.dumps(describe(), indent=1)]) + "\n")
+        path.with_suffix(".json").write_text(json.dumps({"machine": describe(), "steps": found}, indent=1) + "\n")
 
 
-def _run(hosts: Any, count: int, strategy: str, options: argparse.Namespace) -> dict[str, float]:
-    given = json.dumps({"strategy": strategy, "hosts": count, "width": options.width, "batch": options.batch})
-    code = f"from benchmarks.slow_link import rank; rank({given!r})"
-    running = []
-    for index, name in enumerate(hosts.names[:count]):
-        meet = ("--nnodes", str(count), "--node-rank", str(index), "--master-addr", "h1", "--master-port", "29411")
-        command = ("python", "-m", "torch.distributed.run", *meet, "--no-python", "python", "-c", code)
-        running.append(hosts.start(name, *command, cwd=_ROOT, GLOO_SOCKET_IFNAME="eth0"))
-    codes = [process.wait(600) for process in running]
-    if any(codes):
-        sys.exit("\n".join(process.output for process in running))
-    line = next(line for line in running[0].output.splitlines() if line.startswith("{"))
-    return dict(json.loads(line))
+def _table(rate: str, rows: dict[str, Any]) -> list[str]:
+    compute_s = statistics.median(rows[_ALONE]["times"])
+    lines = [f"{rate}: one rank alone takes {compute_s * 1e3:.1f} ms a step", ""]
+    lines += [
+        "| strategy | step ms | quartiles | sent MB | max(compute, wire) ms | step / that | against ddp |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    baseline_s = statistics.median(rows[_BASELINE]["times"])
+    for name, row in rows.items():
+        if name == _ALONE:
+            continue
+        step_s, sent = statistics.median(row["times"]), statistics.median(row["sent"])
+        low, _, high = statistics.quantiles(row["times"], n=4)
+        best_s = max(compute_s, sent * 8 / _BITS[rate])
+        lines.append(
+            f"| {name} | {step_s * 1e3:.1f} | {low * 1e3:.1f}-{high * 1e3:.1f} | {sent / 1e6:.2f} |"
+            f" {best_s * 1e3:.1f} | {step_s / best_s:.2f} | {baseline_s / step_s:.2f}x |"
+        )
+    return [*lines, ""]
+
+
+def _run(hosts: Any, rate: str, options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        given = {key: getattr(options, key) for key in ("width", "batch", "rounds", "steps")}
+        given |= {"strategies": [_ALONE, _BASELINE, *options.strategies], "result": f"{folder}/result.json"}
+        code = f"from benchmarks.slow_link import rank; rank({json.dumps(given)!r})"
+        running = []
+        for index, name in enumerate(hosts.names):
+            meet = ("--nnodes", "2", "--node-rank", str(index), "--master-addr", "h1", "--master-port", "29411")
+            command = ("python", "-m", "torch.distributed.run", *meet, "--no-python", "python", "-c", code)
+            running.append(hosts.start(name, *command, cwd=_ROOT, GLOO_SOCKET_IFNAME="eth0"))
+        codes = [process.wait(600) for process in running]
+        if any(codes):
+            sys.exit("\n".join(process.output for process in running))
+        print(f"{rate} done", file=sys.stderr, flush=True)
+        return dict(json.loads(Path(given["result"]).read_text()))
 
 
 def rank(given: str) -> None:
-    """One rank's training: prints, on the first, its median step and the bytes it sent in one."""
+    """One rank: trains by every candidate in turns, and on the first writes down step times and bytes sent."""
     import lightning_pardist  # noqa: F401  # isort: skip
-    import lightning.pytorch as pl
+    import torch.distributed as dist
 
     wishes = json.loads(given)
-    width = wishes["width"]
+    found: dict[str, Any] = {name: {"times": [], "sent": []} for name in wishes["strategies"]}
+    for _ in range(wishes["rounds"]):
+        for name in wishes["strategies"]:
+            clock = _train(name, wishes)
+            found[name]["times"] += clock.times
+            found[name]["sent"] += clock.sent
+            # A rank that trains alone ends when it likes.
+            if dist.is_initialized():
+                dist.barrier()
+    if dist.get_rank() == 0:
+        Path(wishes["result"]).write_text(json.dumps(found))
+
+
+def _train(name: str, wishes: dict[str, Any]) -> Any:
+    import lightning.pytorch as pl
+
+    width, steps = wishes["width"], wishes["steps"]
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -86,22 +148,32 @@ def rank(given: str) -> None:
 
     class Clock(pl.Callback):
         def __init__(self) -> None:
-            self.times: list[float] = []
-            self.sent: list[int] = []
+            self.moments: list[tuple[float, int]] = []
 
         def on_train_batch_start(self, *_: Any) -> None:
-            self.times.append(time.perf_counter())
-            self.sent.append(_sent_bytes())
+            self.moments.append((time.perf_counter(), _sent_bytes()))
+
+        @property
+        def times(self) -> list[float]:
+            return [after[0] - before[0] for before, after in self._pairs]
+
+        @property
+        def sent(self) -> list[int]:
+            return [after[1] - before[1] for before, after in self._pairs]
+
+        @property
+        def _pairs(self) -> list[Any]:
+            return list(zip(self.moments, self.moments[1:], strict=False))[2:]
 
     torch.manual_seed(0)
-    clock, batch = Clock(), wishes["batch"]
-    samples = batch * _STEPS * wishes["hosts"]
+    clock, batch, count = Clock(), wishes["batch"], 1 if name == _ALONE else 2
+    samples = batch * (steps + 1) * count
     data = TensorDataset(torch.randn(samples, width), torch.randint(0, 10, (samples,)))
     trainer = pl.Trainer(
         accelerator="cpu",
-        strategy=wishes["strategy"],
+        strategy=_strategy(name),
         devices=1,
-        num_nodes=wishes["hosts"],
+        num_nodes=count,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -110,10 +182,22 @@ def rank(given: str) -> None:
         callbacks=[clock],
     )
     trainer.fit(Module(), DataLoader(data, batch_size=batch))
-    if trainer.global_rank == 0:
-        steps = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)][_WARM_UP:]
-        sent = [after - before for before, after in zip(clock.sent, clock.sent[1:], strict=False)][_WARM_UP:]
-        print(json.dumps({"step_s": statistics.median(steps), "sent": statistics.median(sent)}), flush=True)
+    return clock
+
+
+def _strategy(name: str) -> Any:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    from lightning_pardist.registry import TABLE
+
+    if name == _ALONE:
+        return SingleDeviceStrategy(device="cpu")
+    name, _, text = name.partition("@")
+    if not text:
+        return name
+    settings = {key: json.loads(value) for key, _, value in (item.partition("=") for item in text.split(","))}
+    entry = next(entry for entry in TABLE if entry.name == name)
+    return entry.make(**entry.preset | settings)
 
 
 def _sent_bytes() -> int:

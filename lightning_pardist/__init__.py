@@ -15,7 +15,7 @@ from lightning_pardist import registry  # noqa: E402
 from lightning_pardist._version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
-    from lightning_pardist.callbacks import PipelineTimeline
+    from lightning_pardist.callbacks import GlobalBatchSize, PipelineTimeline
     from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError
     from lightning_pardist.engines.data_parallel import PowerSGD
     from lightning_pardist.engines.pipeline import CannotPipelineError
@@ -41,6 +41,7 @@ _HOMES = {
     "DDPStrategy": "lightning_pardist.strategies.ddp",
     "DamagedCheckpointError": "lightning_pardist.engines.checkpoint.errors",
     "FSDPStrategy": "lightning_pardist.strategies.fsdp",
+    "GlobalBatchSize": "lightning_pardist.callbacks",
     "HybridStrategy": "lightning_pardist.strategies.hybrid",
     "MPIEnvironment": "lightning_pardist.environments.mpi",
     "ManualEnvironment": "lightning_pardist.environments.manual",
@@ -76,6 +77,7 @@ __all__ = [
     "DDPStrategy",
     "DamagedCheckpointError",
     "FSDPStrategy",
+    "GlobalBatchSize",
     "HybridStrategy",
     "MPIEnvironment",
     "ManualEnvironment",

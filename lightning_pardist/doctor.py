@@ -52,8 +52,11 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(f"--{axis.replace('_', '-')}-size", dest=axis, type=int, default=None)
     options = parser.parse_args(list(arguments))
     # Whatever a library waits for: this is how long it may take in all.
-    _end_after(6 * options.timeout + 60)
-    return _Examination(options).run()
+    limit = _end_after(6 * options.timeout + 60)
+    try:
+        return _Examination(options).run()
+    finally:
+        limit.cancel()
 
 
 class _Examination:
@@ -141,7 +144,8 @@ class _Examination:
         rank, size = self._facts.rank, self._facts.world_size
         found = []
         for other in sorted({0, (rank + 1) % size} - {rank}):
-            where = (everyone[other].address, ports[other])
+            # Through a shared file ranks meet without an address.
+            where = (everyone[other].address or everyone[other].host, ports[other])
             try:
                 socket.create_connection(where, timeout=_CONNECT_TIMEOUT_S).close()
             except OSError as error:
@@ -280,7 +284,7 @@ def _ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-def _end_after(seconds: float) -> None:
+def _end_after(seconds: float) -> threading.Timer:
     def end() -> None:
         print(f"error: no result within {seconds:.0f} s\ntraining could not start", file=sys.stderr, flush=True)
         os._exit(1)
@@ -288,3 +292,4 @@ def _end_after(seconds: float) -> None:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
+    return timer

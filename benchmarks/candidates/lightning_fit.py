@@ -88,7 +88,8 @@ def _held(trainer: pl.Trainer) -> dict[str, int]:
     count = getattr(strategy, "held", None)
     if count is not None:
         held = count()
-        return asdict(held) | {"total": held.total}
+        replicas = strategy.distributed_sampler_kwargs["num_replicas"]
+        return asdict(held) | {"total": held.total, "replicas": replicas}
     return held_by(trainer.lightning_module, trainer.optimizers, wrapper=strategy.model)
 
 

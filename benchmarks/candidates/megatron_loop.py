@@ -138,7 +138,7 @@ class MegatronLoop:
         optimizer = make_optimizer(net)
         # Ranks of one tensor group see the same samples.
         for batch in make_loader(settings, rank=0, world_size=1):
-            gate.before_step(lambda: held_by(net, [optimizer]))
+            gate.before_step(lambda: held_by(net, [optimizer], replicas=1))
             optimizer.zero_grad()
             net(*batch).backward()
             optimizer.step()
@@ -164,7 +164,7 @@ class TensorEngineLoop:
         optimizer = make_optimizer(net)
         attach(optimizer)
         for batch in loader:
-            gate.before_step(lambda: held_by(net, [optimizer]))
+            gate.before_step(lambda: held_by(net, [optimizer], replicas=1))
             optimizer.zero_grad()
             with runtime.step():
                 net(*batch).backward()

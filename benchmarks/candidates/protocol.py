@@ -44,16 +44,24 @@ class Candidate(Protocol):
         ...
 
 
-def held_by(net: nn.Module, optimizers: Iterable[Optimizer], *, wrapper: nn.Module | None = None) -> dict[str, int]:
+def held_by(
+    net: nn.Module,
+    optimizers: Iterable[Optimizer],
+    *,
+    wrapper: nn.Module | None = None,
+    replicas: int | None = None,
+) -> dict[str, int]:
     """Bytes of model states of a candidate that does not count by itself.
 
     Args:
         net: The module.
         optimizers: Its optimizers.
         wrapper: torch DDP's wrapper, which holds gradients a second time unless they are views of its buckets.
+        replicas: Ranks that see different samples; all if None.
     """
     held = held_bytes([net], optimizers)
     copies = 0
     if isinstance(wrapper, DistributedDataParallel) and not wrapper.gradient_as_bucket_view:
         copies = sum(p.numel() * p.element_size() for p in net.parameters() if p.requires_grad)
-    return asdict(held) | {"bucket_copies": copies, "total": held.total + copies}
+    count = {} if replicas is None else {"replicas": replicas}
+    return asdict(held) | {"bucket_copies": copies, "total": held.total + copies} | count

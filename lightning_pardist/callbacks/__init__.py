@@ -1,6 +1,7 @@
 """Callbacks that show what a strategy does, or guard what a configuration asks for."""
 
+from lightning_pardist.callbacks.global_batch_size import GlobalBatchSize
 from lightning_pardist.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_pardist.strategies.batch_size import ExpectedBatchSize
 
-__all__ = ["ExpectedBatchSize", "PipelineTimeline"]
+__all__ = ["ExpectedBatchSize", "GlobalBatchSize", "PipelineTimeline"]

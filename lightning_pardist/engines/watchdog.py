@@ -8,6 +8,10 @@ wrote that a peer's heartbeat stopped. If no cause appears, the echo itself beco
 rank's watchdog thread says its main thread is doing: the rank that does not wait in a collective is the one that hangs.
 
 Nothing here is a collective: the store answers to each rank alone, over a connection of the watchdog's own.
+
+[Note: a store that does not answer] Where a host is cut off, or the process that holds the store is stopped, a question
+to the store blocks, for hours and whatever timeout was set. So only the watchdog's thread and a main thread that has
+failed already ask it, and a second thread, which asks nobody, ends this process if no answer comes.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
@@ -83,7 +88,7 @@ class PeerFailedError(RuntimeError):
 
 
 class Watchdog:
-    """One thread a rank that notices the failure of any other, and ends this process if its main thread cannot.
+    """Notices the failure of any other rank, and ends this process if its main thread cannot.
 
     Life cycle: :meth:`start` once the default process group exists; :meth:`failed` from the handler of an exception;
     :meth:`stop` when the work is done on this rank. Start and stop as often as there are runs; the number of runs must
@@ -94,7 +99,8 @@ class Watchdog:
         rank: Global rank of this process.
         world_size: Number of ranks.
         run: Number of this run in the job, equal on all ranks: keeps the keys of runs apart.
-        heartbeat_timeout_s: A rank whose watchdog has been silent for this many seconds is given up.
+        heartbeat_timeout_s: A rank whose watchdog has been silent for this many seconds is given up, and so is a job
+            whose store has been. Some seconds later the last rank has ended.
         on_exit: Called before this process is ended from outside its main thread, to end child processes.
     """
 
@@ -105,7 +111,7 @@ class Watchdog:
         rank: int,
         world_size: int,
         run: int,
-        heartbeat_timeout_s: float = 60.0,
+        heartbeat_timeout_s: float = 50.0,
         on_exit: Callable[[], None] | None = None,
     ) -> None:
         if heartbeat_timeout_s < 5:
@@ -120,6 +126,9 @@ class Watchdog:
         self._stop = threading.Event()
         self._failing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pardist-watchdog", daemon=True)
+        self._guard = threading.Thread(target=self._guard_store, name="pardist-watchdog-guard", daemon=True)
+        self._answers = 0
+        self._own: FailureReport | None = None
         self._beats: dict[int, tuple[int, float]] = {}
         self._started: set[int] = set()
         self._asks, self._told = 0, 0
@@ -140,20 +149,16 @@ class Watchdog:
         """Begin to watch."""
         self._store.add(f"beat/{self.rank}", 1)
         self._thread.start()
+        self._guard.start()
 
     def stop(self) -> None:
-        """End the thread; this rank's silence means success from now on."""
+        """End the threads; this rank's silence means success from now on."""
         if self._stop.is_set():
             return
         self._stop.set()
-        try:
-            self._store.set(f"done/{self.rank}", "1")
-        except Exception:
-            # The rank that holds the store may have ended already.
-            return
-        finally:
-            if self._thread is not threading.current_thread():
-                self._thread.join(timeout=2 * _STORE_TIMEOUT_S)
+        for thread in (self._guard, self._thread):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout=2 * _STORE_TIMEOUT_S)
 
     def failed(self, exception: BaseException) -> FailureReport:
         """Report this rank's failure and learn the first one of the job.
@@ -165,7 +170,7 @@ class Watchdog:
             The first failure: this rank's own, or that of the rank that caused it.
         """
         self._failing.set()
-        own = FailureReport(self.rank, _where(), format_failure(exception))
+        own = self._own = FailureReport(self.rank, _where(), format_failure(exception))
         try:
             if not is_echo(exception):
                 return self._publish(own)
@@ -196,7 +201,24 @@ class Watchdog:
         except Exception:
             print(f"[rank {self.rank}] {text}", file=sys.stderr, flush=True)
 
-    # --- the thread ---------------------------------------------------------------------------------------------
+    # --- the threads --------------------------------------------------------------------------------------------
+
+    def _guard_store(self) -> None:
+        answers, silent_s, before = -1, 0.0, time.monotonic()
+        while not self._stop.wait(_POLL_S):
+            now = time.monotonic()
+            # Time that this process has slept through, as a whole, is nobody's silence.
+            silent_s += min(now - before, 2 * _POLL_S)
+            before = now
+            if self._answers != answers:
+                answers, silent_s = self._answers, 0.0
+            elif silent_s > self.heartbeat_timeout_s:
+                text = (
+                    f"The job's store has not answered rank {self.rank} for {silent_s:.0f} s (heartbeat_timeout_s="
+                    f"{self.heartbeat_timeout_s:g}): the process that holds it, on the first rank's host, is gone or"
+                    " stopped, or one of the two hosts is cut off."
+                )
+                self._end(FailureReport(-1, "?", text if self._own is None else f"{text}\n{_seen(self._own)}"))
 
     def _watch(self) -> None:
         noticed: float | None = None
@@ -213,6 +235,7 @@ class Watchdog:
                 self._check_peers(now)
                 self._pass_on_asks()
                 self._compare_places()
+                self._answers += 1
                 silent_since = None
             except Exception as error:
                 silent_since = silent_since or now
@@ -224,6 +247,9 @@ class Watchdog:
             noticed = noticed or now
             if now - noticed > self._patience_s():
                 self._end(cause)
+        # The rank that holds the store may have ended already.
+        with suppress(Exception):
+            self._store.set(f"done/{self.rank}", "1")
 
     def _pass_on_asks(self) -> None:
         if self._asks > self._told:
@@ -264,8 +290,10 @@ class Watchdog:
         stack = self._main_stack()
         if not waits_in_collective(stack):
             print(f"[rank {self.rank}] did not stop by itself; it was at:\n{stack}", file=sys.stderr)
-        # The first rank speaks for all, unless the failure is its own, which the rank that noticed has shown.
-        message = cause.message() if self.rank == 0 else cause.message().partition("\n")[0]
+        # The first rank speaks for all, unless the failure is its own, which the rank that noticed has shown, or it
+        # cannot be heard.
+        speaks = self.rank == 0 or threading.current_thread() is self._guard
+        message = cause.message() if speaks else cause.message().partition("\n")[0]
         print(f"[rank {self.rank}] {message}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)

@@ -80,6 +80,7 @@ def gather_facts(environment: ClusterEnvironment) -> tuple[Facts, MeetingPoint |
             check_address(meeting.address, source="the launcher", is_first=rank == 0 and not meeting.hosted)
     except (RuntimeError, ValueError) as error:
         problems.append(str(error))
+        meeting = None
     interface = interface_towards(meeting) if meeting is not None else None
     device, device_id = _device(local_rank)
     facts = Facts(

@@ -81,7 +81,8 @@ class TorchrunEnvironment(ExternalEnvironment):
         if nodes < num_nodes and self.global_rank() == 0:
             warnings.warn(
                 f"Trainer(num_nodes={num_nodes}), but torchrun runs on {nodes} host(s): training goes on with"
-                f" {self.world_size()} ranks, and the global batch is smaller by as much.",
+                f" {self.world_size()} ranks, and the global batch is smaller by as much, unless the callback"
+                " GlobalBatchSize keeps it.",
                 stacklevel=2,
             )
         point = self.meeting_point()

@@ -92,7 +92,8 @@ class PardistStrategy(ParallelStrategy):
         process_group_backend: ``"gloo"``, ``"nccl"`` or a per-device string as torch takes it. By default gloo on CPU,
             and on CUDA NCCL for tensors there with gloo for those in host memory.
         timeout_s: Seconds after which a collective that a rank does not join ends the job.
-        heartbeat_timeout_s: Seconds of silence after which a rank is given up as dead or cut off.
+        heartbeat_timeout_s: Seconds of silence after which a rank is given up as dead or cut off. By default so many
+            that every other rank has ended 60 seconds after the loss.
         start_method: How ranks are started where nobody else does: ``"popen"`` runs the script once per rank,
             ``"spawn"`` and ``"fork"`` start workers from this process. By default fork in an interactive session,
             popen elsewhere.
@@ -126,7 +127,7 @@ class PardistStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout_s: float = 1800.0,
-        heartbeat_timeout_s: float = 60.0,
+        heartbeat_timeout_s: float = 50.0,
         start_method: StartMethod | None = None,
         sync_metrics: bool = True,
         broadcast_buffers: bool = True,
@@ -376,8 +377,10 @@ class PardistStrategy(ParallelStrategy):
         if fitting and self._layer_sync is not None:
             self._apply_layer_sync()
         self.data.convert_precision(module)
+        for part in self.parts:
+            part.materialize(trainer, module)
         self.model_to_device()
-        if self.world_size > 1 and not self.data.broadcasts:
+        if self.world_size > 1 and not self.data.broadcasts and not self.restore_checkpoint_after_setup:
             tensors = itertools.chain(module.parameters(), module.buffers())
             broadcast_tensors((tensor.detach() for tensor in tensors), group=_world())
         for part in self.parts:
@@ -397,7 +400,8 @@ class PardistStrategy(ParallelStrategy):
             self._engine = self.data.make_engine(module, self.optimizers)
             self.checkpoints.know_names(module)
             self.precision_plugin.__dict__.update(self._clipping())
-            module.__dict__["zero_grad"] = self._zero_grad
+            # No bound method: a deep copy of the module, as averages of weights need, would take the strategy along.
+            module.__dict__["zero_grad"] = lambda set_to_none=True: self._zero_grad(set_to_none)
             self._user_gradients = JobWideGradients(module, self._engine, self._model_axes)
             self._user_gradients.attach()
             scaler = getattr(self.precision_plugin, "scaler", None)

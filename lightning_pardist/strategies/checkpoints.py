@@ -185,6 +185,12 @@ class Checkpoints:
         self.strategy.before_collective()
         if state := self.strategy.continuing.state(self._exchange()):
             checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
+        # Callbacks add what they keep of the module: averages of its weights, say. Ranks may add different things.
+        own = ("state_dict", "optimizer_states") if self.sharded else ()
+        added = {key: value for key, value in checkpoint.items() if key not in own}
+        for part in self.strategy._model_axes:
+            added = part.whole_values(added)
+        checkpoint.update(added)
         job = self._sharded_job if self.sharded else self._full_job
         run = job(checkpoint, os.fspath(path), storage_options)
         if not self._in_background:

@@ -60,7 +60,15 @@ class Continuing:
         }
         ranks = exchange.gather(own)
         layout = [getattr(self.strategy.dims, axis) for axis in _AXES]
-        return {"layout": layout, "global_batch": self._global_batch(trainer), "ranks": ranks} if ranks else {}
+        if not ranks:
+            return {}
+        accumulated = trainer.accumulate_grad_batches
+        return {
+            "layout": layout,
+            "global_batch": self._global_batch(trainer),
+            "accumulated": accumulated,
+            "ranks": ranks,
+        }
 
     # --- loading ------------------------------------------------------------------------------------------------
 
@@ -91,6 +99,8 @@ class Continuing:
             for progress in (current, total):
                 progress.processed -= 1
                 progress.completed -= 1
+            # Decided when the counters were loaded, from what they said then.
+            _Loop.restarting.fset(fit_loop, True)  # type: ignore[attr-defined]
         elif whole and not finished and current.processed == current.ready - 1:
             epochs.increment_processed()
             epochs.increment_completed()
@@ -102,6 +112,18 @@ class Continuing:
         states = self._own("loaders")
         if states:
             fit_loop._combined_loader_states_to_load = states
+        if fit_loop._combined_loader is not None:
+            self._start_loaders_anew(trainer)
+
+    def _start_loaders_anew(self, trainer: pl.Trainer) -> None:
+        """Loaders were asked for before there were counters: ``estimated_stepping_batches`` in configure_optimizers."""
+        fit_loop = trainer.fit_loop
+        if fit_loop._data_fetcher is not None:
+            fit_loop._data_fetcher.teardown()
+        fit_loop._data_fetcher = fit_loop._combined_loader = None
+        for order in self._orders:
+            order.detach()
+        self._orders = []
 
     def prepare(self, trainer: pl.Trainer, loader: Any) -> Any:
         """Make a training loader go on behind the batches of this epoch that were trained on. Not collective.
@@ -157,10 +179,12 @@ class Continuing:
         if not done or not self._saved or before == now or before is None or now is None:
             return done
         samples = done * before
-        rank_zero_warn(
-            f"The checkpoint was saved in the middle of an epoch with a global batch of {before} samples, now it is"
-            f" {now}: the run goes on at sample {samples // now * now} of the epoch; {samples % now} come twice."
-        )
+        same_step = before * self._saved.get("accumulated", 1) == now * trainer.accumulate_grad_batches
+        if samples % now or not same_step:
+            rank_zero_warn(
+                f"The checkpoint was saved in the middle of an epoch with a global batch of {before} samples, now it is"
+                f" {now}: the run goes on at sample {samples // now * now} of the epoch; {samples % now} come twice."
+            )
         for name in ("ready", "started", "processed", "completed"):
             setattr(current, name, samples // now)
         return int(samples // now)

@@ -145,7 +145,7 @@ def guarded(strategy: PardistStrategy, function: Callable[..., Any], *args: Any,
         if watchdog is None:
             raise
         first = watchdog.failed(exception)
-        if first.rank in (strategy.global_rank, -1):
+        if first.rank == strategy.global_rank:
             raise
         raise PeerFailedError(first) from None
     strategy.stop_watchdog()

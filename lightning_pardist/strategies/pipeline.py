@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
+from typing_extensions import override
+
+from lightning_pardist.engines.fully_sharded.materialize import InitFunction
 from lightning_pardist.engines.pipeline.plan import ReadPolicy
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies.base import PardistStrategy
@@ -42,6 +47,9 @@ class PipelineStrategy(PardistStrategy):
         data_parallel: What serves the data axis: ``"ddp"``, ``"zero1"`` or ``"zero2"``.
         data_settings: Settings of that, as ``bucket_size_mb``.
         message_timeout_s: Longest wait for one message between stages, in seconds.
+        init: For modules built on ``meta`` (in ``configure_model``, or under ``Trainer.init_module(empty_init=True)``),
+            of which each rank creates its stages only: initializes the own parameters of one module, in place of its
+            ``reset_parameters``.
         **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
 
     Raises:
@@ -63,6 +71,7 @@ class PipelineStrategy(PardistStrategy):
         data_parallel: Literal["ddp", "zero1", "zero2"] = "ddp",
         data_settings: Mapping[str, Any] | None = None,
         message_timeout_s: float = 600.0,
+        init: InitFunction | None = None,
         **kwargs: Any,
     ) -> None:
         if str(data_parallel) == "zero3":
@@ -80,6 +89,18 @@ class PipelineStrategy(PardistStrategy):
                 loss_weight=loss_weight,
                 reads=reads,
                 message_timeout_s=message_timeout_s,
+                init=init,
             )
         )
         super().__init__(data=data_part(data_parallel, **(data_settings or {})), pipeline=pipeline, **kwargs)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where a module is built: on ``meta`` if it is to be empty, for each rank to create its stages alone."""
+        if not empty_init:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        with torch.device("meta"), self.precision_plugin.tensor_init_context():
+            yield

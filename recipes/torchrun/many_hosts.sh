@@ -1,7 +1,8 @@
 #!/bin/bash
 # Several hosts: run this on each. Change: FIRST (a host that all reach by that name), HOSTS, RANKS, and TRAIN.
 # HOSTS may be a range, as 1:4: hosts may leave and come back, and after each change training goes on from the newest
-# checkpoint with those that are there; --trainer.num_nodes is then the largest number.
+# checkpoint with those that are there; --trainer.num_nodes is then the largest number. With
+# --trainer.callbacks=lightning_pardist.GlobalBatchSize --trainer.callbacks.global_batch_size=N steps stay the same.
 set -eu
 FIRST=${FIRST:?set FIRST to the name of one host, the same on all}
 HOSTS=${HOSTS:-2}

@@ -179,11 +179,12 @@ class Outputs(Step):
 
 
 class Frozen(Blocks):
-    """Frozen parts, an unused part, a part without any trainable parameter before it."""
+    """Frozen parts, unused ones in units of their own and beside used ones, a part without any trainable parameter."""
 
     def __init__(self):
         super().__init__()
         self.unused = nn.Linear(WIDTH, WIDTH)
+        self.head.unused = nn.Parameter(torch.ones(WIDTH))
         self.blocks[0].requires_grad_(False)
         self.blocks[1].up.weight.requires_grad_(False)
 

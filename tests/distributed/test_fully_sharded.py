@@ -115,6 +115,10 @@ def test_every_module_gives_the_numbers_of_one_process():
     run_ranks(2, many, [{"name": name} for name in ALL])
 
 
+def test_one_rank():
+    run_ranks(1, many, [{"name": "Frozen"}, {"name": "Outputs"}])
+
+
 def test_four_ranks():
     names = ("Mlp", "Gpt", "DirectWeight", "ForwardNeverCalled", "Repeated", "OddShapes", "MixedTypes", "ConvNet")
     run_ranks(4, many, [{"name": name} for name in (*names, "RankBranch")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -265,3 +266,45 @@ def _wrong_plan() -> None:
     made = plan(trace(model, model.training_step, batch), 3)
     with pytest.raises(ValueError, match="plan has 3 stages, but 2 ranks with chunks_per_rank=1 run 2"):
         PipelineEngine(model, made)
+
+
+class _Kept:
+    """Tensors that autograd keeps for backward: those of a step altogether, and the most at any time."""
+
+    def __init__(self) -> None:
+        self.all = self.now = self.most = 0
+
+    def keep(self, tensor: Tensor) -> _Box:
+        box = _Box(tensor)
+        self.all, self.now = self.all + 1, self.now + 1
+        self.most = max(self.most, self.now)
+        weakref.finalize(box, self.drop)
+        return box
+
+    def drop(self) -> None:
+        self.now -= 1
+
+
+class _Box:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _activations_kept(schedule: str, num_microbatches: int) -> float:
+    model, _ = make("gpt", 2)
+    batch = model.batch(num_microbatches)
+    sample = split_batch(batch, num_microbatches)[0].value
+    engine = start(model, sample, schedule=schedule, num_microbatches=num_microbatches)
+    engine.free()
+    kept = _Kept()
+    with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda box: box.tensor):
+        engine.train_step(model.training_step, batch)
+    assert kept.now == 0
+    return kept.most / (kept.all / num_microbatches)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_activations_kept_at_a_time(num_ranks: int) -> None:
+    """All micro-batches' for GPipe, and for 1F1B those of as many as there are stages ahead."""
+    assert run_ranks(num_ranks, _activations_kept, "gpipe", 6) == [6] * num_ranks
+    assert run_ranks(num_ranks, _activations_kept, "1f1b", 6) == list(range(num_ranks, 0, -1))

@@ -30,6 +30,7 @@ TOKENS = {
     "GPT2LMHeadModel": {"vocab_size": 96, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "LlamaForCausalLM": GROUPED,
     "Qwen3ForCausalLM": {**GROUPED, "num_key_value_heads": 1},
+    "Qwen2ForCausalLM": GROUPED,
     "Phi3ForCausalLM": {**DECODER, "num_key_value_heads": 2, "pad_token_id": 0},
     "GPTNeoXForCausalLM": DECODER,
     "FalconForCausalLM": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -38,10 +39,12 @@ TOKENS = {
     "Gemma2ForCausalLM": GROUPED,
     "OPTForCausalLM": {**OPT, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
     "BertForMaskedLM": DECODER,
+    "DistilBertForMaskedLM": {"vocab_size": 96, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
     "T5ForConditionalGeneration": {**T5, "decoder_start_token_id": 0, "pad_token_id": 0},
     "MambaForCausalLM": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
 }
 IMAGES = ["ViTForImageClassification", "resnet18", "mobilenet_v3_small", "convnext_tiny", "swin_t", "vgg11_bn"]
+IMAGES += ["efficientnet_b0", "VisionTransformer"]
 #: Sent in forward and backward where a model has two blocks of attention and MLP: Megatron's count.
 MEGATRON = ["GPT2LMHeadModel", "LlamaForCausalLM", "GPTNeoXForCausalLM", "MixtralForCausalLM", "Gemma2ForCausalLM"]
 
@@ -55,7 +58,9 @@ class Foreign(torch.nn.Module):
 
         torch.manual_seed(0)
         self.name = name
-        if hasattr(torchvision.models, name):
+        if name == "VisionTransformer":
+            self.model = torchvision.models.VisionTransformer(64, 16, 2, 4, 32, 64, num_classes=10)
+        elif hasattr(torchvision.models, name):
             self.model = getattr(torchvision.models, name)(num_classes=10)
         elif name in TOKENS:
             kind = getattr(transformers, name)
@@ -124,4 +129,4 @@ def test_foreign_models(name):
     assert worst < 1e-5
     assert not fallbacks
     if name in MEGATRON:
-        assert sent == (4 + (4 if name == "GPT2LMHeadModel" else 3), 4 + 1)
+        assert sent == (4 + (3 if name == "GPT2LMHeadModel" else 2), 4 + 1)

@@ -65,19 +65,19 @@ def test_gpt_sends_what_megatron_sends():
     (two, planned, clean), *_ = run_ranks(2, count_collectives, 2, {})
     (six, _, _), *_ = run_ranks(2, count_collectives, 6, {})
     assert clean
-    # Two all-reduces a block and direction; besides, the embedding, the two of the loss, and the head's input.
-    assert two == [{"allreduce_": 2 * 2 + 3}, {"allreduce_": 2 * 2 + 1}]
-    assert six == [{"allreduce_": 2 * 6 + 3}, {"allreduce_": 2 * 6 + 1}]
-    assert planned == [7, 5]
+    # Two all-reduces a block and direction; besides, the embedding, one gather of the loss, and the head's input.
+    assert two == [{"allreduce_": 2 * 2 + 1, "allgather_": 1}, {"allreduce_": 2 * 2 + 1}]
+    assert six == [{"allreduce_": 2 * 6 + 1, "allgather_": 1}, {"allreduce_": 2 * 6 + 1}]
+    assert planned == [6, 5]
 
 
 def test_sequence_parallel_replaces_all_reduces_by_halves():
     (found, planned, clean), *_ = run_ranks(2, count_collectives, 2, {"sequence_parallel": True})
     assert clean
     forward, backward = found
-    # On gloo a reduce-scatter is an all-to-all. One gather and one scatter for each all-reduce of before.
+    # On gloo a reduce-scatter is an all-to-all. A gather and a scatter for each all-reduce of before; one of the loss.
     assert forward["alltoall_base_"] == 5
-    assert forward["allgather_"] == 5
+    assert forward["allgather_"] == 5 + 1
     assert backward["alltoall_base_"] == 5
     assert planned[0] == sum(forward.values())
 

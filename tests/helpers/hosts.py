@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from tests.helpers.scripts import ROOT
 
 _NETWORK = "10.99.0"
@@ -42,6 +44,7 @@ class Hosts:
         self._mark = f"pardist{os.getpid()}"
         self._folder = Path(tempfile.mkdtemp(prefix="pardist-hosts-"))
         self._processes: list[subprocess.Popen[str]] = []
+        self._switch: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Hosts:
         switch = self._space("sw")
@@ -68,6 +71,8 @@ class Hosts:
         for process in self._processes:
             process.kill()
             process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def address(self, name: str) -> str:
@@ -95,14 +100,22 @@ class Hosts:
         self._processes.append(process)
         return Running(process, output)
 
+    def ranks(self, name: str) -> list[psutil.Process]:
+        """The processes of a host that torchrun's agent there has started."""
+        found = []
+        for pid in self._pids(name):
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                parent = process.parent()
+                if parent is not None and "torch.distributed.run" in parent.cmdline() and _runs(process):
+                    found.append(process)
+        return found
+
     def kill(self, name: str) -> None:
         """Switch a host off: everything that runs on it ends at once."""
-        shown = subprocess.run(
-            ["ip", "netns", "pids", self._space(name)], capture_output=True, text=True, check=False
-        ).stdout
-        for pid in shown.split():
+        for pid in self._pids(name):
             with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
     def cut(self, name: str) -> None:
         """Pull the cable: nothing arrives, and nobody is told."""
@@ -122,6 +135,29 @@ class Hosts:
                 shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
                 subprocess.run([*base, "add", "dev", link, "root", *shape], check=True)
 
+    def connect_slowly(self, delay_ms: float, rate: str | None) -> None:
+        """Give the hosts another network, whose packets take time to arrive. Nothing may run on them.
+
+        Args:
+            delay_ms: One way.
+            rate: As :meth:`limit` takes it, in ``mbit`` or ``gbit``.
+        """
+        units = {"mbit": 1, "gbit": 1000}
+        mbit = int(rate[:-4]) * units[rate[-4:]] if rate else 0
+        if self._switch is not None:
+            self._switch.kill()
+            self._switch.wait()
+        ends = [f"{self._space(name)}={self.address(name)}/24" for name in self.names]
+        command = [sys.executable, str(ROOT / "tests" / "helpers" / "delay.py"), str(delay_ms), str(mbit), *ends]
+        self._switch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._processes.append(self._switch)
+        if self._switch.stdout is None or self._switch.stdout.readline() != "up\n":
+            raise RuntimeError("the slow network did not come up")
+
+    def _pids(self, name: str) -> list[int]:
+        command = ["ip", "netns", "pids", self._space(name)]
+        return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()]
+
     def _space(self, name: str) -> str:
         return f"{self._mark}-{name}"
 
@@ -138,6 +174,10 @@ class Running:
         """What it has printed so far."""
         return self._output.read_text()
 
+    def has_ended(self) -> bool:
+        """Whether it is over."""
+        return self._process.poll() is not None
+
     def wait(self, timeout_s: float = 120.0) -> int:
         """Wait for its end; the exit status."""
         return self._process.wait(timeout=timeout_s)
@@ -149,6 +189,10 @@ class Running:
             assert self._process.poll() is None or text in self.output, self.output
             assert time.monotonic() < deadline, f"no {text!r} within {timeout_s:.0f} s:\n{self.output}"
             time.sleep(0.1)
+
+
+def _runs(process: psutil.Process) -> bool:
+    return bool(process.status() != psutil.STATUS_ZOMBIE)
 
 
 def _ip(*arguments: str, check: bool = True) -> None:

@@ -16,12 +16,13 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Finished:
-    """What became of a script."""
+    """What became of a script; ``ended`` is the time of day."""
 
     code: int
     output: str
     seconds: float
     left: list[str]
+    ended: float = 0.0
 
 
 def run_script(*arguments: str, timeout_s: float = 120.0, **variables: str) -> Finished:
@@ -39,12 +40,12 @@ def run_script(*arguments: str, timeout_s: float = 120.0, **variables: str) -> F
         timeout=timeout_s,
         check=False,
     )
-    seconds = time.monotonic() - started
+    seconds, ended = time.monotonic() - started, time.time()
     # A process may need a moment to be gone once the first one has ended.
     deadline = time.monotonic() + 10
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return Finished(process.returncode, process.stdout, seconds, left)
+    return Finished(process.returncode, process.stdout, seconds, left, ended)
 
 
 def _marked(mark: str) -> list[str]:

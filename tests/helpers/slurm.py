@@ -97,7 +97,7 @@ class Slurm:
     def __exit__(self, *_: object) -> None:
         self.run("scancel", "--quiet", "--user=root", "--signal=KILL", "--full")
         self.run("scancel", "--quiet", "--user=root")
-        processes = []
+        processes = self._steps()
         for path in self.folder.glob("*.pid"):
             with suppress(OSError, ValueError, psutil.NoSuchProcess):
                 daemon = psutil.Process(int(path.read_text()))
@@ -109,6 +109,16 @@ class Slurm:
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+    def _steps(self) -> list[psutil.Process]:
+        """What runs a step and its tasks; it outlives the daemon that started it."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                ours = process.environ().get("SLURM_CONF") == str(self.folder / "slurm.conf")
+                if ours and process.pid != os.getpid():
+                    found.append(process)
+        return found
 
     def environment(self, **variables: str) -> dict[str, str]:
         """Variables for a command that talks to this cluster, and for the jobs that it starts."""

@@ -1,9 +1,15 @@
 """Scripts that start their own ranks: every way to start them, and every way for one to fail."""
 
+import json
+import os
 import re
+import sys
+import time
 
+import psutil
 import pytest
 
+from tests.helpers.cluster import TRAIN as CLUSTER_TRAIN
 from tests.helpers.scripts import ROOT, run_script
 
 TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
@@ -67,11 +73,71 @@ def test_hanging_rank_is_found_and_its_place_shown():
 def test_ranks_in_different_collectives_are_named_long_before_the_timeout():
     finished = run_script(TRAIN, "pardist_ddp", "2", "desync", "1")
     assert finished.code == 1
+    assert "Ranks wait in different collectives" in finished.output, finished.output
     report = finished.output[finished.output.rindex("Ranks wait in different collectives") :]
     assert "torch.distributed.barrier()" in report, finished.output
     assert "Rank 0 waits in" in report, finished.output
     assert "Rank 1 waits in" in report, finished.output
     assert not finished.left
+
+
+@pytest.mark.slow
+def test_stopped_rank_is_named():
+    finished = run_script(TRAIN, "pardist_ddp", "2", "stop", "1")
+    assert finished.code == 1
+    assert "Nothing was heard of rank 1" in finished.output, finished.output
+    assert not finished.left
+
+
+@pytest.mark.slow
+def test_stopped_first_rank_holds_nobody(tmp_path):
+    """It holds the job's store, too, which does not answer from then on."""
+    command = [sys.executable, TRAIN, "pardist_ddp", "2", "stop", "0"]
+    output = tmp_path / "output.txt"
+    with output.open("w") as file:
+        job = psutil.Popen(command, stdout=file, stderr=file, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    try:
+        _until(lambda: job.status() == psutil.STATUS_STOPPED)
+        stopped = time.monotonic()
+        _until(lambda: all(child.status() == psutil.STATUS_ZOMBIE for child in job.children()))
+        print(f"the other rank ended {time.monotonic() - stopped:.1f} s after the first was stopped")
+        assert time.monotonic() - stopped < 5 + 5, output.read_text()
+    finally:
+        for process in (*job.children(), job):
+            process.kill()
+        job.wait()
+    assert "The job's store has not answered rank 1" in output.read_text(), output.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "fault", "reported"),
+    [
+        ("pardist_zero3", "barrier", "Ranks wait in different collectives"),
+        ("pardist_tp", "barrier", "Ranks wait in different collectives"),
+        ("pardist_pp", "barrier", "Ranks wait in different collectives"),
+        ("pardist_pp", "SIGSTOP", "Nothing was heard of rank 1"),
+        ("pardist_tp", "SIGKILL", "was killed by SIGKILL"),
+        ("pardist_pp", "raise", "ValueError: the user's own mistake"),
+    ],
+)
+def test_every_kind_of_strategy_ends_in_time(strategy, fault, reported):
+    given = {"strategy": strategy, "devices": 2, "settings": {"heartbeat_timeout_s": 5}, "fault": fault, "fault_at": 3}
+    finished = run_script(CLUSTER_TRAIN, json.dumps(given))
+    seconds = finished.ended - float(re.search(r"fault at (\S+)", finished.output)[1])
+    print(f"{strategy}, {fault}: the job has ended {seconds:.1f} s later (heartbeat_timeout_s=5)")
+    assert finished.code == 1
+    assert reported in finished.output, finished.output
+    # The heartbeat, and what a rank gets to end by itself.
+    assert seconds < 5 + 10, finished.output
+    assert not finished.left
+
+
+def _until(condition, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_rank_that_dies_before_training():

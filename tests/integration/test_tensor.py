@@ -353,8 +353,8 @@ def _refused():
         _fit(odd, TensorParallelStrategy(plan={"net.0": "column"}), 2)
     messages["size"] = str(caught.value)
     _fit(odd, TensorParallelStrategy(plan={"net.0": "column"}, on_indivisible="replicate"), 2)
-    with pytest.raises((ValueError, PeerFailedError), match="StochasticWeightAveraging") as caught:
-        _fit(Net(), "pardist_tp", 2, callbacks=[pl.callbacks.StochasticWeightAveraging(1e-2)])
+    with pytest.raises((ValueError, PeerFailedError), match="WeightAveraging") as caught:
+        _fit(Net(), TensorParallelStrategy(checkpoint="sharded"), 2, callbacks=[pl.callbacks.WeightAveraging()])
     messages["average"] = str(caught.value)
     return messages
 
@@ -365,7 +365,7 @@ def test_errors_say_what_was_set_and_what_would_do():
         assert "column, row, vocab, replicate" in messages["way"]
         assert "1, 3, 9" in messages["size"]
         assert "replicate" in messages["size"]
-        assert "pardist_ddp" in messages["average"]
+        assert "checkpoint='full'" in messages["average"]
 
 
 def test_settings_are_checked_before_anything_starts():
@@ -428,9 +428,9 @@ def _sent_and_held():
 
 def test_the_gpt_recipe_sends_and_holds_what_megatrons_does():
     for calls, planned, held in run_ranks(2, _sent_and_held):
-        # Two forward and two backward a block; embedding, two of the loss, and the head's input besides.
-        assert calls == {"all_reduce": 4 * 3 + 4}
-        assert planned == 4 * 3 + 4
+        # Two forward and two backward a block; embedding, the loss, and the head's input besides.
+        assert calls == {"all_reduce": 4 * 3 + 2, "all_gather": 1}
+        assert planned == 4 * 3 + 3
         assert held <= 1 / 2 + 0.02
 
 

@@ -25,6 +25,8 @@ class Module(pl.LightningModule):
                 raise ValueError("the user's own mistake")
             if self.fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if self.fault == "hang":
                 time.sleep(600)
             if self.fault == "desync":
@@ -40,7 +42,7 @@ def main() -> None:
     if fault == "import" and os.environ.get("LOCAL_RANK") == fault_rank:
         raise ImportError("no such module on this rank")
     timeout_s = 8.0 if fault == "hang" else 60.0
-    heartbeat_timeout_s = 5.0 if fault == "desync" else 60.0
+    heartbeat_timeout_s = 5.0 if fault in ("desync", "stop") else 60.0
     if strategy == "pardist_ddp":
         strategy = lightning_pardist.DDPStrategy(timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
     pl.seed_everything(0)

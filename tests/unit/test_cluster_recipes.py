@@ -1,10 +1,13 @@
-"""The cluster recipes parse, and say what to change."""
+"""The cluster recipes parse, say what to change, and start what they should."""
 
+import os
+import shlex
 import shutil
 import subprocess
 
 import pytest
 
+from lightning_pardist.cli import main
 from tests.helpers.scripts import ROOT
 
 RECIPES = sorted(
@@ -31,6 +34,67 @@ def test_shell_parses(path):
         pytest.skip("no bash")
     finished = subprocess.run([shell, "-n", str(path)], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
+
+
+_SLURM = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_NODELIST": "n[1-2]"}
+_SLURM |= {"SLURM_JOB_NAME": "train"}
+_STARTS = {
+    "one_node.sbatch": ["srun --kill-on-bad-exit=1 pardist fit"],
+    "many_nodes.sbatch": ["srun pardist doctor", "srun --kill-on-bad-exit=1 pardist fit"],
+    "requeue.sbatch": ["srun --kill-on-bad-exit=1 pardist fit", "default_root_dir runs/train"],
+    "torchrun.sbatch": ["srun torchrun --nnodes=2", "--rdzv-endpoint=n1:20007 --rdzv-id=7 -m lightning_pardist fit"],
+    "container.sbatch": ["srun --kill-on-bad-exit=0 apptainer exec --nv train.sif pardist fit"],
+    "many_hosts.sh": ["torchrun --nnodes=1:4", "--rdzv-endpoint=h1:29400", "--trainer.num_nodes 4"],
+    "one_host.sh": ["torchrun --standalone --nproc-per-node=2 --max-restarts=3 -m lightning_pardist fit"],
+    "torchx.sh": ["torchx run --scheduler local_cwd dist.ddp -j 1x2", "--trainer.devices 2 --trainer.num_nodes 1"],
+    "open_mpi.sh": ["mpirun -np 2 -x OMP_NUM_THREADS=1 pardist fit"],
+    "mpich.sh": ["mpiexec -n 2", "-hosts h1,h2 -env MASTER_ADDR h1 pardist fit"],
+}
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path.suffix != ".yaml"], ids=lambda path: path.name)
+def test_starts_what_it_should(path, tmp_path):
+    for name in ("srun", "torchrun", "torchx", "mpirun", "mpiexec"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
+    for program in tmp_path.iterdir():
+        program.chmod(0o755)
+    given = {"FIRST": "h1"} | ({"HOSTS": "1:4" if "torchrun" in str(path) else "h1,h2"} if path.suffix == ".sh" else {})
+    variables = given | (_SLURM if path.suffix == ".sbatch" else {}) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    finished = subprocess.run(["bash", str(path)], env=variables, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    started = " ".join(finished.stdout.split())
+    for wanted in _STARTS[path.name]:
+        assert wanted in started
+    options = {word for word in started[started.index(" fit ") :].split() if word.startswith("-")}
+    assert options <= set(_COMMAND.split())
+
+
+_COMMAND = (
+    "fit -c recipes/gpt/config.yaml --trainer.strategy pardist_zero2 --trainer.devices 1 --trainer.num_nodes 2"
+    " --trainer.default_root_dir runs/train"
+)
+
+
+def test_recipes_train_with_a_command_of_ours(monkeypatch, capsys):
+    _parses(_COMMAND, monkeypatch, capsys)
+
+
+def _parses(command, monkeypatch, capsys):
+    """What the recipe trains with is a command line of ours."""
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        main([*shlex.split(command), "--print_config"])
+    assert ended.value.code == 0, capsys.readouterr().err
+    assert "strategy:" in capsys.readouterr().out
+
+
+def test_kubernetes_job_trains_with_a_command_of_ours(monkeypatch, capsys):
+    yaml = pytest.importorskip("yaml")
+    _, job = yaml.safe_load_all((ROOT / "recipes" / "kubernetes" / "job.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    command = container["args"][0].replace("$PODS", "2")
+    _parses(command[command.index(" fit ") + 1 :], monkeypatch, capsys)
 
 
 def test_kubernetes_job_parses():

@@ -357,6 +357,7 @@ class BackwardRuntime:
     def _agree(self) -> None:
         """Compare what ranks did; a parameter that no rank used keeps no gradient, as in one process."""
         names = list(self.replicated)
+        used_anywhere = self.used
         if self.check and self.data_size > 1:
             flags = torch.zeros(len(self.positions) + len(names), dtype=torch.int64)
             flags[list(self.used)] = 1
@@ -366,9 +367,10 @@ class BackwardRuntime:
             self.replicated_used = {
                 name for name, flag in zip(names, flags[len(self.positions) :], strict=True) if flag
             }
-            used_anywhere = flags
+            used_anywhere = set(flags[: len(self.positions)].nonzero().flatten().tolist())
+        if self.check or self.data_size == 1:
             for position, parameter in self.filled.items():
-                if not used_anywhere[position]:
+                if position not in used_anywhere:
                     parameter.sharded_param.grad = None
         self.filled.clear()
         self.used.clear()

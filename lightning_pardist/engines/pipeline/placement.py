@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pardist.engines.local_tensors import own_part, wrapped_like
+from lightning_pardist.engines.pipeline.elsewhere import ElsewhereParameter
 from lightning_pardist.engines.pipeline.plan import PipelinePlan
 
 
@@ -97,7 +98,11 @@ class Placement:
             if id(parameter) not in empty:
                 freed += 0 if parameter.is_meta else parameter.numel() * parameter.element_size()
                 meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-                empty[id(parameter)] = replaced[parameter] = nn.Parameter(meta, parameter.requires_grad)
+                empty[id(parameter)] = replaced[parameter] = ElsewhereParameter(
+                    meta,
+                    parameter.requires_grad,
+                    what=f"{name!r}, which rank {self.owner_of(name)} of the pipeline holds",
+                )
             owner, _, last = name.rpartition(".")
             self.module.get_submodule(owner)._parameters[last] = empty[id(parameter)]
         return freed

@@ -77,6 +77,7 @@ class StageReplay:
         self.device = device
         self.stubs = StubMode()
         self._kept_stubs: dict[tuple[TensorLeaf, bool], torch.Tensor] = {}
+        self._parameter_stubs: dict[nn.Parameter, nn.Parameter] = {}
         self.needed = {value for sent in plan.sent for value in sent}
 
     def run(
@@ -110,18 +111,17 @@ class StageReplay:
     def stub_parameters(self) -> Iterator[None]:
         """Let parameters that have been freed (meta) pretend to live on the device while steps run."""
         swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
-        made: dict[int, nn.Parameter] = {}
         for module in self.root.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
-                    if id(parameter) not in made:
-                        made[id(parameter)] = nn.Parameter(
-                            self._stub(tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, "cpu"),
-                            parameter.requires_grad,
-                        )
                     swapped.append((module, name, parameter))
+        known, self._parameter_stubs = self._parameter_stubs, {}
         for module, name, parameter in swapped:
-            module._parameters[name] = made[id(parameter)]
+            stub = self._parameter_stubs.get(parameter, known.get(parameter))
+            if stub is None or stub.requires_grad != parameter.requires_grad:
+                shape, stride = tuple(parameter.shape), tuple(parameter.stride())
+                stub = nn.Parameter(self._stub(shape, stride, parameter.dtype, "cpu"), parameter.requires_grad)
+            module._parameters[name] = self._parameter_stubs[parameter] = stub
         try:
             yield
         finally:

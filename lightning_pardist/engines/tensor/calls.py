@@ -26,7 +26,7 @@ class Operand:
         shape: Global shape.
         layout: How it is split; None if every rank has all of it.
         dtype: Element type.
-        tensor: The tensor at run time, something that identifies it while planning.
+        tensor: Its number among the call's tensors at run time, something that identifies it while planning.
     """
 
     shape: tuple[int, ...]

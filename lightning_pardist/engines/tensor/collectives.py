@@ -109,7 +109,7 @@ class TensorGroup:
         found = self._entered.get(key)
         if found is not None and found[0]() is tensor:
             return found[1]
-        entered: Tensor = _Enter.apply(tensor, self)
+        entered: Tensor = _Enter.run(tensor, self)
         self._entered[key] = (weakref.ref(tensor), entered)
         while len(self._entered) > _REMEMBERED:
             self._entered.popitem(last=False)
@@ -117,29 +117,29 @@ class TensorGroup:
 
     def reduce(self, partial: Tensor) -> Tensor:
         """The sum of all ranks' parts, as a whole tensor. ``partial`` may be overwritten."""
-        result: Tensor = _Reduce.apply(partial, self)
+        result: Tensor = _Reduce.run(partial, self)
         return result
 
     def take(self, tensor: Tensor, layout: Layout) -> Tensor:
         """This rank's part of a whole tensor."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return layout.take(tensor, self.rank, self.size)
-        result: Tensor = _Take.apply(tensor, layout, self)
+        result: Tensor = _Take.run(tensor, layout, self)
         return result
 
     def gather(self, local: Tensor, layout: Layout) -> Tensor:
         """The whole tensor of which every rank has a part."""
-        result: Tensor = _Gather.apply(local, layout, self)
+        result: Tensor = _Gather.run(local, layout, self)
         return result
 
     def gather_into_split(self, local: Tensor, layout: Layout) -> Tensor:
         """As ``enter(gather(local))`` with half the traffic backward: a reduce-scatter in place of an all-reduce."""
-        result: Tensor = _GatherEnter.apply(local, layout, self)
+        result: Tensor = _GatherEnter.run(local, layout, self)
         return result
 
     def reduce_into_split(self, partial: Tensor, layout: Layout) -> Tensor:
         """As ``take(reduce(partial))`` with half the traffic forward: a reduce-scatter."""
-        result: Tensor = _ReduceTake.apply(partial, layout, self)
+        result: Tensor = _ReduceTake.run(partial, layout, self)
         return result
 
     def _count(self, kind: str, tensor: Tensor) -> None:
@@ -147,7 +147,30 @@ class TensorGroup:
         self.bytes[kind] += tensor.numel() * tensor.element_size()
 
 
-class _Enter(torch.autograd.Function):
+def is_unshared(grad: Tensor) -> bool:
+    """Whether nobody else holds the memory of a gradient that autograd has just handed over.
+
+    Autograd gives one buffer to several consumers, where an addition ends a branch. Only the last one that sees it may
+    overwrite or keep it. The test is that of torch's ``AccumulateGrad``, and looks at views as well.
+    """
+    base = grad._base
+    # Beside the tensor itself: the storage object that is asked for here, a view's base, and the base's Python object.
+    owners = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    if grad._use_count() > 1 or owners > (2 if base is None else 3):  # type: ignore[attr-defined]
+        return False
+    return base is None or base._use_count() <= 2  # type: ignore[attr-defined]
+
+
+class PlainFunction(torch.autograd.Function):
+    """A function of the engine's own: without the detour that makes users' functions work on split tensors."""
+
+    @classmethod
+    def run(cls, *args: Any) -> Any:
+        """As ``apply``, on plain tensors alone."""
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class _Enter(PlainFunction):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
@@ -156,11 +179,13 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # A copy, because autograd may hand the same buffer to other consumers.
-        return ctx.group.all_reduce_(grads[0].clone(memory_format=torch.contiguous_format)), None
+        grad = grads[0]
+        if not grad.is_contiguous() or not is_unshared(grad):
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        return ctx.group.all_reduce_(grad), None
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(PlainFunction):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: TensorGroup) -> Tensor:
         if partial._is_view() or not partial.is_contiguous():
@@ -175,7 +200,7 @@ class _Reduce(torch.autograd.Function):
         return grads[0], None
 
 
-class _Take(torch.autograd.Function):
+class _Take(PlainFunction):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
         ctx.layout, ctx.group = layout, group
@@ -187,7 +212,7 @@ class _Take(torch.autograd.Function):
         return ctx.layout.join(ctx.group.all_gather(grads[0])), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(PlainFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
         ctx.layout, ctx.group = layout, group
@@ -199,7 +224,7 @@ class _Gather(torch.autograd.Function):
         return ctx.layout.take(grads[0], ctx.group.rank, ctx.group.size), None, None
 
 
-class _GatherEnter(torch.autograd.Function):
+class _GatherEnter(PlainFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
         ctx.layout, ctx.group = layout, group
@@ -211,7 +236,7 @@ class _GatherEnter(torch.autograd.Function):
         return ctx.group.reduce_scatter(grads[0], ctx.layout), None, None
 
 
-class _ReduceTake(torch.autograd.Function):
+class _ReduceTake(PlainFunction):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
         ctx.layout, ctx.group = layout, group

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pardist.engines.data_parallel.sparse import sparse_parameters
 from lightning_pardist.engines.local_tensors import over_tensor_ranks
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
+from lightning_pardist.engines.tensor.missing_operators import complete_operators
 from lightning_pardist.engines.tensor.plan import TensorParallelPlan
 from lightning_pardist.engines.tensor.runtime import TensorRuntime
 
@@ -42,6 +43,7 @@ def apply(module: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> Tens
             f" tp_size={mesh.size()}."
         )
     _check(module, plan)
+    complete_operators()
     runtime = TensorRuntime(mesh, sequence_parallel=plan.sequence_parallel)
     layouts = plan.layouts()
     made: dict[int, nn.Parameter] = {}

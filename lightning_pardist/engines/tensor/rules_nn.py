@@ -8,13 +8,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from lightning_pardist.engines.tensor.calls import Call, Need, NoRule, Operand, Outcome, rule
-from lightning_pardist.engines.tensor.collectives import TensorGroup
+from lightning_pardist.engines.tensor.collectives import PlainFunction, TensorGroup
 from lightning_pardist.engines.tensor.layout import Layout
 from lightning_pardist.engines.tensor.rng import apart
 from lightning_pardist.engines.tensor.rules_elementwise import keep_all
@@ -136,6 +136,7 @@ def embedding(call: Call) -> Outcome:
     }
 
     def run(group: TensorGroup, ids: Tensor, weight: Tensor) -> Tensor:
+        check_range(ids, total, "index out of range in self")
         first = group.rank * rows
         elsewhere = (ids < first) | (ids >= first + rows)
         index = _local_padding(padding, total, first, rows)
@@ -180,7 +181,9 @@ def cross_entropy(call: Call) -> Outcome:
 
     samples = math.prod(logits.shape) // logits.shape[classes]
     return Outcome(
-        (logits.keep(), target.whole()), run=run, collectives=(("all_reduce", samples), ("all_reduce", 3 * samples))
+        (logits.keep(), target.whole()),
+        run=run,
+        collectives=(("all_gather", (4 if smoothing else 3) * call.size * samples),),
     )
 
 
@@ -201,21 +204,70 @@ def split_cross_entropy(
     """
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    classes = logits.shape[-1]
-    highest = group.all_reduce_(logits.detach().amax(-1), dist.ReduceOp.MAX)
-    shifted = logits - highest.unsqueeze(-1)
     counted = target != ignored
-    local = target - group.rank * classes
-    here = counted & (local >= 0) & (local < classes)
-    hit = shifted.gather(-1, local.masked_fill(~here, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
-    # One all-reduce for all three sums.
-    parts = [shifted.exp().sum(-1), hit] + ([shifted.sum(-1)] if smoothing else [])
-    sums = group.reduce(torch.stack(parts))
-    log_sum = sums[0].log()
-    losses = log_sum - sums[1]
-    if smoothing:
-        losses = (1 - smoothing) * losses + smoothing * (log_sum - sums[2] / (classes * group.size))
+    check_range(target.masked_fill(~counted, 0), logits.shape[-1] * group.size, "a target is out of bounds")
+    losses: Tensor = _SplitCrossEntropy.run(logits, target, group, smoothing)
     return losses.masked_fill(~counted, 0.0), counted
+
+
+def check_range(index: Tensor, size: int, problem: str) -> None:
+    """As on one process: an index that no rank holds is an error, and not a row of zeros.
+
+    Raises:
+        IndexError: If an index is not in ``range(size)``, on CPU; other devices fail on their own, later.
+    """
+    if not index.numel():
+        return
+    lowest, highest = torch.aminmax(index)
+    if index.device.type == "cpu":
+        if lowest < 0 or highest >= size:
+            raise IndexError(f"{problem}: {int(lowest)} to {int(highest)} where 0 to {size - 1} is possible.")
+    else:
+        torch._assert_async((lowest >= 0) & (highest < size))
+
+
+class _SplitCrossEntropy(PlainFunction):
+    """Each rank's largest logit, sum of exponentials and logit of the target go round once; the rest is local.
+
+    By autograd it would be twice as many passes over the logits, which are the largest activations of a language model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: TensorGroup, smoothing: float) -> Tensor:
+        size = logits.shape[-1]
+        index = target - group.rank * size
+        here = (index >= 0) & (index < size)
+        index = index.masked_fill_(~here, 0).unsqueeze(-1)
+        # Finite, so that ranks all of whose classes are masked out count nothing.
+        highest = logits.amax(-1).clamp_(min=torch.finfo(logits.dtype).min)
+        exponentials = logits - highest.unsqueeze(-1)
+        told = [highest, exponentials.gather(-1, index).squeeze(-1).masked_fill_(~here, 0.0)]
+        if smoothing:
+            told.append(exponentials.sum(-1))
+        told.append(exponentials.exp_().sum(-1))
+        everyone = torch.stack(group.all_gather(torch.stack(told)))
+        # All below is relative to the largest logit of all ranks: what is large cancels before anything is rounded.
+        heights = everyone[:, 0] - everyone[:, 0].amax(0)
+        log_sum = (everyone[:, -1] * heights.exp()).sum(0).log_()
+        ctx.save_for_backward(exponentials, (heights[group.rank] - log_sum).exp_(), index, here)
+        ctx.smoothing, ctx.classes = smoothing, size * group.size
+        owner = (target // size).clamp_(0, group.size - 1).unsqueeze(0)
+        losses = log_sum - (everyone[:, 1].sum(0) + heights.gather(0, owner).squeeze(0))
+        if smoothing:
+            spread = (everyone[:, 2] + size * (heights - log_sum)).sum(0)
+            losses = (1 - smoothing) * losses - smoothing / ctx.classes * spread
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        exponentials, scale, index, here = ctx.saved_tensors
+        (grad,) = grads
+        result = exponentials * (scale * grad).unsqueeze(-1)
+        if ctx.smoothing:
+            result -= ctx.smoothing / ctx.classes * grad.unsqueeze(-1)
+        result.scatter_add_(-1, index, ((ctx.smoothing - 1) * grad * here).unsqueeze(-1))
+        return result, None, None, None
 
 
 @rule("multi_head_attention_forward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -33,7 +34,7 @@ from lightning_pardist.engines.tensor.calls import (
     map_only,
     plain_name,
 )
-from lightning_pardist.engines.tensor.collectives import TensorGroup
+from lightning_pardist.engines.tensor.collectives import PlainFunction, TensorGroup, is_unshared
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
 from lightning_pardist.engines.tensor.rng import apart
 from lightning_pardist.engines.tensor.rules_elementwise import lookup
@@ -50,6 +51,8 @@ _VIEWS = frozenset([
 
 
 _KINDS = ("step", "call")
+#: Of how many different calls the rules' answers are kept: a model of many layers and lengths has a few hundred.
+_KNOWN_CALLS = 4096
 
 
 @dataclass
@@ -85,9 +88,15 @@ class TensorRuntime:
         self.fallbacks: dict[str, Fallback] = {}
         # Both sides of views that became copies, by storage, until the step ends.
         self._copied_views: dict[int, Tensor] = {}
+        # What the rules answered, by call: they depend on shapes, layouts and plain values alone.
+        self._known: dict[Any, Outcome] = {}
         self._depth = 0
         self._called: tuple[nn.Module, ExitStack] | None = None
         self._handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: Any) -> TensorRuntime:
+        """The same: copies of a module, which users make at any time, live on the same ranks."""
+        return self
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -235,7 +244,7 @@ class TensorRuntime:
         if parameter.device_mesh.ndim > 1:
             parameter = _gathered(parameter)
         layout = from_placement(parameter.placements[-1], parameter.ndim)
-        local = parameter.to_local()
+        local = _Open.run(parameter)
         return local if layout is None else SplitTensor(local, layout, self)
 
     def _on_parameters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,33 +262,59 @@ class TensorRuntime:
     def _on_parts(
         self, func: Callable[..., Any], name: str, inplace: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        call_args, call_kwargs = map_only(Tensor, _operand, (args, kwargs))
-        call = Call(func, name, call_args, call_kwargs, self.group.size, inplace, sequence=self.sequence_parallel)
-        rule = lookup(name)
+        tensors: list[Tensor] = []
         try:
-            if rule is None:
-                raise NoRule("no sharding rule")
-            outcome = rule(call)
-        except NoRule as problem:
-            return self._on_whole(func, name, inplace, args, kwargs, problem.reason)
-        except (TypeError, ValueError, IndexError, AttributeError, KeyError) as problem:
-            # A call of a form that the rule does not know; if it is the user's mistake it fails the same way below.
-            return self._on_whole(func, name, inplace, args, kwargs, f"{type(problem).__name__}: {problem}")
-        return self._execute(call, outcome)
+            key = (func, describe(args, tensors), describe(kwargs, tensors) if kwargs else None)
+            known = self._known.get(key)
+        except TypeError:
+            # Something among the arguments that has no value to compare.
+            tensors, known, key = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)], None, None
+        if known is None:
+            try:
+                known = self._look_up(func, name, inplace, args, kwargs)
+            except NoRule as problem:
+                return self._on_whole(func, name, inplace, args, kwargs, problem.reason)
+            except (TypeError, ValueError, IndexError, AttributeError, KeyError) as problem:
+                # A call of a form that the rule does not know; if it is the user's mistake it fails the same way below.
+                return self._on_whole(func, name, inplace, args, kwargs, f"{type(problem).__name__}: {problem}")
+            if key is not None:
+                if len(self._known) >= _KNOWN_CALLS:
+                    self._known.clear()
+                self._known[key] = known
+        return self._execute(func, name, inplace, known, tensors)
 
-    def _execute(self, call: Call, outcome: Outcome) -> Any:
+    def _look_up(
+        self, func: Callable[..., Any], name: str, inplace: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Outcome:
+        """What the rule for a call answers; its operands hold numbers in place of tensors, to serve all calls alike."""
+        numbers = itertools.count()
+        rule = lookup(name)
+        if rule is None:
+            raise NoRule("no sharding rule")
+        call_args, call_kwargs = map_only(Tensor, lambda tensor: _operand(tensor, next(numbers)), (args, kwargs))
+        return rule(Call(func, name, call_args, call_kwargs, self.group.size, inplace, sequence=self.sequence_parallel))
+
+    def _execute(
+        self, func: Callable[..., Any], name: str, inplace: bool, outcome: Outcome, tensors: list[Tensor]
+    ) -> Any:
         group = self.group
-        args, kwargs, after = map_only(Need, self._resolve, (outcome.args, outcome.kwargs, outcome.after_needs))
+
+        def resolve(need: Need) -> Tensor:
+            return self._resolve(need, tensors[need.operand.tensor])
+
+        args = map_only(Need, resolve, outcome.args)
+        kwargs = map_only(Need, resolve, outcome.kwargs) if outcome.kwargs else outcome.kwargs
+        after = map_only(Need, resolve, outcome.after_needs) if outcome.after_needs else ()
         if outcome.random:
             like = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor))
             with apart(group, like):
-                result = call.func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
+                result = func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
         else:
-            result = call.func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
-        if call.inplace:
-            return call.args[0].tensor
+            result = func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
+        if inplace:
+            return tensors[0]
         if outcome.reduce:
-            layout = scattered(call.name, result.shape, group.size) if self.sequence_parallel else None
+            layout = scattered(name, result.shape, group.size) if self.sequence_parallel else None
             result = group.reduce(result) if layout is None else group.reduce_into_split(result, layout)
             if outcome.reduce == "mean":
                 result = result / group.size
@@ -295,8 +330,7 @@ class TensorRuntime:
         with _Mode(self):
             return outcome.after(result, *after) if outcome.after is not None else result
 
-    def _resolve(self, need: Need) -> Tensor:
-        tensor: Tensor = need.operand.tensor
+    def _resolve(self, need: Need, tensor: Any) -> Tensor:
         if need.how == "whole":
             return self.group.enter(tensor)
         if need.how == "part" and need.layout is not None:
@@ -364,6 +398,33 @@ class TensorRuntime:
         for leaf in pytree.tree_leaves(tree):
             if isinstance(leaf, SplitTensor):
                 fallback.bytes_gathered += leaf.local.numel() * leaf.local.element_size() * self.group.size
+
+
+class _Open(PlainFunction):
+    """A parameter's local tensor: ``DTensor.to_local()``, at a tenth of its price and with gradients of their own.
+
+    ``to_local()`` wraps the gradient as it comes. Where autograd gives one buffer to two parameters, both would then
+    keep it, and clipping would scale it twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        local = parameter._local_tensor
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.strides = parameter._spec, local.stride()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        grad, spec = grads[0], ctx.spec
+        if grad is None:
+            return None
+        if torch.is_grad_enabled():
+            # For gradients of gradients: what the result is made of has a history.
+            return DTensor.from_local(grad, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
+        if grad.stride() != ctx.strides or not is_unshared(grad):
+            grad = torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+        return DTensor(grad, spec, requires_grad=False)
 
 
 class _Mode(TorchFunctionMode):
@@ -440,10 +501,41 @@ def _only_states(leaves: list[Any]) -> bool:
     return found
 
 
-def _operand(tensor: Tensor) -> Operand:
+def _operand(tensor: Tensor, number: int) -> Operand:
     if isinstance(tensor, SplitTensor):
-        return Operand(tensor.global_shape, tensor.split_layout, tensor.local.dtype, tensor)
-    return Operand(tuple(tensor.shape), None, tensor.dtype, tensor)
+        return Operand(tensor.global_shape, tensor.split_layout, tensor.local.dtype, number)
+    return Operand(tuple(tensor.shape), None, tensor.dtype, number)
+
+
+#: Arguments that a rule may look at and that are equal where they look equal.
+_VALUES = frozenset([
+    int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+])  # fmt: skip
+
+
+def describe(tree: Any, tensors: list[Tensor]) -> Any:
+    """All of an argument that a sharding rule can see, to tell calls apart; tensors are collected in order.
+
+    Raises:
+        TypeError: If there is something in it that cannot be told apart from others of its kind.
+    """
+    kind = type(tree)
+    if kind in _VALUES:
+        # 1, 1.0 and True are equal, and not the same to a rule.
+        return tree if kind is int or kind is str else (kind, tree)
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        if isinstance(tree, SplitTensor):
+            return Tensor, tree.global_shape, tree.split_layout, tree.local.dtype
+        return Tensor, tree.shape, None, tree.dtype
+    if isinstance(tree, (tuple, list)):
+        return (kind, *[describe(item, tensors) for item in tree])
+    if kind is dict:
+        return (dict, *[(key, describe(item, tensors)) for key, item in tree.items()])
+    if kind is slice and {type(tree.start), type(tree.stop), type(tree.step)} <= {int, type(None)}:
+        return slice, tree.start, tree.stop, tree.step
+    raise TypeError(f"{kind.__name__} has no value to compare")
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

@@ -207,7 +207,9 @@ class ShardedBucket(Bucket):
                     if piece.shard.grad is not None:
                         piece.shard.grad = self._shard[piece.offset : piece.offset + piece.stop - piece.start]
         if self._full is None:
-            self._full = torch.zeros_like(self.flat_params)
+            # fill() sees to views that no gradient comes for; nobody sees to what is behind them.
+            self._full = torch.empty_like(self.flat_params)
+            self._full[self.numel :].zero_()
             offset = 0
             for param, numel in zip(self.params, self.numels, strict=True):
                 self._views.append(view_like(self._full[offset : offset + numel], own_part(param)))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,6 +59,12 @@ class Part:
     def loads_after_setup(self) -> bool:
         """Whether the module has nowhere to load a checkpoint to before :meth:`transform`."""
         return False
+
+    def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Give values to a module built on ``meta``, as far as this rank needs them. Collective over the world.
+
+        The module has its final dtype; nothing has been moved or transformed yet.
+        """
 
     def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Look at the module while it is plain and whole, before any part transforms it. Collective over the world."""
@@ -129,6 +136,10 @@ class Part:
         """As :meth:`local_module_state`, for an optimizer's state dict. Not collective."""
         return state
 
+    def whole_values(self, tree: Any) -> Any:
+        """What callbacks add to a checkpoint, with ordinary tensors in place of this part's. Collective if any are."""
+        return tree
+
     # --- for people, and the end --------------------------------------------------------------------------------
 
     def describe(self) -> str:
@@ -164,8 +175,13 @@ class DataPart(Part):
         self.strategy.precision_plugin.convert_module(module)
 
     def to_device(self, module: nn.Module) -> None:
-        """Move the module to this rank's device."""
-        module.to(self.strategy.root_device)
+        """Move the module to this rank's device; what other ranks alone have created stays on ``meta``."""
+        device = self.strategy.root_device
+        if not self.strategy.restore_checkpoint_after_setup:
+            module.to(device)
+            return
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        _update_properties(module, device=device)
 
     @abstractmethod
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -35,6 +35,7 @@ from lightning_pardist.engines.tensor import (
 )
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies import rehearsal
+from lightning_pardist.strategies.parts.copies import copies_of
 from lightning_pardist.strategies.parts.part import Part
 from lightning_pardist.strategies.settings import one_of
 
@@ -77,6 +78,7 @@ class TensorParallel(Part):
         self._planned_for = ""
         self.runtime: TensorRuntime | None = None
         self._split: nn.Module | None = None
+        self._copies: list[nn.Module] = []
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
 
     @override
@@ -88,10 +90,10 @@ class TensorParallel(Part):
     def check(self, trainer: pl.Trainer) -> None:
         name = type(self.strategy).__name__
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            if isinstance(callback, WeightAveraging) and self.strategy.checkpoints.sharded:
                 raise ValueError(
-                    f"{type(callback).__name__} averages whole parameters, which no rank has under {name}."
-                    " Remove the callback, or use pardist_ddp, pardist_zero1 or pardist_zero2."
+                    f"{type(callback).__name__} keeps every weight twice in a checkpoint, and checkpoint='sharded'"
+                    " writes them once. Use checkpoint='full'."
                 )
         module = self.strategy.lightning_module
         if module is not None and on_meta(module):
@@ -121,6 +123,10 @@ class TensorParallel(Part):
         self.runtime, self._split = apply(module, self.plan, mesh), module
         self.runtime.cover(module)
         self._wrap_reports(module)
+        for copied in copies_of(module, trainer.callbacks):  # type: ignore[attr-defined]
+            apply(copied.to(self.strategy.root_device), self.plan, mesh)
+            self.runtime.cover(copied)
+            self._copies.append(copied)
 
     def _find_plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> TensorParallelPlan:
         name = rehearsal.step_name(trainer)
@@ -324,6 +330,12 @@ class TensorParallel(Part):
         }
         return {**state, "state": local}
 
+    @override
+    def whole_values(self, tree: Any) -> Any:
+        if self.runtime is None or not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(tree)):
+            return tree
+        return pytree.tree_map_only(DTensor, whole_tensor, tree)
+
     # --- for people, and the end --------------------------------------------------------------------------------
 
     @override
@@ -350,7 +362,9 @@ class TensorParallel(Part):
         self._unwrap()
         if self.runtime is not None and self._split is not None:
             self.runtime.uncover()
-            dissolve(self._split)
+            for module in (self._split, *self._copies):
+                dissolve(module)
+            self._copies.clear()
         self.runtime = self._split = None
 
 

@@ -28,6 +28,12 @@ def test_places_are_grouped_and_show_the_users_lines():
     assert not waits_in_collective("  File x, line 1, in y\n    time.sleep(1)\n")
 
 
+def test_slow_disk_is_no_collective():
+    frame = '  File "/lib/lightning_pardist/engines/checkpoint/files.py", line 76, in write\n    {}\n'
+    assert not waits_in_collective(frame.format("os.fsync(stream.fileno())"))
+    assert waits_in_collective(frame.format("self._store.wait([key], self._timeout)"))
+
+
 def test_stillness():
     go_on, end = threading.Event(), threading.Event()
 

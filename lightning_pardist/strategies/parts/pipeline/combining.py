@@ -9,7 +9,7 @@ the rule is taken that leads from the parts to the whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +126,13 @@ _TORCH_NAMES = {"sum": "sum", "max": "amax", "min": "amin"}
 
 
 def find_rules(
-    whole: Mapping[Place, Any], parts: Mapping[Place, Sequence[Any]], shares: Shares, *, tolerance: float, rough: bool
+    whole: Mapping[Place, Any],
+    parts: Mapping[Place, Sequence[Any]],
+    shares: Shares,
+    *,
+    close: float,
+    tolerance: float,
+    rough: bool = False,
 ) -> dict[Place, str]:
     """The rules that lead from micro-batches' numbers to the batch's; none where none does.
 
@@ -134,7 +140,8 @@ def find_rules(
         whole: The batch's numbers.
         parts: The micro-batches'.
         shares: Of the micro-batches.
-        tolerance: Relative error that is rounding.
+        close: Relative error of a rule that is right; numbers of an untrained module are alike, and others come near.
+        tolerance: Largest relative error, where no rule is as close.
         rough: Whether the step draws random numbers, so that only the closer of mean and sum can be told.
     """
     found: dict[Place, str] = {}
@@ -142,7 +149,7 @@ def find_rules(
         if place not in whole:
             continue
         errors = {rule: _error_of(rule, whole[place], column, shares) for rule in _RULES}
-        fitting = [rule for rule in _RULES if errors[rule] <= tolerance]
+        fitting = [rule for limit in (close, tolerance) for rule in _RULES if errors[rule] <= limit]
         if rough and not fitting:
             fitting = [min(("mean", "sum"), key=errors.__getitem__)]
         if fitting:
@@ -151,7 +158,13 @@ def find_rules(
 
 
 def find_token_weight(
-    loss: Any, losses: Sequence[Any], microbatches: Sequence[Any], *, tolerance: float, only: int | None = None
+    loss: Any,
+    losses: Sequence[Any],
+    microbatches: Sequence[Any],
+    *,
+    close: float,
+    tolerance: float,
+    only: int | None = None,
 ) -> TokenWeight | None:
     """What weighs the losses of micro-batches, if it is the entries that count of one of the batch's tensors.
 
@@ -159,25 +172,36 @@ def find_token_weight(
         loss: The batch's.
         losses: The micro-batches'.
         microbatches: Themselves.
-        tolerance: Relative error that is rounding.
+        close: As in :func:`find_rules`.
+        tolerance: Largest relative error; of several weights the one with the smallest is taken.
         only: Look at tensors only that hold this value.
     """
     if any(torch.as_tensor(number).numel() != 1 for number in losses):
         return None
     numbers = [float(number) for number in losses]
+    best: tuple[float, TokenWeight] | None = None
+    for candidate in _token_weights(microbatches, _IGNORED if only is None else (only,)):
+        counts = [candidate(part) for part in microbatches]
+        if not any(counts):
+            continue
+        error = relative_error(float(loss), _mean(numbers, counts))
+        if error <= close:
+            return candidate
+        if error <= tolerance and (best is None or error < best[0]):
+            best = error, candidate
+    return None if best is None else best[1]
+
+
+def _token_weights(microbatches: Sequence[Any], values: Sequence[int]) -> Iterator[TokenWeight]:
     leaves = flatten(microbatches[0])[0]
-    for ignored in _IGNORED if only is None else (only,):
+    for ignored in values:
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.is_complex():
                 continue
             if all(bool((flatten(part)[0][index] != ignored).all()) for part in microbatches):
                 continue
             for first in (0, 1) if leaf.ndim > 1 else (0,):
-                candidate = TokenWeight(index, ignored, first)
-                counts = [candidate(part) for part in microbatches]
-                if any(counts) and _error(float(loss), _mean(numbers, counts)) <= tolerance:
-                    return candidate
-    return None
+                yield TokenWeight(index, ignored, first)
 
 
 def _normalized(values: Sequence[float]) -> tuple[float, ...]:
@@ -192,12 +216,13 @@ def _mean(values: Sequence[float], counts: Sequence[float]) -> float:
 
 def _error_of(rule: str, whole: Any, column: Sequence[Any], shares: Shares) -> float:
     try:
-        return _error(whole, combined(rule, column, shares))
+        return relative_error(whole, combined(rule, column, shares))
     except (RuntimeError, TypeError, ValueError):
         return math.inf
 
 
-def _error(whole: Any, candidate: Any) -> float:
+def relative_error(whole: Any, candidate: Any) -> float:
+    """The largest difference between two numbers or tensors over their largest magnitude."""
     if isinstance(candidate, list):
         return math.inf
     first, second = (torch.as_tensor(value).detach().double().cpu() for value in (whole, candidate))

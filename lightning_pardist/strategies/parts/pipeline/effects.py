@@ -22,11 +22,14 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_pardist.engines.pipeline import merge_results
 from lightning_pardist.strategies.parts.pipeline.combining import Rules, Shares
+from lightning_pardist.strategies.parts.pipeline.number_calls import NumberCalls
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _MISSING = object()
 #: Values that travel; of anything else (a logger, a trainer) only the rank that assigned it knows.
 _PLAIN = (int, float, str, bytes, bool, type(None))
+#: In place of a key of what is logged: its ``batch_size``.
+_BATCH_SIZE = ("batch_size",)
 #: How deep dicts in attributes are looked into.
 _DEPTH = 4
 
@@ -49,12 +52,14 @@ class _Record:
         appended: Items that lists have grown by.
         assigned: New values of attributes and dictionary entries.
         metrics: Per metric: values of its last ``forward``, update count and states (lists: what was added).
+        calls: Per metric that was given numbers only, such as a loss: its calls, each with the method's name.
     """
 
     logged: list[dict[str, Any]] = field(default_factory=list)
     appended: dict[Path, list[Any]] = field(default_factory=dict)
     assigned: dict[Path, Any] = field(default_factory=dict)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    calls: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def as_containers(self) -> dict[str, Any]:
         """Dicts and lists only, so that the tensors in it are seen by whoever follows them."""
@@ -63,6 +68,7 @@ class _Record:
             "appended": [list(self.appended), list(self.appended.values())],
             "assigned": [list(self.assigned), list(self.assigned.values())],
             "metrics": self.metrics,
+            "calls": self.calls,
         }
 
     @classmethod
@@ -71,7 +77,7 @@ class _Record:
         appended, assigned = (
             dict(zip(map(tuple, value[key][0]), value[key][1], strict=True)) for key in ("appended", "assigned")
         )
-        return cls(value["logged"], appended, assigned, value["metrics"])
+        return cls(value["logged"], appended, assigned, value["metrics"], value["calls"])
 
 
 @dataclass
@@ -85,6 +91,7 @@ class BatchEffects:
         assigned: New values of attributes.
         metrics: Changes of metrics, micro-batch by micro-batch.
         forward: The batch's value of each metric that was called.
+        calls: The batch's calls of metrics that are given numbers only.
     """
 
     result: Any
@@ -93,6 +100,7 @@ class BatchEffects:
     assigned: dict[Path, Any] = field(default_factory=dict)
     metrics: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     forward: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 class StepEffects:
@@ -114,6 +122,7 @@ class StepEffects:
         self._metrics = {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
         self._open: _State | None = None
         self._latest: dict[str, dict[str, Any]] = {}
+        self._numbers = NumberCalls()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -122,7 +131,8 @@ class StepEffects:
         self._latest = {}
         kept = self.module.__dict__.get("log", _MISSING)
         try:
-            yield
+            with self._numbers.watching(self._metrics):
+                yield
         finally:
             if kept is _MISSING:
                 self.module.__dict__.pop("log", None)
@@ -141,13 +151,16 @@ class StepEffects:
         self.module.__dict__["log"] = self._recorder(record.logged)
         before = self._state()
         try:
-            result = step(microbatch)
+            with self._numbers.into(record.calls):
+                result = step(microbatch)
         except BaseException:
             before.restore(self)
             raise
         finally:
             self.module.__dict__.pop("log", None)
         before.compare(self, record)
+        # Their states depend on how many micro-batches there are: they are called again with the batch's numbers.
+        record.metrics = {name: change for name, change in record.metrics.items() if name not in record.calls}
         # The states after the last micro-batch are those that count.
         for states in self._latest.values():
             states["states"] = {}
@@ -188,6 +201,13 @@ class StepEffects:
             values = [each["forward"] for each in found]
             if len(values) == len(records) and all(value is not None for value in values):
                 done.forward[name] = merged(values, "forward", name)
+        for name in dict.fromkeys(name for record in records for name in record.calls):
+            called = [record.calls.get(name, []) for record in records]
+            if len({len(calls) for calls in called}) == 1:
+                columns = enumerate(zip(*called, strict=True))
+                done.calls[name] = [merged(column, "called", name, index) for index, column in columns]
+            else:
+                done.calls[name] = [call for calls in called for call in calls]
         return done
 
     def apply(self, done: BatchEffects) -> Any:
@@ -208,6 +228,9 @@ class StepEffects:
         for name, changes in done.metrics.items():
             self._apply_metric(self._metrics[name], changes)
             self._metrics[name]._forward_cache = done.forward.get(name)
+        for name, calls in done.calls.items():
+            for call in calls:
+                getattr(self._metrics[name], call["method"])(*call["args"].values(), **call["kwargs"])
         for arguments in done.logged:
             value = arguments["value"]
             if isinstance(value, _MetricName):
@@ -446,10 +469,11 @@ def _combine_log(
     done = dict(column[-1])
     if all(arguments.get("batch_size") is not None for arguments in column):
         sizes = [int(arguments["batch_size"]) for arguments in column]
-        if len(set(sizes)) > 1 or sizes == list(shares.sizes):
-            done["batch_size"] = sum(sizes)
-            if sizes != list(shares.sizes):
-                shares = Shares.of(sizes, shares.sizes)
+        # Written as a number, it is that of the batch as well; counted, it is a micro-batch's.
+        counted = len(set(sizes)) > 1 or sizes == list(shares.sizes)
+        done["batch_size"] = rules.combine((*place, _BATCH_SIZE), sizes, shares, "sum" if counted else "last")
+        if done["batch_size"] == sum(sizes) and sizes != list(shares.sizes):
+            shares = Shares.of(sizes, shares.sizes)
     reduce_fx = done.get("reduce_fx", "mean")
     name = getattr(reduce_fx, "__name__", reduce_fx)
     otherwise = name if name in ("sum", "max", "min") else "mean"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -17,6 +18,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
+from lightning_pardist.engines.fully_sharded.materialize import on_meta, restore_random_state
+from lightning_pardist.engines.fully_sharded.materialize import share_random_state as take_random_state
 from lightning_pardist.engines.pipeline import (
     CannotPipelineError,
     PipelineEngine,
@@ -24,9 +28,10 @@ from lightning_pardist.engines.pipeline import (
     PipelinePlan,
     StepResult,
     batch_size_of,
+    stage_ranks,
 )
 from lightning_pardist.engines.pipeline.outside import OutsideCalls
-from lightning_pardist.engines.pipeline.placement import replace_in
+from lightning_pardist.engines.pipeline.placement import Placement, replace_in
 from lightning_pardist.engines.pipeline.structure import map_leaves
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies.parts.part import Part
@@ -36,8 +41,10 @@ from lightning_pardist.strategies.parts.pipeline.agreement import (
     raise_together,
     share_random_state,
 )
+from lightning_pardist.strategies.parts.pipeline.averaging import gather_values, placements_of_copies
 from lightning_pardist.strategies.parts.pipeline.combining import Rules, Shares
 from lightning_pardist.strategies.parts.pipeline.effects import StepEffects
+from lightning_pardist.strategies.parts.pipeline.meta import create_local, stand_ins
 from lightning_pardist.strategies.parts.pipeline.recording import STEPS, Recorded, StepKey, StepRecorder, loss_of
 from lightning_pardist.strategies.parts.pipeline.refusals import check_optimizers, check_trainer
 from lightning_pardist.strategies.parts.pipeline.settings import PipelineSettings
@@ -64,6 +71,7 @@ class PipelinePart(Part):
 
     def __init__(self, settings: PipelineSettings) -> None:
         self.settings = settings
+        self._built_on_meta = False
         self.engine: PipelineEngine | None = None
         self.last_result: StepResult | None = None
         self.record_times = False
@@ -94,6 +102,31 @@ class PipelinePart(Part):
         check_trainer(trainer)
 
     # --- the module ---------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def loads_after_setup(self) -> bool:
+        module = self.strategy.lightning_module
+        return self._built_on_meta or (module is not None and on_meta(module))
+
+    @override
+    def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Record and plan on stand-ins for what is on ``meta``, then create this rank's stages alone."""
+        self._built_on_meta = on_meta(module)
+        if not self._built_on_meta:
+            return
+        world = dist.distributed_c10d._get_default_group()
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        broadcast_tensors((tensor.detach() for tensor in tensors if not tensor.is_meta), group=world)
+        share_random_state(self.group)
+        with stand_ins(module, self.strategy.root_device):
+            self._observed = self._record(trainer)
+        settings, size = self.settings, self.group.size()
+        made = next(iter(self._observed.plans.values()))
+        ranks = stage_ranks(settings.schedule, size, settings.chunks_per_rank)
+        own = take_random_state([world])
+        create_local(module, Placement(module, made, ranks, self.group.rank(), self.group), init=settings.init)
+        restore_random_state(own)
 
     @override
     def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -155,6 +188,8 @@ class PipelinePart(Part):
             for optimizer in optimizers
         }
         self._counted = set(self.engine.placement.owned())
+        for placement in placements_of_copies(trainer, self.engine.placement):
+            placement.free()
         if group.size() > 1:
             self._outside = OutsideCalls(self.engine.placement, device, _group_for_outside(self.strategy.device_mesh))
             self._outside.install()
@@ -320,6 +355,12 @@ class PipelinePart(Part):
             return state
         return {**state, "state": {number: value for number, value in state["state"].items() if local[int(number)]}}
 
+    @override
+    def whole_values(self, tree: Any) -> Any:
+        if self.engine is None or self.group.size() == 1:
+            return tree
+        return gather_values(tree, self.group, self.strategy.root_device)
+
     # --- for people, and the end --------------------------------------------------------------------------------
 
     @override
@@ -345,11 +386,15 @@ class PipelinePart(Part):
         engine, self.engine = self.engine, None
         self._effects, self._same_batch, self._counted = None, None, None
         self._plans, self._rules, self._taken = {}, {}, []
+        self._built_on_meta, self._observed = False, None
         module = self.strategy.lightning_module
         if engine is None or module is None:
             return
         if self.ended_well():
             replace_in(self.strategy.optimizers, engine.placement.restore())
+            # Those that were made in the meantime, too.
+            for placement in placements_of_copies(module.trainer, engine.placement):
+                placement.restore()
         else:
             module.__dict__["cpu"] = partial(_held_to_host, module)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,14 +27,17 @@ from lightning_pardist.engines.pipeline import (
     trace,
 )
 from lightning_pardist.engines.pipeline.intercept import undisturbed
-from lightning_pardist.engines.pipeline.microbatch import fresh_copy
+from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
+from lightning_pardist.engines.pipeline.structure import flatten, replace_leaves
 from lightning_pardist.strategies.parts.pipeline.combining import (
     Collector,
     Place,
     Rules,
     Shares,
+    TokenWeight,
     find_rules,
     find_token_weight,
+    relative_error,
 )
 from lightning_pardist.strategies.parts.pipeline.effects import StepEffects
 from lightning_pardist.strategies.parts.pipeline.samples import sample_batches
@@ -46,6 +50,10 @@ STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
+#: Relative errors that are rounding for certain, that may be, and that may be in half precision.
+_CLOSE, _LOOSE, _ROUGH = 2e-6, 1e-4, 2e-2
+#: Runs a step on batches, and returns what it did with each.
+_Evaluate = Callable[[list[Any]], list[dict[str, Any]]]
 #: Name of a step function, and index of the loader whose batches it gets.
 StepKey = tuple[str, int]
 
@@ -95,6 +103,7 @@ class StepRecorder:
         # Before the units are known: all modules are watched, as a recorded run goes through all of them.
         self._effects = StepEffects(self.module)
         self._rng_afterwards = torch.get_rng_state()
+        self._after_hooks: set[RunningStage] = set()
 
     def record(self) -> Recorded:
         """Plans for all step functions, the first of which decides the stages; each is tried.
@@ -118,7 +127,7 @@ class StepRecorder:
         for sample in samples:
             with self._running(sample) as run:
                 dry_run(self.module, run, sample.microbatch, plans[sample.key], loss_of=loss_of)
-        return Recorded(plans, {sample.key: self._find_rules(sample) for sample in samples})
+        return Recorded(plans, self._find_all_rules(samples))
 
     def _samples(self) -> Iterator[_Sample]:
         trainer = self.trainer
@@ -136,59 +145,126 @@ class StepRecorder:
 
     def _record(self, sample: _Sample) -> Trace:
         training = sample.stage == RunningStage.TRAINING
-        with self._running(sample) as run:
-            recorded = trace(self.module, run, sample.microbatch, grad=training, loss_of=loss_of)
+        try:
+            recorded = self._traced(sample)
+        except CannotPipelineError:
+            raise
+        except Exception as error:
+            recorded = self._traced_behind_hooks(sample, error)
         if training and recorded.loss is None:
             raise CannotPipelineError(f"{type(self.module).__name__}.training_step returned no loss.", ())
         return recorded
 
-    def _find_rules(self, sample: _Sample) -> Rules:
-        """Run the step on the whole sample batch and on its micro-batches, and see how the numbers go together."""
+    def _traced_behind_hooks(self, sample: _Sample, error: Exception) -> Trace:
+        """Hooks may prepare what steps need, as in ``def on_train_epoch_start(self): self.outputs = []``."""
+        self._after_hooks.add(sample.stage)
+        try:
+            return self._traced(sample)
+        except CannotPipelineError:
+            raise
+        except Exception:
+            raise error from None
+
+    def _traced(self, sample: _Sample) -> Trace:
+        training = sample.stage == RunningStage.TRAINING
+        with self._running(sample) as run:
+            return trace(self.module, run, sample.microbatch, grad=training, loss_of=loss_of)
+
+    def _find_all_rules(self, samples: list[_Sample]) -> dict[StepKey, Rules]:
+        found: dict[StepKey, Rules] = {}
+        for sample in samples:
+            found[sample.key] = self._find_rules(sample, found.get(("training_step", 0), Rules()).weight)
+        return found
+
+    def _find_rules(self, sample: _Sample, of_training: TokenWeight | None) -> Rules:
+        """Run the step on the whole sample batch and on its micro-batches, and see how the numbers go together.
+
+        Args:
+            sample: Of the step.
+            of_training: What weighs the losses of the training step.
+        """
         parts = split_batch(sample.batch, self.settings.microbatches(self.num_ranks))
         if len(parts) < 2:
             return Rules()
+        values, sizes = [part.value for part in parts], [part.size for part in parts]
         rng = torch.get_rng_state()
-        try:
-            (whole,) = self._evaluated(sample, [sample.batch])
-            is_random = not torch.equal(rng, self._rng_afterwards)
-            records = self._evaluated(sample, [part.value for part in parts])
-        except Exception:
-            # A step that cannot take the batch in evaluation mode tells nothing, and need not be refused for it.
+        tried = self._tried(sample)
+        if tried is None:
             return Rules()
-        sizes, values = [part.size for part in parts], [part.value for part in parts]
+        whole, run, is_exact = tried
+        is_random = not torch.equal(rng, self._rng_afterwards)
         weigh = self.settings.loss_weight
         weights = [float(weigh(value)) for value in values] if callable(weigh) else [float(size) for size in sizes]
         shares = Shares.of(weights, sizes)
-        twice = self._numbers([whole, whole], Shares.of([1, 1], [sum(sizes)] * 2))
-        numbers = {place: column[0] for place, column in twice.items()}
-        columns = self._numbers(records, shares)
-        tolerance = 1e-4 if str(self.trainer.precision).startswith(("32", "64")) else 2e-2
-        find = partial(find_rules, numbers, columns, tolerance=tolerance, rough=is_random)
+        numbers, columns = self._numbers_of(whole, sum(sizes)), self._numbers(run(values), shares)
+        loose, close = (_LOOSE, _CLOSE) if is_exact else (_ROUGH, _ROUGH)
+        find = partial(find_rules, numbers, columns, close=close, tolerance=loose, rough=is_random)
         found = find(shares)
+        certain = find_rules(numbers, columns, shares, close=close, tolerance=close)
         training = sample.stage == RunningStage.TRAINING
         if training:
             loss = loss_of(whole)
             place = next((key for key, number in numbers.items() if number is loss), None)
         else:
-            # Not known which number is a loss: one that nothing explains may be.
-            place = next((key for key, number in numbers.items() if key not in found and key in columns), None)
+            place = _place_of_loss(numbers, columns, certain, of_training)
         if place is None or place not in columns:
             return Rules(found)
         if is_random or weigh is not None or found.get(place) == "sum":
             return Rules(found, None, training and found.get(place) == "sum", not training or place in found)
         # Padding marked by the ignore index counts, even if this sample is padded so evenly that it does not show.
-        only = -100 if place in found else None
-        weight = find_token_weight(numbers[place], columns[place], values, tolerance=tolerance, only=only)
+        evenly = -100 if of_training is None else of_training.ignored
+        error = relative_error(numbers[place], weighted_mean(columns[place], shares.loss))
+        weight = find_token_weight(
+            numbers[place],
+            columns[place],
+            values,
+            close=close,
+            tolerance=close if place in certain else min(loose, error),
+            only=evenly if place in certain else None,
+        )
         if weight is not None:
+            weight = self._settled(weight, sample, run, place, numbers[place])
             found = find(Shares.of([weight(value) for value in values], sizes))
         return Rules(found, weight, False, not training or place in found)
 
-    def _evaluated(self, sample: _Sample, batches: list[Any]) -> list[dict[str, Any]]:
-        with self._running(sample) as run, undisturbed(self.module), torch.no_grad():
+    def _settled(self, weight: TokenWeight, sample: _Sample, run: _Evaluate, place: Place, number: Any) -> TokenWeight:
+        """Whether a sample's first entry counts, which samples of one length do not show."""
+        leaves = flatten(sample.batch)[0]
+        entries = leaves[weight.leaf]
+        if weight.ignored != -100 or entries.ndim < 2 or not (entries[:, 0] != -100).any():
+            return weight
+        leaves[weight.leaf] = entries.clone()
+        leaves[weight.leaf][:, 0] = -100
+        try:
+            (without,) = run([replace_leaves(sample.batch, leaves)])
+            again = self._numbers_of(without, len(entries)).get(place, math.nan)
+        except Exception:
+            return weight
+        return replace(weight, first=int(relative_error(number, again) == 0.0))
+
+    def _tried(self, sample: _Sample) -> tuple[dict[str, Any], _Evaluate, bool] | None:
+        """What the step makes of the whole batch, how to run it on others, and whether its numbers are exact.
+
+        A step that cannot take the batch in evaluation mode tells nothing, and need not be refused for it.
+        """
+        precision = str(self.trainer.precision)
+        # Where parameters are fp32, numbers are told apart best without autocast.
+        for plain in (True, False) if precision.endswith("mixed") else (False,):
+            run = partial(self._evaluated, sample, plain)
+            with suppress(Exception):
+                return run([sample.batch])[0], run, plain or precision.startswith(("32", "64"))
+        return None
+
+    def _evaluated(self, sample: _Sample, plain: bool, batches: list[Any]) -> list[dict[str, Any]]:
+        with self._running(sample, plain=plain) as run, undisturbed(self.module), torch.no_grad():
             self.module.eval()
             records = [run(fresh_copy(batch)) for batch in batches]
             self._rng_afterwards = torch.get_rng_state()
             return records
+
+    def _numbers_of(self, record: dict[str, Any], size: int) -> dict[Place, Any]:
+        twice = self._numbers([record, record], Shares.of([1, 1], [size] * 2))
+        return {place: column[0] for place, column in twice.items()}
 
     def _numbers(self, records: list[dict[str, Any]], shares: Shares) -> dict[Place, list[Any]]:
         collector = Collector()
@@ -196,14 +272,14 @@ class StepRecorder:
         return collector.found
 
     @contextmanager
-    def _running(self, sample: _Sample) -> Iterator[Callable[[Any], Any]]:
+    def _running(self, sample: _Sample, *, plain: bool = False) -> Iterator[Callable[[Any], Any]]:
         name = STEPS[sample.stage]
         function = getattr(self.module, name)
         rest = [0] if is_param_in_hook_signature(function, "batch_idx", min_args=2) else []
         if sample.num_dataloaders > 1:
             rest.append(sample.dataloader_idx)
         precision: Any = self.trainer.precision_plugin
-        context = getattr(precision, _CONTEXTS[name])
+        context = nullcontext if plain else getattr(precision, _CONTEXTS[name])
 
         def step(microbatch: Any) -> Any:
             with context():
@@ -212,10 +288,38 @@ class StepRecorder:
         before = self.module._current_fx_name
         self.module._current_fx_name = name
         try:
-            with self._as_in(sample.stage), self._effects.watching():
+            with self._as_in(sample.stage), self._effects.watching(), self._hooks_run(sample):
                 yield lambda microbatch: self._effects.run(step, microbatch)
         finally:
             self.module._current_fx_name = before
+
+    @contextmanager
+    def _hooks_run(self, sample: _Sample) -> Iterator[None]:
+        """As after the module's hooks before the step, if the step needs them; what they do is undone.
+
+        Raises:
+            CannotPipelineError: If a hook changes parameters, which cannot be undone.
+        """
+        if sample.stage not in self._after_hooks:
+            yield
+            return
+        module = self.module
+        versions = [parameter._version for parameter in module.parameters()]
+        with undisturbed(module):
+            module.__dict__["log"] = lambda *args, **kwargs: None
+            for name in _HOOKS[STEPS[sample.stage]]:
+                module._current_fx_name = name
+                rest = [0, sample.dataloader_idx] if sample.num_dataloaders > 1 else [0]
+                getattr(module, name)(*([sample.batch, *rest] if name.endswith("batch_start") else []))
+                if versions != [parameter._version for parameter in module.parameters()]:
+                    raise CannotPipelineError(
+                        f"{type(module).__name__}.{STEPS[sample.stage]} fails without what hooks prepare, and {name}"
+                        " changes parameters, which a trial run may not. Change them in setup() or configure_model().",
+                        (),
+                    )
+            module.__dict__.pop("log")
+            module._current_fx_name = STEPS[sample.stage]
+            yield
 
     @contextmanager
     def _as_in(self, stage: RunningStage | None) -> Iterator[None]:
@@ -233,12 +337,32 @@ class StepRecorder:
                 each.training = mode
 
 
+_HOOKS = {
+    "training_step": ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"),
+    "validation_step": ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"),
+    "test_step": ("on_test_start", "on_test_epoch_start", "on_test_batch_start"),
+    "predict_step": ("on_predict_start", "on_predict_epoch_start", "on_predict_batch_start"),
+}
 _CONTEXTS = {
     "training_step": "train_step_context",
     "validation_step": "val_step_context",
     "test_step": "test_step_context",
     "predict_step": "predict_step_context",
 }
+
+
+def _place_of_loss(
+    numbers: Mapping[Place, Any],
+    columns: Mapping[Place, Any],
+    certain: Mapping[Place, str],
+    of_training: TokenWeight | None,
+) -> Place | None:
+    """Which number of an evaluation step is weighed as a loss is: one that samples do not explain, or any mean."""
+    places = [place for place in columns if isinstance(numbers.get(place), Tensor | float)]
+    unexplained = next((place for place in places if place not in certain), None)
+    if unexplained is not None or of_training is None:
+        return unexplained
+    return next((place for place in places if certain[place] == "mean"), None)
 
 
 def loss_of(record: dict[str, Any]) -> Tensor | None:

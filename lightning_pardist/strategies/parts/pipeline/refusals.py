@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -45,11 +46,23 @@ def check_trainer(trainer: pl.Trainer) -> None:
             " pardist_zero3 or pardist_tp."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            raise ValueError(
-                f"{type(callback).__name__} averages whole parameters, which no rank has in a pipeline. Remove the"
-                " callback, or use pardist_ddp, pardist_zero1 or pardist_zero2."
-            )
+        _check_average(trainer, callback)
+
+
+def _check_average(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    kind = type(callback).__name__
+    if isinstance(callback, StochasticWeightAveraging):
+        raise ValueError(
+            f"{kind} runs the whole module by itself to renew batch norm statistics, and no rank has it in a pipeline."
+            " Use WeightAveraging or EMAWeightAveraging, or pardist_ddp, pardist_zero1 or pardist_zero2."
+        )
+    if not isinstance(callback, WeightAveraging):
+        return
+    strategy: Any = trainer.strategy
+    if strategy.checkpoints.sharded:
+        raise ValueError(
+            f'{kind} puts two models into a checkpoint, of which checkpoint="sharded" knows one. Use checkpoint="full".'
+        )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from lightning_pardist.engines.fully_sharded.materialize import InitFunction
 from lightning_pardist.engines.pipeline import SCHEDULES, stage_ranks
 from lightning_pardist.engines.pipeline.plan import ReadPolicy
 from lightning_pardist.mesh import Degree
@@ -28,6 +29,8 @@ class PipelineSettings:
         reads: ``"send"`` allows values between blocks to be looked at (``if x.mean() > 0``), as long as that does not
             decide which blocks run.
         message_timeout_s: Longest wait for one message between stages, in seconds.
+        init: For modules on ``meta``: initializes the own parameters of one module, in place of its
+            ``reset_parameters``.
     """
 
     pipeline_parallel_size: Degree = "auto"
@@ -38,6 +41,7 @@ class PipelineSettings:
     loss_weight: Callable[[Any], float] | Literal["sum"] | None = None
     reads: ReadPolicy = "refuse"
     message_timeout_s: float = 600.0
+    init: InitFunction | None = None
 
     def __post_init__(self) -> None:
         one_of("schedule", self.schedule, SCHEDULES)

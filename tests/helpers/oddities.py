@@ -1,0 +1,528 @@
+"""Small modules, each with one habit that users have and that a planner may not expect."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+
+class Base(nn.Module):
+    """A batch of inputs, targets of the same shape, and classes."""
+
+    shape = (4, 6, 16)
+
+    def batch(self, seed):
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randn(*self.shape, generator=g)
+        return (x, torch.randn(*self.shape, generator=g), torch.randint(0, 8, self.shape[:1], generator=g))
+
+    def loss(self, b):
+        return F.mse_loss(self(b[0]), b[1])
+
+
+class GradPenalty(Base):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def loss(self, b):
+        x = b[0].clone().requires_grad_()
+        y = self.net(x)
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.mean() + ((g.norm(dim=-1) - 1) ** 2).mean()
+
+
+class WeightNorm(Base):
+    def __init__(self):
+        super().__init__()
+        self.a = weight_norm(nn.Linear(16, 32))
+        self.b = weight_norm(nn.Linear(32, 16))
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x)))
+
+
+class OldWeightNorm(Base):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.utils.weight_norm(nn.Linear(16, 32))
+        self.b = nn.utils.weight_norm(nn.Linear(32, 16))
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x)))
+
+
+class Spectral(Base):
+    def __init__(self):
+        super().__init__()
+        self.a = spectral_norm(nn.Linear(16, 32))
+        self.b = spectral_norm(nn.Linear(32, 16))
+
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x)))
+
+
+class LoRALinear(nn.Module):
+    def __init__(self, base, r=4):
+        super().__init__()
+        self.base = base
+        self.base.requires_grad_(False)
+        self.A = nn.Parameter(torch.randn(r, base.in_features) * 0.1)
+        self.B = nn.Parameter(torch.randn(base.out_features, r) * 0.1)
+
+    def forward(self, x):
+        return self.base(x) + x @ self.A.T @ self.B.T * 0.5
+
+
+class LoRA(Base):
+    def __init__(self):
+        super().__init__()
+        self.up = LoRALinear(nn.Linear(16, 64))
+        self.down = LoRALinear(nn.Linear(64, 16))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+class CLIP(Base):
+    def __init__(self):
+        super().__init__()
+        self.i = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 24))
+        self.t = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 24))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def loss(self, b):
+        i = F.normalize(self.i(b[0].mean(1)), dim=-1)
+        t = F.normalize(self.t(b[1].mean(1)), dim=-1)
+        logits = self.scale.exp() * i @ t.t()
+        y = torch.arange(len(logits))
+        return (F.cross_entropy(logits, y) + F.cross_entropy(logits.t(), y)) / 2
+
+
+class UNet(Base):
+    shape = (2, 4, 16, 16)
+
+    def __init__(self):
+        super().__init__()
+
+        def c(i, o):
+            return nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(4, o), nn.SiLU())
+
+        self.d1 = c(4, 8)
+        self.d2 = c(8, 16)
+        self.mid = c(16, 16)
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.u1 = c(16, 8)
+        self.out = nn.Conv2d(8, 4, 1)
+        self.time = nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        t = self.time(torch.ones(len(x), 8))
+        a = self.d1(x)
+        b = self.d2(F.max_pool2d(a, 2))
+        b = b + t[:, :, None, None]
+        m = self.mid(b)
+        return self.out(self.u1(torch.cat([self.up(m), a], 1)))
+
+
+class VAE(Base):
+    def __init__(self):
+        super().__init__()
+        self.e = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.d = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def loss(self, b):
+        mu, lv = self.e(b[0]).chunk(2, -1)
+        torch.manual_seed(5)
+        z = mu + torch.randn(mu.shape) * (lv * 0.5).exp()
+        kl = -0.5 * (1 + lv - mu.pow(2) - lv.exp()).sum(-1).mean()
+        return F.mse_loss(self.d(z), b[1]) + 0.1 * kl
+
+
+class Conformer(Base):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Conv1d(16, 64, 1)
+        self.dw = nn.Conv1d(32, 32, 3, padding=1, groups=32)
+        self.bn = nn.BatchNorm1d(32)
+        self.o = nn.Conv1d(32, 16, 1)
+
+    def forward(self, x):
+        h = F.glu(self.p(x.transpose(1, 2)), dim=1)
+        return x + self.o(F.silu(self.bn(self.dw(h)))).transpose(1, 2)
+
+
+class ALiBi(Base):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.o = nn.Linear(16, 16)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+        pos = torch.arange(T)
+        bias = -(pos[:, None] - pos[None]).abs() * slopes[:, None, None]
+        a = (q @ k.transpose(-1, -2) / 2 + bias).masked_fill(~torch.ones(T, T).tril().bool(), -1000000000.0).softmax(-1)
+        return self.o((a @ v).transpose(1, 2).reshape(B, T, C))
+
+
+class Interleaved(Base):
+    """q,k,v interleaved per head as GPT-NeoX"""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.o = nn.Linear(16, 16)
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        q, k, v = self.qkv(x).view(B, T, 4, 12).transpose(1, 2).chunk(3, -1)
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Einsum(Base):
+    def __init__(self):
+        super().__init__()
+        self.wq = nn.Parameter(torch.randn(16, 4, 4) * 0.2)
+        self.wk = nn.Parameter(torch.randn(16, 4, 4) * 0.2)
+        self.wv = nn.Parameter(torch.randn(16, 4, 4) * 0.2)
+        self.wo = nn.Parameter(torch.randn(4, 4, 16) * 0.2)
+
+    def forward(self, x):
+        q = torch.einsum("btc,chd->bhtd", x, self.wq)
+        k = torch.einsum("btc,chd->bhtd", x, self.wk)
+        v = torch.einsum("btc,chd->bhtd", x, self.wv)
+        a = torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1)
+        return torch.einsum("bhqd,hdc->bqc", torch.einsum("bhqk,bhkd->bhqd", a, v), self.wo)
+
+
+class GNN(Base):
+    def __init__(self):
+        super().__init__()
+        self.m = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        self.u = nn.Linear(48, 16)
+
+    def forward(self, x):
+        x = x[0]
+        src = torch.tensor([0, 1, 2, 3, 4, 5, 0])
+        dst = torch.tensor([1, 2, 3, 4, 5, 0, 3])
+        m = self.m(torch.cat([x[src], x[dst]], -1))
+        agg = torch.zeros(len(x), 32).index_add(0, dst, m)
+        sc = torch.zeros(len(x), 32).scatter_add(0, dst[:, None].expand_as(m), m)
+        return self.u(torch.cat([x, agg + sc], -1)).expand(4, -1, -1)
+
+
+class Bag(Base):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(32, 16, mode="sum")
+        self.e = nn.Embedding(32, 16)
+        self.top = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def loss(self, b):
+        ids = (b[0].abs() * 7).long() % 32
+        f = ids.flatten(1)[:, :10]
+        return F.cross_entropy(self.top(torch.cat([self.bag(f), self.e(f).mean(1)], -1)), b[2])
+
+
+class FiLM(Base):
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Linear(16, 64)
+        self.a = nn.Linear(16, 32)
+        self.b = nn.Linear(32, 16)
+
+    def forward(self, x):
+        g, h = self.c(x.mean(1)).chunk(2, -1)
+        return self.b(F.relu(self.a(x) * (1 + g[:, None]) + h[:, None]))
+
+
+class STE(Base):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 32)
+        self.b = nn.Linear(32, 16)
+
+    def forward(self, x):
+        h = self.a(x)
+        q = h + (h.round() - h).detach()
+        return self.b(q)
+
+
+class Quant(Base):
+    """vector quantisation: argmin of distances, codebook lookup"""
+
+    def __init__(self):
+        super().__init__()
+        self.e = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.code = nn.Embedding(12, 8)
+        self.d = nn.Linear(8, 16)
+
+    def loss(self, b):
+        z = self.e(b[0])
+        i = torch.cdist(z.reshape(-1, 8), self.code.weight).argmin(-1)
+        q = self.code(i).view_as(z)
+        commitment = F.mse_loss(q, z.detach()) + 0.25 * F.mse_loss(q.detach(), z)
+        return F.mse_loss(self.d(z + (q - z).detach()), b[1]) + commitment
+
+
+class Flow(Base):
+    def __init__(self):
+        super().__init__()
+        self.n = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(2))
+        self.w = nn.Parameter(torch.eye(16) + 0.1 * torch.randn(16, 16))
+
+    def loss(self, b):
+        x = b[0] @ self.w
+        ld = torch.linalg.slogdet(self.w)[1]
+        for n in self.n:
+            a, c = x.chunk(2, -1)
+            sc, t = n(a).chunk(2, -1)
+            c = c * sc.tanh().exp() + t
+            ld = ld + sc.tanh().sum(-1).mean()
+            x = torch.cat([c, a], -1)
+        return 0.5 * x.pow(2).sum(-1).mean() - ld
+
+
+class Bilinear(Base):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Bilinear(16, 16, 32)
+        self.o = nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.o(torch.tanh(self.b(x, x)))
+
+
+class GRU(Base):
+    def __init__(self):
+        super().__init__()
+        self.i = nn.Linear(16, 32)
+        self.r = nn.GRU(32, 24, num_layers=2, batch_first=True, bidirectional=True)
+        self.o = nn.Linear(48, 16)
+
+    def forward(self, x):
+        return self.o(self.r(F.relu(self.i(x)))[0])
+
+
+class Cell(Base):
+    def __init__(self):
+        super().__init__()
+        self.c = nn.LSTMCell(16, 32)
+        self.o = nn.Linear(32, 16)
+
+    def forward(self, x):
+        h = c = torch.zeros(len(x), 32)
+        out = []
+        for t in range(x.shape[1]):
+            h, c = self.c(x[:, t], (h, c))
+            out.append(self.o(h))
+        return torch.stack(out, 1)
+
+
+class FunctionalCall(Base):
+    def __init__(self):
+        super().__init__()
+        self.n = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        return torch.func.functional_call(self.n, {k: v * 1.0 for k, v in self.n.named_parameters()}, (x,))
+
+
+class Hooks(Base):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 32)
+        self.b = nn.Linear(32, 16)
+        self.seen = []
+        self.a.register_full_backward_hook(lambda m, gi, go: self.seen.append(go[0].shape) or None)
+        self.b.register_forward_hook(lambda m, i, o: o * 2)
+
+    def forward(self, x):
+        return self.b(F.relu(self.a(x)))
+
+
+class Reentrant(Base):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 32)
+        self.b = nn.Linear(32, 16)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(
+            lambda y: self.b(F.relu(self.a(y))), x.clone().requires_grad_(), use_reentrant=True
+        )
+
+
+class Highway(Base):
+    def __init__(self):
+        super().__init__()
+        self.g = nn.Linear(16, 16)
+        self.h = nn.Linear(16, 16)
+        self.p = nn.PReLU(16)
+
+    def forward(self, x):
+        g = torch.sigmoid(self.g(x))
+        return g * self.p(self.h(x).transpose(1, 2)).transpose(1, 2) + (1 - g) * x
+
+
+class Scaled(Base):
+    """learned per-channel scale, RMS over the split dim, max pooling over features"""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 32, bias=False)
+        self.g = nn.Parameter(torch.ones(32))
+        self.b = nn.Linear(32, 16)
+
+    def forward(self, x):
+        h = self.a(x)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-06) * self.g
+        m = h.max(-1, keepdim=True).values
+        return self.b(h - m + h.std(-1, keepdim=True) + h.logsumexp(-1, keepdim=True))
+
+
+class BCE(Base):
+    def __init__(self):
+        super().__init__()
+        self.n = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def loss(self, b):
+        y = self.n(b[0].mean(1))
+        t = F.one_hot(b[2], 8).float()
+        return (
+            F.binary_cross_entropy_with_logits(y, t)
+            + F.kl_div(y.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+            + F.nll_loss(y.log_softmax(-1), b[2])
+            + F.smooth_l1_loss(y, t)
+            + F.cross_entropy(y, b[2], weight=torch.arange(1.0, 9.0))
+        )
+
+
+class CTC(Base):
+    def __init__(self):
+        super().__init__()
+        self.n = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def loss(self, b):
+        lp = self.n(b[0]).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(
+            lp,
+            torch.randint(1, 8, (4, 3), generator=torch.Generator().manual_seed(0)),
+            torch.full((4,), 6),
+            torch.full((4,), 3),
+        )
+
+
+class InPlace(Base):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 32)
+        self.b = nn.Linear(32, 16)
+        self.r = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        h = self.a(x)
+        h += 1
+        h *= 0.5
+        h[:, 0] = 0
+        h = self.r(h)
+        y = self.b(h)
+        y[:, 1:] += x[:, 1:]
+        return y
+
+
+class List(Base):
+    """parameters in ParameterList/Dict, gates by python control flow on values"""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.ParameterList([nn.Parameter(torch.randn(16, 16) * 0.2) for _ in range(2)])
+        self.d = nn.ParameterDict({"b": nn.Parameter(torch.zeros(16))})
+
+    def forward(self, x):
+        for w in self.w:
+            x = torch.relu(x @ w + self.d["b"]) if x.mean() > -10 else x @ w
+        return x
+
+
+class TopK(Base):
+    """token routing with top-k, gather and scatter by index"""
+
+    def __init__(self):
+        super().__init__()
+        self.r = nn.Linear(16, 4)
+        self.e = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(4))
+
+    def forward(self, x):
+        f = x.reshape(-1, 16)
+        p = self.r(f).softmax(-1)
+        v, i = p.topk(2)
+        out = torch.zeros_like(f)
+        for k, e in enumerate(self.e):
+            t, j = torch.where(i == k)
+            out.index_add_(0, t, e(f[t]) * v[t, j, None])
+        return out.view_as(x)
+
+
+class SE(Base):
+    shape = (2, 4, 8, 8)
+
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Conv2d(4, 16, 3, padding=1)
+        self.f1 = nn.Linear(16, 4)
+        self.f2 = nn.Linear(4, 16)
+        self.o = nn.Conv2d(16, 16, 1)
+        self.ps = nn.PixelShuffle(2)
+        self.dn = nn.Conv2d(4, 4, 2, stride=2)
+        self.bn = nn.BatchNorm2d(16)
+
+    def forward(self, x):
+        h = F.relu(self.bn(self.c(x)))
+        g = torch.sigmoid(self.f2(F.relu(self.f1(F.adaptive_avg_pool2d(h, 1).flatten(1)))))
+        return self.dn(self.ps(self.o(h * g[:, :, None, None])))
+
+
+class Tied(Base):
+    """auto-encoder with transposed tied weight"""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(16, 32)
+        self.b = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x):
+        return F.linear(torch.tanh(self.w(x)), self.w.weight.t(), self.b)
+
+
+class Packed(Base):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 24)
+        self.l = nn.LSTM(24, 16, batch_first=True)
+
+    def forward(self, x):
+        p = nn.utils.rnn.pack_padded_sequence(
+            self.a(x), torch.tensor([6, 5, 4, 6]), batch_first=True, enforce_sorted=False
+        )
+        return nn.utils.rnn.pad_packed_sequence(self.l(p)[0], batch_first=True)[0]
+
+
+class Perceiver(Base):
+    def __init__(self):
+        super().__init__()
+        self.lat = nn.Parameter(torch.randn(3, 16))
+        self.x = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.s = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=True)
+        self.o = nn.Linear(16, 96)
+
+    def forward(self, x):
+        latents, _ = self.x(self.lat.expand(len(x), -1, -1), x, x)
+        return self.o(self.s(latents).mean(1)).view_as(x)
+
+
+ODDITIES = {cls.__name__: cls for cls in Base.__subclasses__()}

@@ -1,0 +1,118 @@
+"""Averaging callbacks under a pipeline: each rank averages its stage, and everybody sees the whole."""
+
+import copy
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pardist import PipelineStrategy
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.runs import quiet_trainer
+
+
+class OwnAverage(pl.Callback):
+    """As users write it."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.module = copy.deepcopy(pl_module)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for mine, current in zip(self.module.parameters(), pl_module.parameters(), strict=True):
+            mine.mul_(0.8).add_(current, alpha=0.2)
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["current_model_state"] = self.module.state_dict()
+
+
+KINDS = {
+    "mean": (WeightAveraging, {}),
+    "ema": (EMAWeightAveraging, {"decay": 0.8, "use_buffers": False}),
+    "own": (OwnAverage, {}),
+}
+
+
+class Net(pl.LightningModule):
+    """Tied ends, so that one average lies on two ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4))
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+def _fit(folder, strategy="auto", devices=1, epochs=2, ckpt_path=None):
+    found = {}
+    tokens = torch.randint(0, 12, (20, 7), generator=torch.Generator().manual_seed(7))
+    for name, (kind, settings) in KINDS.items():
+        torch.manual_seed(11)
+        module, average = Net(), kind(**settings)
+        trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=epochs, callbacks=[average])
+        loader = DataLoader(tokens, batch_size=8)
+        trainer.fit(module, loader, loader, ckpt_path=ckpt_path and folder / f"{ckpt_path}-{name}.ckpt")
+        path = folder / f"{devices}-{epochs}-{name}.ckpt"
+        trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        found[name] = {
+            "weights": snapshot(module),
+            "average": {} if name == "own" else snapshot(average._average_model.module),
+            "values": {key: value.clone() for key, value in trainer.callback_metrics.items()},
+            "saved": saved["state_dict"],
+            "current": saved["current_model_state"],
+        }
+    return found
+
+
+def _continued(folder):
+    first = _fit(folder, "pardist_pp", 2)
+    return first, _fit(folder, "pardist_pp", 2, 4, "2-2"), _fit(folder, "pardist_pp", 2, 4, "1-2")
+
+
+def test_averages_are_those_of_one_process(tmp_path):
+    one, on = _fit(tmp_path), _fit(tmp_path, epochs=4, ckpt_path="1-2")
+    for got in run_ranks(2, _continued, tmp_path):
+        for mine, whole in zip(got, (one, on, on), strict=True):
+            for name in KINDS:
+                for part, want in whole[name].items():
+                    assert_close(mine[name][part], want)
+
+
+def _refused(kind, settings):
+    strategy = PipelineStrategy(**settings)
+    trainer = quiet_trainer(strategy=strategy, devices=2, callbacks=[kind])
+    trainer.fit(Net(), DataLoader(torch.zeros(8, 7, dtype=torch.long), batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("callback", "settings", "pattern"),
+    [
+        (StochasticWeightAveraging(1e-2), {}, "StochasticWeightAveraging runs the whole module"),
+        (WeightAveraging(), {"checkpoint": "sharded"}, "puts two models into a checkpoint"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused(callback, settings, pattern):
+    with pytest.raises(RankFailed, match=pattern):
+        run_ranks(2, _refused, callback, settings)

@@ -1,0 +1,79 @@
+"""Stand-ins for parameters of other stages: silent where nothing comes of it, loud where numbers would be wrong."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pardist.engines.pipeline import CannotPipelineError
+from lightning_pardist.engines.pipeline.elsewhere import ElsewhereParameter
+
+
+def _pair() -> tuple[Tensor, Tensor]:
+    there = ElsewhereParameter(torch.empty(3, 4, device="meta"), what="'layer.weight', which rank 1 holds")
+    return nn.Parameter(torch.ones(3, 4)), there
+
+
+def _set_item(here: Tensor, there: Tensor) -> None:
+    here.data[0] = there.data[0]
+
+
+def _in_place(here: Tensor, there: Tensor) -> None:
+    here += there
+
+
+WRONG: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "average": lambda here, there: here.mul_(0.9).add_(there, alpha=0.1),
+    "lerp": lambda here, there: here.lerp_(there, 0.1),
+    "copy": lambda here, there: here.copy_(there),
+    "foreach": lambda here, there: torch._foreach_add_([here], [there]),
+    "out": lambda here, there: torch.add(there, 1, out=here.data),
+    "set_item": _set_item,
+    "in_place": _in_place,
+    "sum": lambda here, there: here.data * 0.9 + there.data * 0.1,
+    "item": lambda here, there: there.square().sum().item(),
+    "float": lambda here, there: float(there.norm()),
+    "host": lambda here, there: there.cpu(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_values_are_not_to_be_had(name: str) -> None:
+    here, there = _pair()
+    with torch.no_grad(), pytest.raises(CannotPipelineError, match=r"'layer.weight', which rank 1 holds.*pardist_ddp"):
+        WRONG[name](here, there)
+
+
+def test_what_comes_to_nothing_here_is_done_where_the_parameter_is() -> None:
+    here, there = _pair()
+    with torch.no_grad():
+        there.mul_(0.9).add_(here, alpha=0.1)
+        there.copy_(here)
+        nn.init.zeros_(there)
+    assert there.is_meta
+    assert there.norm().is_meta
+    assert isinstance(there, nn.Parameter)
+    assert (there.shape, there.numel(), there.is_leaf, there.requires_grad) == ((3, 4), 12, True, True)
+    assert "ElsewhereParameter" in repr(there)
+
+
+def test_modules_with_stand_ins_are_copied_moved_and_optimized() -> None:
+    here, there = _pair()
+    module = nn.ParameterList([here, there])
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), copy.deepcopy(module).double()):
+        assert isinstance(other[1], nn.Parameter)
+        assert other[1].is_meta
+        with pytest.raises(CannotPipelineError):
+            other[1].sum().item()
+    optimizer = torch.optim.AdamW(module.parameters())
+    here.grad = torch.ones_like(here)
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert list(optimizer.state) == [here]

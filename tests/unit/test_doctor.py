@@ -1,0 +1,114 @@
+"""``pardist doctor``: what it warns of, and with which status it ends."""
+
+import dataclasses
+
+import pytest
+
+from lightning_pardist.cli import main
+from lightning_pardist.doctor import _compare
+from lightning_pardist.environments.facts import Facts
+from tests.helpers.ranks import free_port
+from tests.helpers.scripts import run_script
+
+FACTS = Facts(
+    rank=0,
+    local_rank=0,
+    node_rank=0,
+    world_size=2,
+    host="h1",
+    address="10.0.0.1",
+    interface="eth0",
+    environment="TorchrunEnvironment",
+    why="",
+    meeting="h1:1",
+    device="cpu",
+    device_id="",
+    cores=4,
+    threads=1,
+    versions={"torch": "2.13"},
+)
+
+
+def _warnings(*changes, skews=None):
+    ranks = [dataclasses.replace(FACTS, **{"rank": rank, "host": f"h{rank}"} | own) for rank, own in enumerate(changes)]
+    return "\n".join(_compare(ranks, skews))
+
+
+@pytest.mark.parametrize(
+    ("changes", "skews", "wanted"),
+    [
+        ([{}, {"versions": {"torch": "2.12"}}], None, "versions of torch differ: 2.13 on rank 0, 2.12 on rank 1"),
+        ([{}, {"versions": {}}], None, "none on rank 1"),
+        ([{"device": "cuda:0 A"}, {"device": "cuda:0 B"}], None, "devices differ: A, B"),
+        ([{"host": "h", "device_id": "x"}] * 2, None, "ranks 0, 1 on h share one GPU"),
+        (
+            [{"host": "h", "threads": 4}] * 2,
+            None,
+            "2 rank(s) of 4 thread(s) share 4 core(s) on h. Set OMP_NUM_THREADS=2",
+        ),
+        ([{"host": "a"}, {"host": "b"}, {"host": "a"}], None, "the ranks on a are not neighbours"),
+        ([{}, {}], {0: 0.0, 1: -3.25}, "the clock of rank 1 is -3.2 s off"),
+        ([{}, {"warnings": ["look out"]}], None, "rank 1 on h1: look out"),
+    ],
+)
+def test_warnings(changes, skews, wanted):
+    assert wanted in _warnings(*changes, skews=skews)
+
+
+def test_nothing_to_warn_of():
+    assert _warnings({}, {}, skews={0: 0.0, 1: 0.01}) == ""
+
+
+def test_alone(capsys):
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "no launcher: this process starts its own ranks" in shown
+    assert shown.endswith("training could start\n")
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "wanted"),
+    [
+        (0, "127.0.0.1", "rank 1 did not come within 1 s"),
+        (1, "127.0.0.1", "Rank 0 was not found at 127.0.0.1"),
+        (1, "no such host", "cannot resolve"),
+    ],
+)
+def test_rank_without_the_others(rank, address, wanted, monkeypatch, capsys):
+    given = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": free_port()}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["doctor", "--timeout", "1"]) == 1
+    shown = capsys.readouterr().out
+    assert wanted in shown
+    assert shown.endswith("training could not start\n")
+
+
+def test_other_numbers_than_the_trainers(monkeypatch, capsys):
+    given = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["doctor", "--timeout", "1", "--devices", "4"]) == 1
+    assert "makes 4 ranks, but world_size=2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_under_torchrun():
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "lightning_pardist",
+        "doctor",
+    )
+    finished = run_script(*torchrun, "--tensor-parallel-size", "2", "--devices", "2")
+    assert finished.code == 0, finished.output
+    assert finished.output.count("training could start") == 1
+    assert "environment  TorchrunEnvironment" in finished.output
+    assert "tensor_parallel: all-reduce of one number" in finished.output
+    finished = run_script(*torchrun, "--devices", "3")
+    assert finished.code == 1, finished.output
+    assert "Trainer(devices=3), but torchrun started 2 rank(s)" in finished.output
+    assert "training could not start" in finished.output
