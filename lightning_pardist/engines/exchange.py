@@ -64,7 +64,8 @@ def gather_slices(whole: Tensor, *, group: dist.ProcessGroup) -> dist.Work:
     """
     rank, slices = group.rank(), whole.chunk(group.size())
     if not exchanges_directly(whole, group):
-        return dist.all_gather_into_tensor(whole, slices[rank], group=group, async_op=True)
+        work: dist.Work = dist.all_gather_into_tensor(whole, slices[rank], group=group, async_op=True)
+        return work
     if not whole.numel():
         return Exchange([])
     peers = _peers(group)

@@ -40,7 +40,7 @@ from lightning_pardist.engines.fully_sharded.norm import clip_by_norm_, grad_nor
 from lightning_pardist.engines.fully_sharded.optimizer import step_on_shards
 from lightning_pardist.engines.fully_sharded.parameters import make_settable
 from lightning_pardist.engines.fully_sharded.skipping import LossBoard
-from lightning_pardist.engines.fully_sharded.tiling import find_tiled, shard_rows
+from lightning_pardist.engines.fully_sharded.tiling import find_tiled, shard_rows, weights
 from lightning_pardist.engines.fully_sharded.units import (
     Unit,
     describe_units,
@@ -118,7 +118,7 @@ def shard(
         raise ValueError("The module contains parts that are sharded already. Shard it once, as it was written.")
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     tiled = {} if tile_above_bytes is None else find_tiled(module, tile_above_bytes, ignored=ignored)
-    in_tiles = {layer.weight for layer in tiled.values()}
+    in_tiles = set(weights(tiled.values()))
     if units is None:
         units = find_units(module, ignored={*ignored, *in_tiles})
     chosen = {unit.module: unit.reason for unit in units if unit.module is not module}

@@ -7,6 +7,7 @@ from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 _POLL_S = 0.002
@@ -31,11 +32,11 @@ class LossBoard:
         self._rank, self._size = group.rank(), group.size()
         self._timeout = timeout
         self._step = 0
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         # Nobody reads where there is nobody else, in torch's "fake" backend for one.
         if self._size > 1 and dist.get_backend(group) != "fake":
             name = group.group_name
-            self._store = dist.PrefixStore(f"pardist/losses/{name}/{_made[name]}", _get_default_store())
+            self._store = PrefixStore(f"pardist/losses/{name}/{_made[name]}", _get_default_store())
             _made[name] += 1
 
     def note_loss(self) -> None:

@@ -10,7 +10,7 @@ the tile's own gradient into the shard at once. What is sent is what a unit send
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -66,6 +66,11 @@ def find_tiled(
     return found
 
 
+def weights(layers: Iterable[nn.Linear]) -> list[nn.Parameter]:
+    """What of some layers is in no unit."""
+    return [layer.get_parameter("weight") for layer in layers]
+
+
 def shard_rows(layer: nn.Linear, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
     """Keep this rank's rows of a layer's weight, as a ``DTensor`` under the same name. Not collective.
 
@@ -79,8 +84,9 @@ def shard_rows(layer: nn.Linear, mesh: DeviceMesh, device: torch.device) -> nn.P
     chunk = -(-whole.size(0) // size)
     start = min(rank * chunk, whole.size(0))
     rows = whole.detach()[start : start + chunk].to(device, copy=True).contiguous()
-    layer.weight = nn.Parameter(_as_dtensor(rows, mesh, whole), requires_grad=whole.requires_grad)
-    return layer.weight
+    weight = nn.Parameter(_as_dtensor(rows, mesh, whole), requires_grad=whole.requires_grad)
+    layer.weight = weight
+    return weight
 
 
 class TiledLinear:
@@ -129,21 +135,21 @@ class TiledLinear:
         layer.forward = self.forward  # type: ignore[method-assign]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """What the layer's own forward computes. Collective over the shard group.
 
         Args:
-            x: Shape ``[..., in_features]``.
+            input: Shape ``[..., in_features]``.
 
         Returns:
             Shape ``[..., out_features]``.
         """
-        device = x.device.type
+        x, device = input, input.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         dtype = autocast or self._dtype
         if x.dtype != dtype and (autocast is not None or self._dtype != self.layer.weight.dtype):
             x = x.to(dtype)
-        y: Tensor = _Product.apply(x, self.layer.weight, self, dtype)  # type: ignore[no-untyped-call]
+        y: Tensor = _Product.apply(x, self.layer.weight, self, dtype)
         bias = self.layer.bias
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -263,7 +269,7 @@ class _Product(torch.autograd.Function):
         return layer.product(x, dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         for_input, for_weight = ctx.needs_input_grad[:2]

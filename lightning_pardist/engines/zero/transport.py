@@ -43,7 +43,7 @@ class ReduceScatter(Transport):
         self.make_host = make_host
         self.scale = 1.0 / group.size()
         self.keep_full = keep_full
-        self._flying: deque[tuple[ShardedBucket, Any, Tensor | None]] = deque()
+        self._flying: deque[tuple[ShardedBucket, Reduction | tuple[Any, Tensor]]] = deque()
 
     @override
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
@@ -63,16 +63,16 @@ class ReduceScatter(Transport):
             self._land()
         full = bucket.full_gradients
         if exchanges_directly(full, self.group):
-            self._flying.append((bucket, scatter_slices(full, group=self.group), None))
+            self._flying.append((bucket, scatter_slices(full, group=self.group)))
             return None
         received = full.new_empty(bucket.shard_numel)
         work = dist.reduce_scatter_tensor(received, full, group=self.group, async_op=True)
-        self._flying.append((bucket, work, received))
+        self._flying.append((bucket, (work, received)))
         return None
 
     @override
     def finish(self, bucket: Bucket, work: Any) -> None:
-        while any(flying is bucket for flying, _, _ in self._flying):
+        while any(flying is bucket for flying, _ in self._flying):
             self._land()
 
     @override
@@ -80,9 +80,10 @@ class ReduceScatter(Transport):
         reduce_flags(buckets, group=self.group)
 
     def _land(self) -> None:
-        bucket, work, received = self._flying.popleft()
-        if isinstance(work, Reduction):
-            received = work.finish(bucket.sum_into)
-        else:
-            work.wait()
+        bucket, flying = self._flying.popleft()
+        if isinstance(flying, Reduction):
+            bucket.take(flying.finish(bucket.sum_into))
+            return
+        work, received = flying
+        work.wait()
         bucket.take(received)

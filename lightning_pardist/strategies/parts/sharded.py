@@ -27,7 +27,7 @@ from lightning_pardist.engines.fully_sharded import FullySharded, ShardedDataEng
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, Reshard
 from lightning_pardist.engines.fully_sharded.materialize import InitFunction, on_meta
 from lightning_pardist.engines.fully_sharded.state import full_state, load_full_state
-from lightning_pardist.engines.fully_sharded.tiling import find_tiled
+from lightning_pardist.engines.fully_sharded.tiling import find_tiled, weights
 from lightning_pardist.engines.fully_sharded.units import MIN_UNIT_BYTES, UnitPolicy
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies.parts.offloading import OffloadSetting
@@ -184,7 +184,7 @@ class FullyShardedData(DataPart):
             module,
             policy=self.units,
             min_unit_bytes=int(self.min_unit_size_mb * _MIB),
-            ignored=[layer.weight for layer in tiled.values()],
+            ignored=weights(tiled.values()),
         )
         return shard(
             module,
