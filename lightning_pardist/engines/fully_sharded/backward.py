@@ -17,6 +17,7 @@ from lightning_pardist.engines.fully_sharded import _fsdp2
 from lightning_pardist.engines.fully_sharded.comm import PendingReduction, UnitAllGather, UnitReduceScatter
 from lightning_pardist.engines.fully_sharded.meeting import GATHER, REDUCE, Meeting
 from lightning_pardist.engines.fully_sharded.outputs import before_backward, shares_memory
+from lightning_pardist.engines.fully_sharded.parameters import changes_of
 from lightning_pardist.engines.fully_sharded.state import local_part
 from lightning_pardist.engines.fully_sharded.tiling import TiledLinear
 from lightning_pardist.engines.fully_sharded.units import Unit
@@ -42,6 +43,7 @@ class ShardedUnit:
         self.open_calls = 0
         self.watched = False
         self._gathered: list[_Gathered] = []
+        self._seen: tuple[int, ...] = ()
 
     @property
     def gathered(self) -> bool:
@@ -56,6 +58,17 @@ class ShardedUnit:
     def waiting_gradients(self) -> bool:
         """Whether whole gradients wait to be reduced."""
         return any(_fsdp2.has_whole_gradient(parameter) for group in self.groups for parameter in group.fsdp_params)
+
+    def note_gather(self) -> None:
+        """A gather of the values that there are now begins."""
+        self._seen = changes_of(p.sharded_param for group in self.groups for p in group.fsdp_params)
+
+    def drop_stale_gather(self) -> None:
+        """Forget a gather that began before the shards were changed (weights clipped, averaged or loaded in a step)."""
+        pending = [group for group in self.groups if _fsdp2.is_being_gathered(group)]
+        if pending and self._seen != changes_of(p.sharded_param for group in self.groups for p in group.fsdp_params):
+            for group in pending:
+                _fsdp2.drop_pending_gather(group)
 
     def set_resident(self, keep_after_forward: bool) -> None:
         """Keep the unit gathered through forward and backward."""
@@ -211,13 +224,17 @@ class BackwardRuntime:
                 self._count_call, unit, group._register_post_backward_hook
             )
             group._all_gather_comm = UnitAllGather(
-                functools.partial(self.meeting.announce, GATHER, unit.index), self.meeting.conclude
+                functools.partial(self._announce_gather, unit), self.meeting.conclude
             )
             group._reduce_scatter_comm = UnitReduceScatter(
                 functools.partial(self.meeting.announce, REDUCE, unit.index),
                 functools.partial(_may_defer, group),
                 self.pending,
             )
+
+    def _announce_gather(self, unit: ShardedUnit) -> None:
+        unit.note_gather()
+        self.meeting.announce(GATHER, unit.index)
 
     def _replicated_arrived(self, name: str) -> None:
         self.replicated_used.add(name)
@@ -248,6 +265,7 @@ class BackwardRuntime:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self, unit: ShardedUnit, module: nn.Module, args: Any) -> None:
+        unit.drop_stale_gather()
         if not unit.watched:
             # Creates the whole parameters outside of inference mode; fully_shard's own hook then finds them there.
             if unit.groups and not unit.gathered and torch.is_inference_mode_enabled():

@@ -434,7 +434,7 @@ class FullySharded:
     def refresh(self) -> None:
         """Call after an optimizer step inside :meth:`run` (manual optimization): gathers the new values. Collective."""
         for unit in self._units:
-            if unit.gathered:
+            if unit.gathered or any(map(_fsdp2.is_being_gathered, unit.groups)):
                 unit.free()
         if self._runtime.inside:
             for unit in self._units:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.engines.fully_sharded.state import local_part
+
+#: How often ``.data`` of any sharded parameter was asked for: what is done to it leaves no other trace.
+_looks = 0
+
+
+def changes_of(parameters: Iterable[Tensor]) -> tuple[int, ...]:
+    """Differs from what it was before if somebody may have changed the values meanwhile; the same on all ranks.
+
+    Args:
+        parameters: Sharded ones.
+    """
+    return (_looks, *(parameter._version for parameter in parameters))
 
 
 class ShardParameter(DTensor):
@@ -21,10 +35,14 @@ class ShardParameter(DTensor):
     @property
     def data(self) -> Tensor:
         """The parameter without its history, as a ``DTensor``."""
+        global _looks
+        _looks += 1
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        global _looks
+        _looks += 1
         if value.shape != self.shape:
             raise ValueError(
                 f"A tensor of shape {tuple(value.shape)} was assigned to .data of a sharded parameter of shape"
