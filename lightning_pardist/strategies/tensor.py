@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
+from torch import nn
+from typing_extensions import override
 
 from lightning_pardist.engines.tensor import TensorParallelPlan
 from lightning_pardist.strategies import rehearsal
@@ -39,6 +43,8 @@ class TensorParallelStrategy(PardistStrategy):
         data_settings: Settings of the data axis' own strategy, ``{"bucket_size_mb": 50}`` say.
         sample: A batch to run the step on, or a function that makes one. By default the first one of the data set, or
             the module's ``example_input_array`` where that cannot be read unnoticed.
+        init: Gives values to the own parameters of one submodule that was built on ``meta``, in place of its
+            ``reset_parameters``. Such a module is created layer by layer, of which each rank keeps its part.
         **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
 
     Raises:
@@ -56,6 +62,7 @@ class TensorParallelStrategy(PardistStrategy):
         data_parallel: DataParallel = "ddp",
         data_settings: Mapping[str, Any] | None = None,
         sample: Any = None,
+        init: Callable[[nn.Module], None] | None = None,
         **kwargs: Any,
     ) -> None:
         tensor = TensorParallel(
@@ -64,8 +71,20 @@ class TensorParallelStrategy(PardistStrategy):
             on_indivisible=on_indivisible,
             sequence_parallel=sequence_parallel,
             sample=sample,
+            init=init,
         )
         super().__init__(data=data_part(data_parallel, **(data_settings or {})), tensor=tensor, **kwargs)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where a module is built: on ``meta`` if it is to be empty, to be created layer by layer."""
+        if not empty_init:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        with torch.device("meta"), self.precision_plugin.tensor_init_context():
+            yield
 
     @classmethod
     def plan(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -177,6 +177,16 @@ def _after_a_failure():
 
 def test_a_failed_run_ends_without_a_collective_and_the_module_can_be_run_again():
     run_ranks(2, _after_a_failure)
+
+
+def test_a_failed_run_of_one_rank_leaves_an_ordinary_module():
+    module = Fails()
+    trainer = quiet_trainer(strategy=sharded(), devices=1)
+    with pytest.raises(KeyError, match="the user's"):
+        trainer.fit(module, DataLoader(module.dataset(BATCH), batch_size=2))
+    # Its group is gone, and shards over it could not be touched.
+    assert not dist.is_initialized()
+    assert type(module.head.weight.detach().clone()) is torch.Tensor
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------
@@ -362,6 +372,7 @@ REFUSALS = {
     "optimizer": (Lbfgs, {}, "LBFGS cannot step on parts of parameters"),
     "swa": (Classifier, {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}, "StochasticWeightAveraging averages"),
     "ema": (Classifier, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging averages whole parameters"),
+    "pruning": (Classifier, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning compares the elements"),
 }
 
 

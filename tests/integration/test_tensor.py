@@ -500,3 +500,52 @@ def test_zoo_trains_like_one_process(data_parallel):
         for name, (losses, weights) in results.items():
             assert losses == pytest.approx(expected[name][0], rel=1e-5), name
             assert_close(weights, expected[name][1])
+
+
+# --- modules without values --------------------------------------------------------------------------------------
+
+
+class Late(Net):
+    """Tied weights, buffers, and layers that are created where Lightning creates those of large models."""
+
+    def __init__(self, late):
+        super().__init__()
+        self.late = late
+        self.net = None
+        if not late:
+            self.configure_model()
+
+    def configure_model(self):
+        if self.net is None:
+            # What is created on meta is drawn later, from this state.
+            torch.manual_seed(4)
+            with torch.device("meta" if self.late else "cpu"):
+                first = nn.Linear(8, 32, bias=False)
+                last = nn.Linear(32, 8)
+                again = nn.Linear(8, 32, bias=False)
+                again.weight = first.weight
+                self.net = nn.Sequential(first, nn.BatchNorm1d(32), nn.Tanh(), last, again, nn.ReLU(), nn.Linear(32, 8))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((self.net[:4](batch[0]) + batch[0], batch[1]), batch_idx)
+
+
+def _late(strategy, devices, folder):
+    results = []
+    for name, late in {"plain": False, "late": devices > 1}.items():
+        module = Late(late)
+        path = folder / f"{name}-{devices}.ckpt"
+        _fit(module, strategy, devices).save_checkpoint(path)
+        again = Late(late)
+        _fit(again, strategy, devices, ckpt_path=folder / f"{name}-1.ckpt", max_epochs=2)
+        results.append((module.losses, snapshot(module), again.losses, snapshot(again)))
+    return results
+
+
+def test_modules_built_on_meta_are_created_in_parts(tmp_path):
+    (_, expected) = _late("auto", 1, tmp_path)
+    for _, found in run_ranks(2, _late, "pardist_tp", 2, tmp_path):
+        for one, many in ((0, 0), (2, 2)):
+            assert found[one] == pytest.approx(expected[many], rel=1e-5)
+        assert_close(found[1], expected[1])
+        assert_close(found[3], expected[3])

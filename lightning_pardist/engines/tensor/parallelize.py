@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.engines.data_parallel.sparse import sparse_parameters
+from lightning_pardist.engines.fully_sharded.materialize import InitFunction, materialize, on_meta
 from lightning_pardist.engines.local_tensors import over_tensor_ranks
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
 from lightning_pardist.engines.tensor.missing_operators import complete_operators
@@ -19,23 +21,29 @@ from lightning_pardist.engines.tensor.plan import TensorParallelPlan
 from lightning_pardist.engines.tensor.runtime import TensorRuntime
 
 
-def apply(module: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> TensorRuntime:
+def apply(
+    module: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh, *, init: InitFunction | None = None
+) -> TensorRuntime:
     """Split a module in place. Collective over the mesh; make optimizers afterwards.
 
     Every parameter becomes a DTensor on ``mesh`` (split or replicated, so that optimizers and gradient norms see
     one kind), tied ones stay tied, and values are those of the first tensor rank. Buffers that belong to split
-    channels are split, others are made equal.
+    channels are split, others are made equal. A module that was built on ``meta`` gets its values submodule by
+    submodule, in the order of its construction, so that no rank ever holds more than one whole.
 
     Args:
-        module: The module that the plan was made for, whole, on the device it trains on.
+        module: The module that the plan was made for, whole, on the device it trains on or on ``meta``.
         plan: From :func:`~lightning_pardist.engines.tensor.plan`.
         mesh: One-dimensional mesh of the tensor ranks.
+        init: Gives values to the own parameters of one submodule that was built on ``meta``, in place of its
+            ``reset_parameters``; the random state is to be the same on all ranks.
 
     Returns:
         The runtime: ``with runtime.step(): loss = module.training_step(batch, 0); loss.backward()``.
 
     Raises:
-        ValueError: If the mesh has another size than the plan, or the module other parameters or shapes.
+        ValueError: If the mesh has another size than the plan, or the module other parameters or shapes, or parameters
+            on ``meta`` belong to a module that says nothing about their values.
     """
     if mesh.size() != plan.tp_size:
         raise ValueError(
@@ -44,38 +52,72 @@ def apply(module: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) -> Tens
         )
     _check(module, plan)
     complete_operators()
-    runtime = TensorRuntime(mesh, sequence_parallel=plan.sequence_parallel)
-    layouts = plan.layouts()
-    made: dict[int, nn.Parameter] = {}
-    # Their gradients name rows, which a DTensor cannot.
-    sparse = set(sparse_parameters(module))
-    for owner, name, full_name in _slots(module, buffers=False):
-        parameter = owner._parameters[name]
-        if parameter is None or isinstance(parameter, DTensor):
-            continue
-        if parameter in sparse:
-            _broadcast(parameter.detach(), runtime)
-            continue
-        if id(parameter) not in made:
-            split = _distribute(parameter.detach(), layouts.get(full_name), runtime)
-            made[id(parameter)] = nn.Parameter(split, requires_grad=parameter.requires_grad)
-            # Kept alive, so that its id is not given to another tensor meanwhile.
-            made[id(parameter)]._pardist_whole = parameter  # type: ignore[attr-defined]
-        # By attribute, because RNNs keep a list of their weights that follows assignments.
-        setattr(owner, name, made[id(parameter)])
-    _replace_references(module, {id(new._pardist_whole): new for new in made.values()})  # type: ignore[attr-defined]
-    for parameter in made.values():
-        del parameter._pardist_whole  # type: ignore[attr-defined]
-    with torch.no_grad():
-        for owner, name, full_name in _slots(module, buffers=True):
-            buffer = owner._buffers[name]
+    splitting = _Splitting(module, plan, TensorRuntime(mesh, sequence_parallel=plan.sequence_parallel))
+    if on_meta(module):
+        materialize(module, splitting.split, is_unit=lambda child: True, init=init)
+    else:
+        for owner in list(module.modules()):
+            splitting.split(owner)
+    splitting.finish()
+    return splitting.runtime
+
+
+class _Splitting:
+    """One run of :func:`apply`: the parameters and buffers of one submodule after the other."""
+
+    def __init__(self, module: nn.Module, plan: TensorParallelPlan, runtime: TensorRuntime) -> None:
+        self.module, self.runtime, self.layouts = module, runtime, plan.layouts()
+        self.prefixes = {owner: prefix for prefix, owner in module.named_modules()}
+        # Their gradients name rows, which a DTensor cannot.
+        sparse = set(sparse_parameters(module))
+        self.sparse = {full for owner, name, full in _slots(module, buffers=False) if owner._parameters[name] in sparse}
+        uses = Counter(id(owner._parameters[name]) for owner, name, _ in _slots(module, buffers=False))
+        self.tied = {
+            full for owner, name, full in _slots(module, buffers=False) if uses[id(owner._parameters[name])] > 1
+        }
+        self.on_meta = on_meta(module)
+        self.made: dict[int, nn.Parameter] = {}
+        self.wholes: dict[int, nn.Parameter] = {}
+
+    @torch.no_grad()
+    def split(self, owner: nn.Module) -> None:
+        """What is the submodule's own, not that of its children. Collective over the tensor ranks."""
+        prefix = self.prefixes[owner]
+        for name in list(owner._parameters):
+            self._split_parameter(owner, name, f"{prefix}.{name}" if prefix else name)
+        for name, buffer in list(owner._buffers.items()):
             if buffer is None or isinstance(buffer, DTensor):
                 continue
-            if full_name in layouts:
-                owner._buffers[name] = _distribute(buffer, layouts[full_name], runtime)
-            elif buffer.numel():
-                _broadcast(buffer, runtime)
-    return runtime
+            buffer = self._on_device(buffer)
+            if (full := f"{prefix}.{name}" if prefix else name) in self.layouts:
+                owner._buffers[name] = _distribute(buffer, self.layouts[full], self.runtime)
+            else:
+                owner._buffers[name] = _broadcast(buffer, self.runtime) if buffer.numel() else buffer
+
+    def _split_parameter(self, owner: nn.Module, name: str, full: str) -> None:
+        parameter = owner._parameters[name]
+        if parameter is None or isinstance(parameter, DTensor):
+            return
+        if full in self.sparse:
+            parameter.data = _broadcast(self._on_device(parameter.data), self.runtime)
+            return
+        if id(parameter) not in self.made:
+            split = _distribute(self._on_device(parameter.detach()), self.layouts.get(full), self.runtime)
+            self.made[id(parameter)] = nn.Parameter(split, requires_grad=parameter.requires_grad)
+            # Kept alive, so that its id is not given to another tensor meanwhile.
+            self.wholes[id(parameter)] = parameter
+        # By attribute, because RNNs keep a list of their weights that follows assignments.
+        setattr(owner, name, self.made[id(parameter)])
+        if self.on_meta and full not in self.tied:
+            parameter.data = parameter.data.new_empty(0)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        # What was on meta has its values on the host.
+        return tensor.to(self.runtime.group.mesh.device_type) if self.on_meta else tensor
+
+    def finish(self) -> None:
+        """All submodules have been split."""
+        _replace_references(self.module, self.made)
 
 
 def dissolve(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -190,3 +191,18 @@ class DataPart(Part):
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load what :meth:`local_module_state` left of a state dict. Not collective."""
         module.load_state_dict(state, strict=strict)
+
+
+def refuse_pruning(trainer: pl.Trainer) -> None:
+    """Refuse ``ModelPruning`` where ranks hold parts of the model. Not collective.
+
+    Raises:
+        ValueError: If the Trainer has such a callback.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} compares the elements of whole parameters, and each rank of"
+                f" {type(trainer.strategy).__name__} has some of them only. Use pardist_ddp, pardist_zero1 or"
+                " pardist_zero2, or prune after training."
+            )

@@ -31,7 +31,7 @@ from lightning_pardist.engines.fully_sharded.tiling import find_tiled, weights
 from lightning_pardist.engines.fully_sharded.units import MIN_UNIT_BYTES, UnitPolicy
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies.parts.offloading import OffloadSetting
-from lightning_pardist.strategies.parts.part import DataPart
+from lightning_pardist.strategies.parts.part import DataPart, refuse_pruning
 from lightning_pardist.strategies.settings import one_of, positive
 
 _MIB = 2**20
@@ -100,6 +100,7 @@ class FullyShardedData(DataPart):
     @override
     def check(self, trainer: pl.Trainer) -> None:
         self.offload.check(trainer)
+        refuse_pruning(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
                 raise ValueError(
@@ -279,7 +280,9 @@ class FullyShardedData(DataPart):
             return
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             module.__dict__.pop(name, None)
-        if self._sharded is not None and self.ended_well() and self._is_small(module):
+        # One rank needs nobody to be whole again, and shards over its group cannot be touched once that is gone.
+        alone = self.strategy.world_size == 1
+        if self._sharded is not None and (alone or (self.ended_well() and self._is_small(module))):
             self._sharded.dissolve()
             self._sharded = None
 

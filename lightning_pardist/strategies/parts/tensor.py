@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +21,13 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_pardist.engines.fully_sharded.materialize import on_meta
+from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
+from lightning_pardist.engines.fully_sharded.materialize import (
+    InitFunction,
+    on_meta,
+    restore_random_state,
+    share_random_state,
+)
 from lightning_pardist.engines.local_tensors import own_part, wrapped_like
 from lightning_pardist.engines.tensor import (
     TensorParallelPlan,
@@ -36,7 +43,8 @@ from lightning_pardist.engines.tensor import (
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies import rehearsal
 from lightning_pardist.strategies.parts.copies import copies_of
-from lightning_pardist.strategies.parts.part import Part
+from lightning_pardist.strategies.parts.part import Part, refuse_pruning
+from lightning_pardist.strategies.parts.pipeline.meta import stand_ins
 from lightning_pardist.strategies.settings import one_of
 
 TensorParallelSize = int | Literal["auto", "node"]
@@ -63,6 +71,7 @@ class TensorParallel(Part):
         on_indivisible: Literal["error", "replicate"] = "error",
         sequence_parallel: bool = False,
         sample: Any = None,
+        init: InitFunction | None = None,
     ) -> None:
         if isinstance(tensor_parallel_size, str):
             one_of("tensor_parallel_size", tensor_parallel_size, ("auto", "node"), or_else="a number of ranks")
@@ -74,8 +83,10 @@ class TensorParallel(Part):
         self.on_indivisible: Literal["error", "replicate"] = on_indivisible
         self.sequence_parallel = sequence_parallel
         self.sample = sample
+        self.init = init
         self.plan: TensorParallelPlan | None = None
         self._planned_for = ""
+        self._built_on_meta = False
         self.runtime: TensorRuntime | None = None
         self._split: nn.Module | None = None
         self._copies: list[nn.Module] = []
@@ -89,6 +100,7 @@ class TensorParallel(Part):
     @override
     def check(self, trainer: pl.Trainer) -> None:
         name = type(self.strategy).__name__
+        refuse_pruning(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, WeightAveraging) and self.strategy.checkpoints.sharded:
                 raise ValueError(
@@ -96,10 +108,10 @@ class TensorParallel(Part):
                     " writes them once. Use checkpoint='full'."
                 )
         module = self.strategy.lightning_module
-        if module is not None and on_meta(module):
+        if module is not None and on_meta(module) and self.strategy.dims.pipeline_parallel > 1:
             raise ValueError(
-                f"{type(module).__name__} was built on the meta device, and {name} runs it once to see how its layers"
-                " are connected. Build it with values, or use pardist_fsdp."
+                f"{type(module).__name__} was built on the meta device, and {name} creates its values either stage by"
+                " stage or layer by layer. Build it with values, or set pipeline_parallel_size=1."
             )
         if self.runtime is not None and not self.strategy.data.broadcasts:
             # Left split by a run that failed on every rank: this one starts from whole parameters.
@@ -107,20 +119,39 @@ class TensorParallel(Part):
 
     # --- the module ---------------------------------------------------------------------------------------------
 
+    @property
+    @override
+    def loads_after_setup(self) -> bool:
+        module = self.strategy.lightning_module
+        return self._built_on_meta or (module is not None and on_meta(module))
+
+    @override
+    def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Values come when layers are split; what has some already is made equal, as for any module."""
+        self._built_on_meta = self.runtime is None and on_meta(module)
+        if self._built_on_meta:
+            tensors = itertools.chain(module.parameters(), module.buffers())
+            broadcast_tensors((tensor.detach() for tensor in tensors if not tensor.is_meta), group=_world())
+
     @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.runtime is not None and self._split is module:
             return
-        module.to(self.strategy.root_device)
+        if not self._built_on_meta:
+            module.to(self.strategy.root_device)
         mesh = self.strategy.device_mesh["tensor_parallel"]
         self._share_random_state(mesh.get_group())
         name = rehearsal.step_name(trainer)
         if self.plan is None or not _fits(self.plan, module) or self._planned_for not in ("training_step", name):
-            found = self._find_plan(trainer, module)
+            with stand_ins(module, self.strategy.root_device):
+                found = self._find_plan(trainer, module)
             # Control flow may depend on data: all ranks follow the first one's.
             self.plan, self._planned_for = self.strategy.broadcast(found), name
             rank_zero_info(str(self.plan))
-        self.runtime, self._split = apply(module, self.plan, mesh), module
+        # Ranks that see other samples start from the same values.
+        own = share_random_state([_world()] if self._built_on_meta else [])
+        self.runtime, self._split = apply(module, self.plan, mesh, init=self.init), module
+        restore_random_state(own)
         self.runtime.cover(module)
         self._wrap_reports(module)
         for copied in copies_of(module, trainer.callbacks):  # type: ignore[attr-defined]
@@ -366,6 +397,10 @@ class TensorParallel(Part):
                 dissolve(module)
             self._copies.clear()
         self.runtime = self._split = None
+
+
+def _world() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
 
 
 def _fits(plan: TensorParallelPlan, module: nn.Module) -> bool:

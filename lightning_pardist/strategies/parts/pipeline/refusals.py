@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
+from lightning_pardist.strategies.parts.part import refuse_pruning
 from lightning_pardist.strategies.parts.pipeline.recording import STEPS
 
 
@@ -45,6 +46,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"{name} overrides backward(), which a pipeline's schedule does not call. Remove it, or use pardist_ddp,"
             " pardist_zero3 or pardist_tp."
         )
+    refuse_pruning(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _check_average(trainer, callback)
 
