@@ -39,7 +39,8 @@ from lightning_pardist.strategies.parts.pipeline.combining import (
     find_token_weight,
     relative_error,
 )
-from lightning_pardist.strategies.parts.pipeline.effects import StepEffects, change_of
+from lightning_pardist.strategies.parts.pipeline.effects import StepEffects
+from lightning_pardist.strategies.parts.pipeline.merging import change_of
 from lightning_pardist.strategies.parts.pipeline.samples import sample_batches
 from lightning_pardist.strategies.parts.pipeline.settings import PipelineSettings
 
