@@ -6,10 +6,10 @@ not its own. A new one is added to :data:`FAMILIES`.
 
 from __future__ import annotations
 
-from benchmarks.candidates import lightning_fit, megatron_loop, pipelining_loop, torch_loop
+from benchmarks.candidates import lightning_fit, megatron_loop, pipelining_loop, sharded_loop, torch_loop
 from benchmarks.candidates.protocol import Candidate
 
-FAMILIES = (torch_loop, megatron_loop, pipelining_loop, lightning_fit)
+FAMILIES = (torch_loop, sharded_loop, megatron_loop, pipelining_loop, lightning_fit)
 
 
 def find(name: str) -> Candidate:

@@ -43,7 +43,8 @@ class FSDPStrategy(PardistStrategy):
             ``"unsharded"`` sends once an optimizer step and holds whole gradients until then.
         mp_policy: torch's policy for the dtypes of gathered parameters and of reductions. By default that of the
             Trainer's ``precision``.
-        rank_dependent: Ranks may use different units in a step; costs a small exchange for each unit.
+        rank_dependent: Ranks may use different units in a step, or some of them return no loss from ``training_step``;
+            costs a small exchange for each unit.
         watch: When to look for parameters used outside their module's call: in the ``"first"`` run of each step
             function, ``"always"`` or ``"never"``.
         init: For modules on ``meta``: initializes the own parameters of one module, in place of its
@@ -56,6 +57,10 @@ class FSDPStrategy(PardistStrategy):
             torch's fused kernel then, unless told otherwise. The files have no names, and are gone with the process,
             however it ends.
         offload_window_mb: With files, state that is resident at a time, in MiB.
+        tile_linear_above_mb: Linear layers whose weight is larger than this many MiB run in tiles of up to this size,
+            each gathered alone, so that no rank ever has the layer whole; results, names in checkpoints and optimizers
+            stay as they are (memory-centric tiling, ZeRO-Infinity, arXiv 2104.07857). Their gathers do not overlap
+            with computation.
         **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
 
     Raises:
@@ -79,6 +84,7 @@ class FSDPStrategy(PardistStrategy):
         whole_after_run_mb: float = 1024.0,
         offload: str | os.PathLike[str] | None = None,
         offload_window_mb: float = 64.0,
+        tile_linear_above_mb: float | None = None,
         **kwargs: Any,
     ) -> None:
         data = FullyShardedData(
@@ -94,5 +100,6 @@ class FSDPStrategy(PardistStrategy):
             whole_after_run_mb=whole_after_run_mb,
             offload=offload,
             offload_window_mb=offload_window_mb,
+            tile_linear_above_mb=tile_linear_above_mb,
         )
         super().__init__(data=data, **kwargs)

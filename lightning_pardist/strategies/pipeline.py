@@ -29,7 +29,10 @@ class PipelineStrategy(PardistStrategy):
 
     What a step computes from a whole batch, it computes from each micro-batch: batch norm normalizes micro-batches, and
     losses that compare samples of a batch compare those of a micro-batch. The loss of a batch is the mean of its
-    micro-batches' weighted by samples, unless ``loss_weight`` says otherwise.
+    micro-batches' weighted by samples, unless ``loss_weight`` says otherwise. What a step keeps in attributes and
+    buffers (counters, sums, moving means, recurrent states) is afterwards what the whole batch would have left; a
+    warning names what does not go together. Hooks outside of steps see the parameters of their rank's stages only:
+    asking for the values of others raises an error.
 
     Args:
         pipeline_parallel_size: Ranks that the module is split over. Other ranks form further pipelines with other

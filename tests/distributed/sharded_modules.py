@@ -242,6 +242,17 @@ class ConvNet(Step):
         return self.head(self.stages(x.view(-1, 1, 4, 4)).flatten(1))
 
 
+class Penalty(Mlp):
+    """The gradient of the output by the input is part of the loss."""
+
+    def training_step(self, batch):
+        x, y = batch
+        x = x.clone().requires_grad_(True)
+        out = self(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return F.cross_entropy(out, y) + slope.pow(2).sum(1).mean()
+
+
 class RankBranch(Blocks):
     """A part inside a unit that only some ranks use in a step, and one that no rank uses in the first."""
 

@@ -107,7 +107,7 @@ def many(cases):
 
 ALL = (
     *("Mlp", "Blocks", "Gpt", "DirectWeight", "ForwardNeverCalled", "Repeated", "Outputs", "Frozen", "OddShapes"),
-    *("MixedTypes", "ConvNet", "RankBranch", "SharedBlock", "TiedBlocks", "InPlace"),
+    *("MixedTypes", "ConvNet", "RankBranch", "SharedBlock", "TiedBlocks", "InPlace", "Penalty"),
 )
 
 
@@ -263,6 +263,53 @@ def _manual_optimization():
 
 def test_manual_optimization_with_two_optimizers():
     run_ranks(2, _manual_optimization)
+
+
+def _shrink(module):
+    for parameter in module.parameters():
+        # No version counter tells of this.
+        parameter.data.mul_(0.9)
+
+
+def _clip(module):
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clamp(-0.2, 0.2)
+
+
+def _through_a_vector(module):
+    vector = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(vector * 0.9, module.parameters())
+
+
+def _changed_by_hand():
+    """Inside of steps, where the root is gathered and blocks are not, and outside, where all is sharded."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for inside, outside in ((_shrink, _clip), (_clip, _shrink), (_clip, _through_a_vector)):
+        torch.manual_seed(0)
+        model = zoo.Gpt()
+        reference = copy.deepcopy(model)
+        engine = shard(model, make_mesh(), units=find_units(model, min_unit_bytes=1))
+        mine, theirs = OPTIMIZERS["sgd"](model.parameters()), OPTIMIZERS["sgd"](reference.parameters())
+        engine.attach(mine)
+
+        def step(batch, model=model, inside=inside):
+            inside(model)
+            return model.training_step(batch)
+
+        for shares in zoo.batches(3, size):
+            inside(reference)
+            reference_step(reference, shares)
+            engine.run(step, shares[rank]).backward()
+            for module, optimizer in ((model, mine), (reference, theirs)):
+                optimizer.step()
+                optimizer.zero_grad()
+                outside(module)
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            close(whole(p), q, f"{inside.__name__}, {outside.__name__}: {name}")
+
+
+def test_parameters_changed_by_hand_stay_changed():
+    run_ranks(2, _changed_by_hand)
 
 
 def _compiled():

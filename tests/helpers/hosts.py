@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,7 @@ class Hosts:
         self._switch: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Hosts:
+        _remove_those_of_the_dead()
         switch = self._space("sw")
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "br0", "type", "bridge")
@@ -103,7 +105,7 @@ class Hosts:
     def ranks(self, name: str) -> list[psutil.Process]:
         """The processes of a host that torchrun's agent there has started."""
         found = []
-        for pid in self._pids(name):
+        for pid in _pids(self._space(name)):
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 parent = process.parent()
@@ -113,9 +115,7 @@ class Hosts:
 
     def kill(self, name: str) -> None:
         """Switch a host off: everything that runs on it ends at once."""
-        for pid in self._pids(name):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill_all_in(self._space(name))
 
     def cut(self, name: str) -> None:
         """Pull the cable: nothing arrives, and nobody is told."""
@@ -154,10 +154,6 @@ class Hosts:
         if self._switch.stdout is None or self._switch.stdout.readline() != "up\n":
             raise RuntimeError("the slow network did not come up")
 
-    def _pids(self, name: str) -> list[int]:
-        command = ["ip", "netns", "pids", self._space(name)]
-        return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()]
-
     def _space(self, name: str) -> str:
         return f"{self._mark}-{name}"
 
@@ -189,6 +185,28 @@ class Running:
             assert self._process.poll() is None or text in self.output, self.output
             assert time.monotonic() < deadline, f"no {text!r} within {timeout_s:.0f} s:\n{self.output}"
             time.sleep(0.1)
+
+
+def _remove_those_of_the_dead() -> None:
+    """A test that was killed has not removed its hosts."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    for line in listed.splitlines():
+        space = line.split()[0]
+        owner = re.fullmatch(r"pardist(\d+)-\w+", space)
+        if owner is not None and not psutil.pid_exists(int(owner[1])):
+            _kill_all_in(space)
+            _ip("netns", "del", space, check=False)
+
+
+def _kill_all_in(space: str) -> None:
+    for pid in _pids(space):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _pids(space: str) -> list[int]:
+    shown = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout
+    return [int(pid) for pid in shown.split()]
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -525,4 +525,19 @@ class Perceiver(Base):
         return self.o(self.s(latents).mean(1)).view_as(x)
 
 
+class Sloped(Base):
+    shape = (2, 4, 8, 8)
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(4, 8, 3, padding=1)
+        self.p = nn.PReLU(8)
+        self.b = nn.Conv2d(8, 8, 1)
+        self.q = nn.PReLU()
+        self.c = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return self.c(self.q(self.b(self.p(self.a(x)))))
+
+
 ODDITIES = {cls.__name__: cls for cls in Base.__subclasses__()}

@@ -87,7 +87,8 @@ class RankPool:
 
     def close(self, kill: bool = False) -> None:
         """End the processes, at once or after they have answered."""
-        _pools.pop(self.world_size, None)
+        if _pools.get(self.world_size) is self:
+            del _pools[self.world_size]
         for inbox, process in zip(self.inboxes, self.processes, strict=True):
             if kill:
                 process.kill()
@@ -124,6 +125,21 @@ def run_ranks(
         # Two cores: an idle pool of another size costs memory but no time; keep them all.
         pool = _pools[world_size] = RankPool(world_size)
     return pool.run(function, args, timeout_s)
+
+
+def run_fresh_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[Any]:
+    """:func:`run_ranks` on processes that have done nothing else and end afterwards: for measuring memory.
+
+    Raises:
+        RankFailed: As :func:`run_ranks`.
+    """
+    pool = RankPool(world_size)
+    try:
+        return pool.run(function, args, timeout_s)
+    finally:
+        pool.close()
 
 
 def close_pools() -> None:

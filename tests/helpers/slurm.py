@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tests.helpers.ranks import free_port
 from tests.helpers.scripts import ROOT, Finished
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "unshare")
+#: A file in the cluster's folder with the process id of the test.
+_OWNER = "owner"
 _CONFIG = """\
 ClusterName=pardist
 SlurmctldHost={host}(127.0.0.1)
@@ -71,8 +74,11 @@ class Slurm:
         self.nodes = [f"node{index + 1}" for index in range(num_nodes)]
 
     def __enter__(self) -> Slurm:
+        # A test that was killed has left its cluster running.
+        _end(lambda folder: (folder / _OWNER).exists() and not psutil.pid_exists(int((folder / _OWNER).read_text())))
         for name in ("state", "spool"):
             (self.folder / name).mkdir(parents=True)
+        (self.folder / _OWNER).write_text(str(os.getpid()))
         host = os.uname().nodename.split(".")[0]
         lines = [f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={free_port()}" for node in self.nodes]
         config = _CONFIG.format(host=host, port=free_port(), folder=self.folder, nodes="\n".join(lines))
@@ -97,28 +103,7 @@ class Slurm:
     def __exit__(self, *_: object) -> None:
         self.run("scancel", "--quiet", "--user=root", "--signal=KILL", "--full")
         self.run("scancel", "--quiet", "--user=root")
-        processes = self._steps()
-        for path in self.folder.glob("*.pid"):
-            with suppress(OSError, ValueError, psutil.NoSuchProcess):
-                daemon = psutil.Process(int(path.read_text()))
-                processes += [*daemon.children(recursive=True), daemon]
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs(processes, timeout=3)
-        for process in alive:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-    def _steps(self) -> list[psutil.Process]:
-        """What runs a step and its tasks; it outlives the daemon that started it."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                ours = process.environ().get("SLURM_CONF") == str(self.folder / "slurm.conf")
-                if ours and process.pid != os.getpid():
-                    found.append(process)
-        return found
+        _end(lambda folder: folder == self.folder)
 
     def environment(self, **variables: str) -> dict[str, str]:
         """Variables for a command that talks to this cluster, and for the jobs that it starts."""
@@ -169,3 +154,27 @@ class Slurm:
     def _start(self, *command: str) -> None:
         finished = self.run(*command)
         assert finished.code == 0, finished.output
+
+
+def _end(chosen: Callable[[Path], bool]) -> None:
+    """End what runs for clusters with such folders, first politely."""
+    processes = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError, ValueError):
+            folder = _folder_of(process)
+            if folder is not None and chosen(folder):
+                processes.append(process)
+                process.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(processes, timeout=3)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _folder_of(process: psutil.Process) -> Path | None:
+    """The cluster that a process is of: a daemon, a task, or what stands between, which outlives the daemon."""
+    if process.name().startswith("slurmstepd"):
+        # It writes its name over its variables.
+        return Path(process.cwd())
+    config = process.environ().get("SLURM_CONF")
+    return None if config is None or process.pid == os.getpid() else Path(config).parent

@@ -393,6 +393,7 @@ def test_what_cannot_work_is_refused_by_name(name):
         ({"accumulate": "twice"}, "accumulate='twice' is unknown. Use sharded or unsharded."),
         ({"data_shard_size": "rack"}, "data_shard_size='rack' is unknown. Use auto, node or a number of ranks."),
         ({"watch": "last"}, "watch='last' is unknown. Use first, always or never."),
+        ({"tile_linear_above_mb": 0}, "tile_linear_above_mb=0 is not positive. None runs every layer whole."),
         ({"min_unit_size_mb": -1}, "min_unit_size_mb=-1 is negative. Use 0 for units of any size."),
         ({"reshard_after_forward": "no"}, "reshard_after_forward='no' is unknown. Use auto, True or False."),
     ],
@@ -442,3 +443,33 @@ def test_units_by_class_name():
     expected, _ = fit(Text, "auto", 1, 1)
     for weights in run_ranks(2, _named_units):
         assert_close(weights, snapshot(expected))
+
+
+# --- layers in tiles -------------------------------------------------------------------------------------------------
+
+
+def _tiled_fit(folder):
+    plain = train(sharded(), 2, "gpt", {}, {})
+    tiled = train(sharded(tile_linear_above_mb=0.001), 2, "gpt", {}, {})
+    for part in ("losses", "weights", "optimizer"):
+        assert_close(tiled[part], plain[part])
+    strategy = functools.partial(sharded, tile_linear_above_mb=0.0001)
+    module, trainer = fit(OnMeta, strategy(), 2, 1)
+    assert "tiles of" in trainer.strategy.describe() or trainer.strategy.data._sharded is None
+    _, trainer = fit(Classifier, strategy(), 2, 1)
+    trainer.save_checkpoint(f"{folder}/tiled.ckpt")
+    _, trainer = fit(Classifier, strategy(), 2, 2, ckpt_path=f"{folder}/one.ckpt")
+    trainer.save_checkpoint(f"{folder}/end_tiled.ckpt")
+    return snapshot(module)
+
+
+def test_layers_in_tiles_change_nothing_that_a_user_sees(tmp_path):
+    one, trainer = fit(OnMeta, "auto", 1, 1)
+    _, trainer = fit(Classifier, "auto", 1, 1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    _, trainer = fit(Classifier, "auto", 1, 2, ckpt_path=tmp_path / "one.ckpt")
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    for weights in run_ranks(2, _tiled_fit, tmp_path):
+        assert_close(weights, snapshot(one))
+    same_checkpoints(tmp_path / "tiled.ckpt", tmp_path / "one.ckpt")
+    same_checkpoints(tmp_path / "end_tiled.ckpt", tmp_path / "end.ckpt")

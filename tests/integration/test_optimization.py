@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
+from lightning_pardist import FSDPStrategy
 from tests.helpers.models import Base, Classifier
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
@@ -397,8 +398,6 @@ REFUSED = {
     "lbfgs": {"pardist_zero1": "LBFGS", "pardist_zero2": "LBFGS", "pardist_zero3": "LBFGS"},
     "manual_lbfgs": {"pardist_zero1": "LBFGS", "pardist_zero2": "LBFGS", "pardist_zero3": "LBFGS"},
     "sparse": {"pardist_zero1": "SparseAdam", "pardist_zero2": "SparseAdam", "pardist_zero3": "SparseAdam"},
-    "none_on_all": {"pardist_zero3": "This rank has no loss"},
-    "none_on_all_accumulating": {"pardist_zero3": "This rank has no loss"},
 }
 
 
@@ -698,14 +697,18 @@ def _fit_compiled(part, strategy="pardist_ddp", devices=2):
     torch.manual_seed(11)
     module = CompiledPart() if part else Quiet()
     fitted = module if part else torch.compile(module, backend="eager")
+    strategy = FSDPStrategy(min_unit_size_mb=0) if strategy == "units" else strategy
     trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
     trainer.fit(fitted, datamodule=Data(_points(BATCH * STEPS)))
     trainer.validate(fitted, DataLoader(_points(4)), verbose=False)
     return {name.replace("_orig_mod.", ""): value for name, value in snapshot(module).items()}
 
 
+@pytest.mark.parametrize(
+    "strategy", ["pardist_ddp", pytest.param("pardist_zero1", marks=pytest.mark.slow), "pardist_zero2", "units"]
+)
 @pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
-def test_compiled(part):
+def test_compiled(part, strategy):
     want = _fit_weights("auto", 1, Plain)
-    for got in run_ranks(2, _fit_compiled, part):
+    for got in run_ranks(2, _fit_compiled, part, strategy):
         assert_close(got, want)

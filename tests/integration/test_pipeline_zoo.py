@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_pardist import PipelineStrategy
-from lightning_pardist.engines.pipeline import CannotPipelineError
 from tests.helpers.models import Digits, Photos, Text
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.pipeline_zoo import ZOO
@@ -28,6 +27,8 @@ SCHEDULES = {
 }
 #: Batch norm, the balance of experts and noise from other samples look at a whole batch.
 COUPLED = ("resnet", "experts", "unet")
+#: Has eight units.
+DEEP = ("classifier",)
 RECIPES = {"digits": Digits, "photos": Photos, "text": Text}
 SIZE, PARTS = 8, 4
 
@@ -73,14 +74,7 @@ def _fit(name, strategy, devices, folder):
 
 
 def _fit_all(names, strategy, devices, folder):
-    found = {}
-    for name in names:
-        try:
-            found[name] = _fit(name, strategy, devices, Path(folder))
-        except CannotPipelineError as error:
-            if "stages were asked for" not in str(error):
-                raise
-    return found
+    return {name: _fit(name, strategy, devices, Path(folder)) for name in names}
 
 
 @functools.cache
@@ -92,16 +86,11 @@ def _alone(name):
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_zoo(schedule, devices, tmp_path):
-    names = [name for name in ZOO if schedule == "mp" or name not in COUPLED]
-    strategy = functools.partial(PipelineStrategy, **SCHEDULES[schedule])
-    results = run_ranks(devices, _fit_all, names, strategy, devices, tmp_path)
     stages = devices * SCHEDULES[schedule].get("chunks_per_rank", 1)
-    ran = results[0].keys()
-    print(f"{schedule}, {stages} stages: {', '.join(ran)}")
-    assert len(ran) == len(names) if stages == 2 else "gpt" in ran or stages == 8
-    for got in results:
-        assert got.keys() == ran
-        for name in ran:
+    names = [name for name in ZOO if schedule == "mp" or name not in COUPLED] if stages < 8 else DEEP
+    strategy = functools.partial(PipelineStrategy, **SCHEDULES[schedule])
+    for got in run_ranks(devices, _fit_all, names, strategy, devices, tmp_path):
+        for name in names:
             assert_close(got[name], _alone(name))
 
 
@@ -115,7 +104,8 @@ def _recipe(name, precision, strategy="auto", devices=1):
         devices=devices,
         precision=precision,
         accumulate_grad_batches=parts,
-        gradient_clip_val=0.5,
+        # A norm summed in another order moves a weight's last digit in fp32, and thus its rounding to bf16.
+        gradient_clip_val=None if precision == "bf16-mixed" else 0.5,
         num_sanity_val_steps=0,
     )
     trainer.fit(module, DataLoader(module.dataset(3 * SIZE), batch_size=SIZE // parts))

@@ -96,7 +96,7 @@ MAKE = {
     "own averages": lambda: OwnAverage("setup"),
     "own averages, late": lambda: OwnAverage("on_fit_start"),
     "summary": lambda: callbacks.ModelSummary(max_depth=3),
-    "learning rate": lambda: callbacks.LearningRateFinder(num_training_steps=6, update_attr=True),
+    "learning rate": lambda: callbacks.LearningRateFinder(num_training_steps=20, update_attr=True),
 }
 
 

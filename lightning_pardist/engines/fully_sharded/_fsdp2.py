@@ -78,6 +78,11 @@ def fill_missing_gradients(group: Any) -> list[Any]:
     return filled
 
 
+def is_being_gathered(group: Any) -> bool:
+    """Whether a gather was started, ahead of its use, that nobody has waited for."""
+    return group._all_gather_result is not None
+
+
 def drop_pending_gather(group: Any) -> None:
     """Wait for and forget a prefetched gather that nobody used: its values would be stale after the next step."""
     pending = group._all_gather_result
@@ -105,6 +110,16 @@ def reset_iteration(module: FSDPModule) -> None:
         for group in groups_of(other._modules[0]):
             set_idle(group)
             group._post_forward_indices.clear()
+
+
+def end_inner_backward(module: FSDPModule) -> None:
+    """Be ready for another backward of the same forward; what is gathered stays."""
+    context = state_of(module)._state_ctx
+    context.post_backward_final_callback_queued = False
+    for other in context.all_states:
+        other._training_state = type(other._training_state).IDLE
+        for group in groups_of(other._modules[0]):
+            set_idle(group)
 
 
 def undo(module: FSDPModule) -> None:

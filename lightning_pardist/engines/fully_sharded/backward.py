@@ -9,16 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.fully_sharded import _fsdp2
 from lightning_pardist.engines.fully_sharded.comm import PendingReduction, UnitAllGather, UnitReduceScatter
 from lightning_pardist.engines.fully_sharded.meeting import GATHER, REDUCE, Meeting
 from lightning_pardist.engines.fully_sharded.outputs import before_backward, shares_memory
+from lightning_pardist.engines.fully_sharded.parameters import changes_of
 from lightning_pardist.engines.fully_sharded.state import local_part
+from lightning_pardist.engines.fully_sharded.tiling import TiledLinear
 from lightning_pardist.engines.fully_sharded.units import Unit
-from lightning_pardist.engines.local_tensors import own_part
+from lightning_pardist.engines.local_tensors import own_part, set_own_part
 
 
 class ShardedUnit:
@@ -39,7 +42,8 @@ class ShardedUnit:
         self.groups = _fsdp2.groups_of(self.module)
         self.open_calls = 0
         self.watched = False
-        self._versions: dict[int, int] = {}
+        self._gathered: list[_Gathered] = []
+        self._seen: tuple[int, ...] = ()
 
     @property
     def gathered(self) -> bool:
@@ -55,6 +59,17 @@ class ShardedUnit:
         """Whether whole gradients wait to be reduced."""
         return any(_fsdp2.has_whole_gradient(parameter) for group in self.groups for parameter in group.fsdp_params)
 
+    def note_gather(self) -> None:
+        """A gather of the values that there are now begins."""
+        self._seen = changes_of(p.sharded_param for group in self.groups for p in group.fsdp_params)
+
+    def drop_stale_gather(self) -> None:
+        """Forget a gather that began before the shards were changed (weights clipped, averaged or loaded in a step)."""
+        pending = [group for group in self.groups if _fsdp2.is_being_gathered(group)]
+        if pending and self._seen != changes_of(p.sharded_param for group in self.groups for p in group.fsdp_params):
+            for group in pending:
+                _fsdp2.drop_pending_gather(group)
+
     def set_resident(self, keep_after_forward: bool) -> None:
         """Keep the unit gathered through forward and backward."""
         self.resident = True
@@ -67,7 +82,9 @@ class ShardedUnit:
         with torch.inference_mode(False), torch.no_grad():
             self.module.unshard()
         if self.resident:
-            self._versions = {id(p): own_part(whole)._version for p, whole in self._gathered_parameters()}
+            self._gathered = [
+                _Gathered(parameter.sharded_param, whole) for parameter, whole in self._gathered_parameters()
+            ]
 
     def _gathered_parameters(self) -> Iterator[tuple[Any, nn.Parameter]]:
         for group in self.groups:
@@ -77,23 +94,47 @@ class ShardedUnit:
                     yield parameter, whole
 
     def keep_changes(self) -> None:
-        """Write to the shards what the user changed in place while the unit was gathered (clamping, say)."""
-        if not (self._versions and self.gathered):
-            return
-        for parameter, whole in self._gathered_parameters():
-            version = own_part(whole)._version
-            if self._versions.get(id(parameter)) != version:
-                self._versions[id(parameter)] = version
-                with torch.no_grad():
-                    shard = parameter.sharded_param
-                    shard.to_local().copy_(local_part(whole.detach(), shard))
+        """Write to the shards what the user changed while the unit was gathered (clamping, say)."""
+        if self._gathered and self.gathered:
+            for gathered in self._gathered:
+                gathered.keep_changes()
 
     def free(self) -> None:
         """Give the whole parameters back; the shards remain."""
-        self._versions = {}
+        self._gathered = []
         for group in self.groups:
             _fsdp2.drop_pending_gather(group)
             group._to_sharded()
+
+
+class _Gathered:
+    """A whole parameter, and what it was when it was gathered.
+
+    A version counter would not do: ``p.data.clamp_()`` leaves no trace in it.
+
+    Args:
+        shard: The sharded parameter.
+        whole: The same, gathered.
+    """
+
+    def __init__(self, shard: Any, whole: nn.Parameter) -> None:
+        self.shard = shard
+        self.whole = whole
+        # Not detach(), which shares the counter that backward looks at.
+        self.home = own_part(whole).data
+        self.before = local_part(whole.detach(), shard).clone()
+
+    @torch.no_grad()
+    def keep_changes(self) -> None:
+        """Write new values to the shard, and whole ones to where a gather puts them (``p.data = ...``)."""
+        part = own_part(self.whole)
+        now = local_part(self.whole.detach(), self.shard)
+        local = self.shard.to_local()
+        local.copy_(torch.where(now == self.before, local, now.to(local)))
+        self.before.copy_(now)
+        if part.numel() and part.data_ptr() != self.home.data_ptr():
+            self.home.copy_(part)
+            set_own_part(self.whole, self.home)
 
 
 class BackwardRuntime:
@@ -121,12 +162,14 @@ class BackwardRuntime:
         self.meeting = meeting
         self.data_size = data_size
         self.check = check
+        self.tiled: list[TiledLinear] = []
         self.pending: list[PendingReduction] = []
         self.finalizing = False
         self.inside = 0
         self.backwards = 0
         self.agreed: Callable[[], None] = _nothing
         self.sync = True
+        self.differentiated = False
         self.filled: dict[int, Any] = {}
         self.used: set[int] = set()
         self.positions: dict[int, int] = {}
@@ -144,6 +187,23 @@ class BackwardRuntime:
 
     # -- installation
 
+    def add_tiled(
+        self, name: str, layer: nn.Linear, mesh: DeviceMesh, *, tile_bytes: float, policy: MixedPrecisionPolicy | None
+    ) -> None:
+        """Let a layer run in tiles, which have numbers behind those of all units."""
+        last = self.tiled[-1].first_index + self.tiled[-1].tiles if self.tiled else len(self.units)
+        tiled = TiledLinear(
+            name,
+            layer,
+            mesh,
+            tile_bytes=tile_bytes,
+            policy=policy,
+            meeting=self.meeting,
+            first_index=last,
+            queue_final=self.queue_final,
+        )
+        self.tiled.append(tiled)
+
     def _when_replicated(self, parameter: nn.Parameter, name: str) -> None:
         handle = _when_gradient_arrives(parameter, functools.partial(self._replicated_arrived, name))
         if handle is not None:
@@ -154,7 +214,7 @@ class BackwardRuntime:
         state._root_post_backward_final_callback = functools.partial(
             self._final, state._root_post_backward_final_callback
         )
-        state._register_pre_backward_hook = functools.partial(self._on_output, state)
+        state._register_pre_backward_hook = functools.partial(self._on_output, unit, state)
         before = functools.partial(self._before_forward, unit)
         self.handles.append(unit.unit.module.register_forward_pre_hook(before, prepend=True))
         for group in unit.groups:
@@ -164,13 +224,17 @@ class BackwardRuntime:
                 self._count_call, unit, group._register_post_backward_hook
             )
             group._all_gather_comm = UnitAllGather(
-                functools.partial(self.meeting.announce, GATHER, unit.index), self.meeting.conclude
+                functools.partial(self._announce_gather, unit), self.meeting.conclude
             )
             group._reduce_scatter_comm = UnitReduceScatter(
                 functools.partial(self.meeting.announce, REDUCE, unit.index),
                 functools.partial(_may_defer, group),
                 self.pending,
             )
+
+    def _announce_gather(self, unit: ShardedUnit) -> None:
+        unit.note_gather()
+        self.meeting.announce(GATHER, unit.index)
 
     def _replicated_arrived(self, name: str) -> None:
         self.replicated_used.add(name)
@@ -201,6 +265,7 @@ class BackwardRuntime:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _before_forward(self, unit: ShardedUnit, module: nn.Module, args: Any) -> None:
+        unit.drop_stale_gather()
         if not unit.watched:
             # Creates the whole parameters outside of inference mode; fully_shard's own hook then finds them there.
             if unit.groups and not unit.gathered and torch.is_inference_mode_enabled():
@@ -228,13 +293,23 @@ class BackwardRuntime:
                 unit.set_resident(True)
         return finish(module, given, output)
 
-    def _on_output(self, state: Any, output: Any) -> Any:
+    def _on_output(self, unit: ShardedUnit, state: Any, output: Any) -> Any:
         """In place of ``fully_shard``'s own hooks, which miss tensors in objects and views changed in place."""
         if torch.is_grad_enabled():
-            before_backward(output, state._pre_backward)
+            before_backward(output, functools.partial(self._before_backward, unit, state))
         return output
 
     # -- backward
+
+    def _before_backward(self, unit: ShardedUnit, state: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            # A backward that is differentiated itself (create_graph, a gradient penalty): what it computes with is
+            # read once more by the one that follows, at a time that no hook tells of.
+            self.differentiated = True
+            if not unit.resident:
+                unit.set_resident(True)
+        result: torch.Tensor = state._pre_backward(gradient)
+        return result
 
     def _post_backward(self, unit: ShardedUnit, group: Any, reduce: Callable[[], None], *unused: Any) -> None:
         if not self.finalizing:
@@ -255,6 +330,13 @@ class BackwardRuntime:
         self.meeting.conclude()
 
     def _final(self, finish: Callable[[], None]) -> None:
+        differentiated, self.differentiated = self.differentiated, False
+        if differentiated and not any(unit.waiting_gradients() for unit in self.units):
+            # Gradients of inputs, which go into the loss: the step's backward is yet to come.
+            _fsdp2.end_inner_backward(self.units[-1].module)
+            for unit in self.units:
+                unit.open_calls = 0
+            return
         self.finalizing = True
         try:
             for unit in self.units:
@@ -285,6 +367,10 @@ class BackwardRuntime:
                 _fsdp2.drop_pending_gather(group)
             if unit.resident and not self.inside:
                 unit.free()
+
+    def end_without_backward(self) -> None:
+        """The end of a step that no rank has a loss for: what is waiting is reduced. Collective over the mesh."""
+        _fsdp2.state_of(self.units[-1].module)._root_post_backward_final_callback()
 
     def _agree(self) -> None:
         """Compare what ranks did; a parameter that no rank used keeps no gradient, as in one process."""
@@ -338,9 +424,14 @@ class BackwardRuntime:
 
     def answer(self, kind: int, index: int) -> None:
         """Take part in a collective that another rank needs and this one does not. Collective over the shard group."""
+        if index >= len(self.units):
+            tiled = next(t for t in reversed(self.tiled) if t.first_index <= index)
+            tiled.answer(kind, index - tiled.first_index)
+            return
         unit = self.units[index]
         if kind == GATHER:
-            if unit.gathered:
+            if unit.gathered or any(map(_fsdp2.is_being_gathered, unit.groups)):
+                # This rank has it, or is about to: it sends its part once more.
                 for group in unit.groups:
                     _answer_gather(group)
             else:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: Reductions in flight on gloo; each holds a unit's gradients twice.
+from lightning_pardist.engines.exchange import Reduction, exchanges_directly, gather_slices, scatter_slices
+
+#: Reductions in flight on gloo; each holds a unit's gradients and the peers' parts of them.
 MAX_PENDING_REDUCTIONS = 3
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,25 +20,15 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 @dataclass
 class PendingReduction:
-    """A reduce-scatter as an all-to-all whose pieces are yet to be summed into ``output``.
+    """A reduction of one unit that is yet to be summed into ``output``."""
 
-    gloo's own reduce-scatter sends as much as an all-reduce; an all-to-all sends (N-1)/N of the gradients.
-    """
-
-    work: Any
-    sent: torch.Tensor
-    received: torch.Tensor
+    exchange: Reduction
     output: torch.Tensor
     mean_over: int
 
     def finish(self) -> None:
         """Wait for the pieces and sum them, in rank order, so that every run adds alike."""
-        self.work.wait()
-        pieces = self.received.view(-1, self.output.numel())
-        if pieces.size(0) == 2:
-            torch.add(pieces[0], pieces[1], out=self.output)
-        else:
-            torch.sum(pieces, dim=0, out=self.output)
+        self.exchange.finish(self.output)
         if self.mean_over > 1:
             self.output.mul_(1.0 / self.mean_over)
 
@@ -64,14 +56,21 @@ class UnitAllGather(_Allocate):
     ) -> dist.Work | None:
         """Gather ``input_tensor`` of every rank into ``output_tensor``. Collective over ``group``."""
         self.announce()
-        on_host = output_tensor.device.type == "cpu"
-        work: dist.Work | None = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_host)
+        work: dist.Work | None
+        if exchanges_directly(output_tensor, group):
+            own = output_tensor.chunk(group.size())[group.rank()]
+            if own.data_ptr() != input_tensor.data_ptr():
+                own.copy_(input_tensor)
+            work = gather_slices(output_tensor, group=group)
+        else:
+            on_host = output_tensor.device.type == "cpu"
+            work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_host)
         self.conclude()
         return work
 
 
 class UnitReduceScatter(_Allocate):
-    """Reduce-scatter of one unit's gradients; on the host an all-to-all that is summed when it is needed.
+    """Reduce-scatter of one unit's gradients; on gloo, slices to their owners that are summed when they are needed.
 
     Args:
         announce: Called right before the collective.
@@ -105,16 +104,14 @@ class UnitReduceScatter(_Allocate):
         self, output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool
     ) -> dist.Work | None:
         mean = bool(op == dist.ReduceOp.AVG)
-        if output.device.type != "cpu" or not (mean or op == dist.ReduceOp.SUM):
+        if not exchanges_directly(whole, group) or not (mean or op == dist.ReduceOp.SUM):
             work: dist.Work | None = _reduce_scatter(output, whole, group=group, op=op, async_op=async_op)
             return work
         deferred = mean and self.may_defer()
         # Reductions of one parameter add up in order: one that is read now comes after all before it.
         while self.pending and (not deferred or len(self.pending) >= MAX_PENDING_REDUCTIONS):
             self.pending.pop(0).finish()
-        received = torch.empty_like(whole)
-        started = dist.all_to_all_single(received, whole, group=group, async_op=True)
-        reduction = PendingReduction(started, whole, received, output, group.size() if mean else 1)
+        reduction = PendingReduction(scatter_slices(whole, group=group), output, group.size() if mean else 1)
         if deferred:
             self.pending.append(reduction)
         else:

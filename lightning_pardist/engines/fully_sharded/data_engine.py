@@ -49,6 +49,7 @@ class ShardedDataEngine:
         self.sharded = sharded
         self.accumulate = accumulate
         self._is_reduced = False
+        self._accumulating = False
         self._hosts: dict[Optimizer, HostStep] = {}
         if offload is not None:
             in_files = offload.folder is not None
@@ -72,13 +73,19 @@ class ShardedDataEngine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients accumulate inside. Collective where they stay sharded."""
-        with self.sharded.accumulate(self.accumulate):
-            yield
+        before, self._accumulating = self._accumulating, True
+        try:
+            with self.sharded.accumulate(self.accumulate):
+                yield
+        finally:
+            self._accumulating = before
         self._is_reduced = False
 
     @contextmanager
     def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
         """Around the call that runs backward from ``loss``. Collective."""
+        if not self._accumulating:
+            self.sharded.losses.note_loss()
         yield
         self._is_reduced = True
 

@@ -7,13 +7,16 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -35,6 +38,9 @@ from lightning_pardist.engines.fully_sharded.materialize import (
 from lightning_pardist.engines.fully_sharded.meeting import Meeting
 from lightning_pardist.engines.fully_sharded.norm import clip_by_norm_, grad_norm
 from lightning_pardist.engines.fully_sharded.optimizer import step_on_shards
+from lightning_pardist.engines.fully_sharded.parameters import make_settable
+from lightning_pardist.engines.fully_sharded.skipping import LossBoard
+from lightning_pardist.engines.fully_sharded.tiling import find_tiled, shard_rows, weights
 from lightning_pardist.engines.fully_sharded.units import (
     Unit,
     describe_units,
@@ -70,6 +76,7 @@ def shard(
     rank_dependent: bool = False,
     watch: Literal["first", "always", "never"] = "first",
     check: bool = True,
+    tile_above_bytes: float | None = None,
 ) -> FullySharded:
     """Shard a module's parameters in place. Collective over the mesh; call once, before optimizers are made.
 
@@ -95,6 +102,8 @@ def shard(
         watch: When to look for parameters used outside their module's call: in the ``"first"`` run of each step
             function, ``"always"`` or ``"never"``.
         check: Compare after every backward what ranks did, in one small reduction.
+        tile_above_bytes: Linear layers with larger weights run in tiles of up to this many bytes, each gathered alone,
+            see :mod:`~.tiling`. Their weights are in no unit.
 
     Returns:
         The handle to run, accumulate, clip and save with.
@@ -108,12 +117,16 @@ def shard(
     if any(True for _ in _fsdp2.all_fsdp_modules(module)):
         raise ValueError("The module contains parts that are sharded already. Shard it once, as it was written.")
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    tiled = {} if tile_above_bytes is None else find_tiled(module, tile_above_bytes, ignored=ignored)
+    in_tiles = set(weights(tiled.values()))
     if units is None:
-        units = find_units(module, ignored=ignored)
+        units = find_units(module, ignored={*ignored, *in_tiles})
     chosen = {unit.module: unit.reason for unit in units if unit.module is not module}
-    whole = _whole_parameters(module, chosen, ignored)
-    plan = describe_units(module, chosen, {*ignored, *whole})
+    whole = _whole_parameters(module, chosen, {*ignored, *in_tiles})
+    plan = describe_units(module, chosen, {*ignored, *whole, *in_tiles})
     settings = _Settings(module, mesh, chosen, {*ignored, *whole}, reshard_after_forward, mp_policy, offload_policy)
+    settings.tiled = {layer: f"{name}.weight" for name, layer in tiled.items()}
+    settings.planned = {unit.module for unit in plan}
     whole_names = [name for name, parameter in module.named_parameters() if any(parameter is w for w in whole)]
     if on_meta(module):
         own_state = share_random_state(groups)
@@ -125,13 +138,17 @@ def shard(
     else:
         if sync_values:
             sync_from_first_rank([*module.parameters(), *module.buffers()], groups)
+        for layer in tiled.values():
+            settings.tile(layer)
         for unit in plan:
             settings.apply(unit.module)
-    device = torch.device(mesh.device_type) if mesh.device_type == "cpu" else torch.device(mesh.device_type, _current())
+    device = _device_of(mesh)
     parameters = dict(module.named_parameters())
     for name in whole_names:
         if parameters[name].device != device:
             parameters[name].data = parameters[name].data.to(device)
+    for parameter in parameters.values():
+        make_settable(parameter)
     runtime_units = [ShardedUnit(unit, index, unit.module is module) for index, unit in enumerate(plan)]
     return FullySharded(
         module,
@@ -142,6 +159,9 @@ def shard(
         watch=watch,
         check=check,
         save_gathers=reshard_after_forward == "auto",
+        tiled=tiled,
+        tile_bytes=tile_above_bytes or 0.0,
+        mp_policy=mp_policy,
     )
 
 
@@ -163,6 +183,10 @@ class _Settings:
         self.units = {*chosen, module}
         self.ignored = ignored
         self.ignored_names: set[str] = set()
+        #: Layers in tiles, with the names of their weights; and units that own parameters.
+        self.tiled: dict[nn.Linear, str] = {}
+        self.planned: set[nn.Module] = set()
+        self.rests_on_host = isinstance(offload_policy, CPUOffloadPolicy)
         self.reshard = reshard
         self.options: dict[str, Any] = {"mesh": mesh}
         if mp_policy is not None:
@@ -171,10 +195,19 @@ class _Settings:
             self.options["offload_policy"] = offload_policy
 
     def is_unit(self, module: nn.Module) -> bool:
-        return module in self.units
+        return module in self.units or module in self.tiled
+
+    def tile(self, layer: nn.Linear) -> None:
+        """Shard the weight of a layer that runs in tiles."""
+        device = torch.device("cpu") if self.rests_on_host else _device_of(self.mesh)
+        self.ignored.add(shard_rows(layer, self.mesh, device))
 
     def apply(self, unit: nn.Module) -> None:
         """Shard what this unit owns and no inner unit has taken. Called inner before outer."""
+        if isinstance(unit, nn.Linear) and unit in self.tiled and not isinstance(unit.weight, DTensor):
+            self.tile(unit)
+        if unit not in self.planned:
+            return
         owners = parameter_owners(self.module, self.units)
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         foreign = {
@@ -204,6 +237,7 @@ class FullySharded:
         mesh: Its mesh.
         units: The plan, the root last.
         replicated: Names of parameters that are whole on every rank.
+        losses: Who has a loss in this step.
     """
 
     def __init__(
@@ -217,6 +251,9 @@ class FullySharded:
         watch: Literal["first", "always", "never"],
         check: bool,
         save_gathers: bool,
+        tiled: dict[str, nn.Linear],
+        tile_bytes: float,
+        mp_policy: MixedPrecisionPolicy | None,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -234,8 +271,12 @@ class FullySharded:
         self.writer = dist.get_global_rank(data_group, 0)
         self.meeting = Meeting(_host_group(data_group), data_group)
         self.meeting.active = rank_dependent
+        self._data_group = data_group
+        self.losses = self._new_board()
         self._runtime = BackwardRuntime(units, replicated, self.meeting, data_size=mesh.size(), check=check)
         self._runtime.agreed = self._learn_order
+        for name, layer in tiled.items():
+            self._runtime.add_tiled(name, layer, mesh, tile_bytes=tile_bytes, policy=mp_policy)
         self._root.module.set_reshard_after_backward(False, recurse=False)
         self._handles = [
             *(unit.unit.module.register_forward_hook(functools.partial(self._after_forward, unit)) for unit in units),
@@ -248,6 +289,9 @@ class FullySharded:
             self._call(lambda: None)
         self._root.free()
 
+    def _new_board(self) -> LossBoard:
+        return LossBoard(self._data_group, timeout=_timeout_of(self.meeting.group))
+
     # -- the plan
 
     @property
@@ -256,7 +300,7 @@ class FullySharded:
         return [unit.unit for unit in self._units]
 
     def __str__(self) -> str:
-        return format_units(self.units)
+        return "\n".join([format_units(self.units), *map(str, self._runtime.tiled)])
 
     # -- a step
 
@@ -330,7 +374,7 @@ class FullySharded:
             # A mode would be traced into compiled blocks: the run that looks is an eager one.
             compiled = "torch._dynamo" in sys.modules
             eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-            with eager, DirectUse(self._units, self._keep):
+            with eager, DirectUse(self._units, self._keep, self._runtime.tiled):
                 yield
             self._watched.add(seen)
             return
@@ -390,7 +434,7 @@ class FullySharded:
     def refresh(self) -> None:
         """Call after an optimizer step inside :meth:`run` (manual optimization): gathers the new values. Collective."""
         for unit in self._units:
-            if unit.gathered:
+            if unit.gathered or any(map(_fsdp2.is_being_gathered, unit.groups)):
                 unit.free()
         if self._runtime.inside:
             for unit in self._units:
@@ -471,9 +515,9 @@ class FullySharded:
                     held["parameters"] += _storage(_fsdp2.shard_of(parameter))
                     held["gradients"] += _storage(parameter.sharded_param.grad)
                     held["gathered"] += sum(map(_storage, parameter.all_gather_outputs))
-        for replicated in self.replicated.values():
-            held["parameters"] += _storage(replicated)
-            held["gradients"] += _storage(replicated.grad)
+        for other in (*self.replicated.values(), *(tiled.layer.weight for tiled in self._runtime.tiled)):
+            held["parameters"] += _storage(other)
+            held["gradients"] += _storage(other.grad)
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 held["optimizer"] += sum(_storage(value) for value in state.values())
@@ -501,17 +545,21 @@ class FullySharded:
             self.meeting.wait_for_all()
 
     def join(self) -> None:
-        """Take the place of a backward that this rank does not run while others do. Collective over the mesh.
+        """Take the place of a backward that this rank does not run. Collective over the mesh.
 
         Raises:
-            RuntimeError: If ranks may not use different units.
+            RuntimeError: If other ranks have a loss, and ranks may not use different units.
         """
-        if not self.meeting.active and self.meeting.size > 1:
+        if self.meeting.active or self.meeting.size == 1:
+            self._runtime.finish()
+            return
+        if not self.losses.is_skipped_by_all():
             raise RuntimeError(
-                "This rank has no loss, and other ranks may have one: they would wait for its part of the parameters."
+                "This rank has no loss and others have one: they would wait for its part of the parameters."
                 " Set rank_dependent=True, or return a loss on every rank (zero times the output, say)."
             )
-        self._runtime.finish()
+        # What micro-batches before this one left to be reduced.
+        self._runtime.end_without_backward()
 
     def follow_requires_grad(self) -> None:
         """Call after changing ``requires_grad`` of an optimizer's parameters inside :meth:`run`. Local."""
@@ -530,8 +578,8 @@ class FullySharded:
                     if gathered is not None:
                         gathered.grad = None
                     parameter.sharded_param.grad = None
-        for replicated in self.replicated.values():
-            replicated.grad = None
+        for other in (*self.replicated.values(), *(tiled.layer.weight for tiled in self._runtime.tiled)):
+            other.grad = None
 
     def dissolve(self) -> None:
         """Make the module what it was before :func:`shard`, with whole parameters on every rank. Collective.
@@ -543,12 +591,16 @@ class FullySharded:
         for unit in self._units:
             unit.free()
             _fsdp2.undo(unit.module)
+        for tiled in self._runtime.tiled:
+            tiled.undo()
 
     def reset(self) -> None:
-        """After an exception in forward or backward: drop what was in flight, and all gradients."""
+        """After an exception in forward or backward: drop what was in flight, and all gradients. On every rank."""
         self._runtime.inside = 0
         self._runtime.pending.clear()
         self.meeting.sequence = 0
+        # Ranks may have got to different steps.
+        self.losses = self._new_board()
         if self._order is not None:
             self._order = []
         _fsdp2.reset_iteration(self._root.module)
@@ -611,6 +663,12 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the group's collectives wait."""
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_timeout", default_pg_timeout)
+
+
 def _flat_name(mesh: DeviceMesh) -> str:
     return "_".join(mesh.mesh_dim_names or ("data",)) + "_flat"
 
@@ -628,5 +686,7 @@ def _storage(value: Any) -> int:
     return value.numel() * value.element_size()
 
 
-def _current() -> int:
-    return torch.accelerator.current_device_index()
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -67,9 +67,11 @@ class Meeting:
 
     def conclude(self) -> None:
         """Called right after this rank's own collective: answers those that come after it in the agreed order."""
+        if self._answering:
+            # Of a collective that was an answer; this rank's own is yet to come.
+            return
         later, self._later = self._later, []
-        if not self._answering:
-            self._answer(later)
+        self._answer(later)
 
     def _answer(self, codes: list[int]) -> None:
         self._answering = True

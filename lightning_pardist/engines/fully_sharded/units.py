@@ -251,9 +251,9 @@ def _by_search(
             fits = size >= max(1, min_unit_bytes) and can_be_called(child)
             if fits and child in repeated and not (size > limit and _has_inner_blocks(child)):
                 chosen[child] = "block"
-            elif fits and (_owns_large(child, skip, min_unit_bytes) or _is_torch_composite(child)):
+            elif fits and (_owns_large(child, skip, min_unit_bytes) or is_torch_composite(child)):
                 chosen[child] = "large"
-            elif not _is_torch_composite(child):
+            elif not is_torch_composite(child):
                 visit(child)
 
     visit(module)
@@ -277,7 +277,7 @@ def _owns_large(module: nn.Module, skip: set[nn.Parameter], min_unit_bytes: int)
     return not any(True for _ in module.children()) and sum(map(_nbytes, own)) >= max(1, min_unit_bytes)
 
 
-def _is_torch_composite(module: nn.Module) -> bool:
+def is_torch_composite(module: nn.Module) -> bool:
     """PyTorch's own modules with children (attention, encoder layers) read their children's parameters directly."""
     if not type(module).__module__.startswith(("torch.nn", "torch.ao")) or not can_be_called(module):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pardist.engines.fully_sharded import _fsdp2
 from lightning_pardist.engines.fully_sharded.backward import ShardedUnit
+from lightning_pardist.engines.fully_sharded.tiling import TiledLinear
 
 
 class DirectUse(TorchFunctionMode):
@@ -24,11 +25,15 @@ class DirectUse(TorchFunctionMode):
     Args:
         units: All units.
         keep: Called with a unit that is used directly; it gathers the unit and keeps it through backward.
+        tiled: Layers that no rank ever has whole: using their weights directly is refused.
     """
 
-    def __init__(self, units: list[ShardedUnit], keep: Callable[[ShardedUnit], None]) -> None:
+    def __init__(
+        self, units: list[ShardedUnit], keep: Callable[[ShardedUnit], None], tiled: Sequence[TiledLinear] = ()
+    ) -> None:
         super().__init__()
         self.keep = keep
+        self.tiled = {id(layer.layer.weight): layer.name for layer in tiled}
         self.owners: dict[int, tuple[ShardedUnit, Any]] = {}
         for unit in units:
             for group in unit.groups:
@@ -64,7 +69,7 @@ class DirectUse(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _sharded(self, value: Any) -> bool:
-        return isinstance(value, nn.Parameter) and id(value) in self.owners
+        return isinstance(value, nn.Parameter) and (id(value) in self.owners or id(value) in self.tiled)
 
     def _needs_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return torch.is_grad_enabled() or any(
@@ -76,6 +81,11 @@ class DirectUse(TorchFunctionMode):
             return type(value)(self._whole(item) for item in value)
         if not self._sharded(value):
             return value
+        if id(value) in self.tiled:
+            raise RuntimeError(
+                f"{self.tiled[id(value)]}.weight is used outside of its layer's call, but the layer runs in tiles and"
+                " no rank has it whole. Set tile_linear_above_mb above its size, or None."
+            )
         unit, parameter = self.owners[id(value)]
         return self._gather(unit, parameter)
 

@@ -148,6 +148,7 @@ class PipelineEngine:
         )
         self.placement = Placement(module, plan, self.stage_ranks, self.rank, group)
         self._train = self._program(plan)
+        self._running = self._train.replay
         self._evals: list[tuple[PipelinePlan, _Program]] = []
         self._steps = 0
         self._seed = self._agree_on_seed()
@@ -160,6 +161,11 @@ class PipelineEngine:
     @position.setter
     def position(self, position: int) -> None:
         self._seed, self._steps = position, 0
+
+    @property
+    def microbatch_index(self) -> int:
+        """Which of the batch's micro-batches the step is being run on."""
+        return self._running.microbatch_index
 
     def free(self, replaced: dict[nn.Parameter, nn.Parameter] | None = None) -> int:
         """Free the parameters of other ranks' stages; the bytes freed. Not collective.
@@ -229,6 +235,7 @@ class PipelineEngine:
         grad: bool,
     ) -> Finished:
         self._steps += 1
+        self._running = program.replay
         mode = self._mode(grad)
         signatures = [(_signature(part.value), mode) for part in parts]
         work = Work(step, parts, weights, signatures, self._seed + self._steps, grad, self.options.loss_of)

@@ -60,6 +60,9 @@ class StageReplay:
         plan: The plan.
         device: Where the stubs pretend to live if they were recorded on a device of the same type.
         whole: Makes of what a unit returned tensors that another rank can take over as they are.
+
+    Attributes:
+        microbatch_index: Which micro-batch is run; set by whoever runs several.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class StageReplay:
         self.device = device
         self.stubs = StubMode()
         self._kept_stubs: dict[tuple[TensorLeaf, bool], torch.Tensor] = {}
+        self.microbatch_index = 0
         self._parameter_stubs: dict[nn.Parameter, nn.Parameter] = {}
         self.needed = {value for sent in plan.sent for value in sent}
 

@@ -177,6 +177,7 @@ class Runtime:
         }
         batch = fresh_copy(work.microbatches[index].value, clone=self.several)
         seed = None if work.seed is None else work.seed * 65_536 + index
+        self.replay.microbatch_index = index
         with torch.set_grad_enabled(grad):
             run = self.replay.run(stage, work.step, batch, received, outputs, seed=seed)
         loss = None

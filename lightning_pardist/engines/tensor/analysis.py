@@ -444,9 +444,27 @@ def _weight(node: Node) -> tuple[Slot, int, str] | None:
         weight, dim = given(1, "mat2"), 2
     elif node.name.startswith("conv_transpose") and given(6, "groups") in (None, 1):
         weight, dim = given(1, "weight"), 1
+    elif node.name == "einsum":
+        weight, dim = _einsum_weight(node)
     if not isinstance(weight, Slot) or len(weight.shape) < 2:
         return None
     return weight, dim, why
+
+
+def _einsum_weight(node: Node) -> tuple[Any, int]:
+    """A parameter among two factors, and the first of its dims that the product has from it alone."""
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or "->" not in equation or "..." in equation or len(operands) != 2:
+        return None, 0
+    left, right = equation.replace(" ", "").split("->")
+    terms = left.split(",")
+    for weight, own, other in ((operands[1], terms[1], terms[0]), (operands[0], terms[0], terms[1])):
+        new = [dim for dim, letter in enumerate(own) if letter in right and letter not in other]
+        if isinstance(weight, Slot) and weight.name and new:
+            return weight, new[0]
+    return None, 0
 
 
 def _bind_attention(call: Call) -> dict[str, Any]:

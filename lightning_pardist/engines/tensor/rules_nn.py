@@ -76,6 +76,19 @@ def group_norm(call: Call) -> Outcome:
     )
 
 
+@rule("prelu")
+def prelu(call: Call) -> Outcome:
+    """One slope for all, or one for each channel, which is split with the channels."""
+    x, weight = call.arg(0, "input"), call.arg(1, "weight")
+    if x.layout is None:
+        raise NoRule("slopes are split, and the input is not", [weight])
+    of_channels = math.prod(weight.shape) > 1 and x.layout.dim == min(1, x.ndim - 1)
+    if not of_channels and weight.layout is not None:
+        raise NoRule("slopes are split in another way than the input", [weight])
+    need = weight.part(Layout(0, x.layout.segments)) if of_channels else weight.whole()
+    return Outcome((x.keep(), need), out=x.layout)
+
+
 @rule("scaled_dot_product_attention")
 def attention(call: Call) -> Outcome:
     """Head by head (or sample by sample); whole keys and values are sliced, a mask as well where it has heads."""

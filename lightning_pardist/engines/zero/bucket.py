@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pardist.engines.data_parallel.bucket import Bucket, view_like
+from lightning_pardist.engines.exchange import gather_slices
 from lightning_pardist.engines.local_tensors import own_part, set_own_part
 from lightning_pardist.engines.memory import storage_bytes
-from lightning_pardist.engines.zero.host import HostSlice, low_precision
+from lightning_pardist.engines.zero.host import HostSlice, follow, low_precision
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class ShardedBucket(Bucket):
         self._dtype, self.device = first.dtype, first.device
         self._own = slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
         self.flat_params = torch.zeros(self.shard_numel * world_size, dtype=self._dtype, device=self.device)
+        self._homes: list[Tensor] = []
         self._adopt_parameters()
         own = self.flat_params[self._own]
         self.host = None if make_host is None else make_host(own)
@@ -96,7 +98,7 @@ class ShardedBucket(Bucket):
     # --- parameters ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather(self, group: dist.ProcessGroup) -> dist.Work | None:
+    def gather(self, group: dist.ProcessGroup) -> dist.Work:
         """Send this rank's updated slice and receive the others'. Collective over ``group``; returns at once."""
         own = self.flat_params[self._own]
         if self.host is not None:
@@ -105,8 +107,24 @@ class ShardedBucket(Bucket):
             self._await_step()
         elif low_precision(self._dtype):
             own.copy_(self.master)
-        work: dist.Work | None = dist.all_gather_into_tensor(self.flat_params, own, group=group, async_op=True)
-        return work
+        return gather_slices(self.flat_params, group=group)
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """Note what the user did to parameters since the last step: new memory (``p.data = ...``), new values.
+
+        Values that are updated in place are in the buffer already; only masters, which have more digits, do not follow
+        by themselves. Not collective.
+        """
+        for param, home in zip(self.params, self._homes, strict=True):
+            part = own_part(param)
+            if part.numel() and part.data_ptr() != home.data_ptr():
+                home.copy_(part)
+                set_own_part(param, home)
+        if self.host is not None:
+            self.host.take_changes()
+        elif low_precision(self._dtype):
+            follow(self.master, self.flat_params[self._own])
 
     @torch.no_grad()
     def note_stepped(self, shards: Collection[nn.Parameter]) -> None:
@@ -136,6 +154,7 @@ class ShardedBucket(Bucket):
             piece.shard.grad = None
         self.host = None
         self.flat_params = self.master = self.flat_params.new_empty(0)
+        self._homes = []
         self._full, self._views, self._shard = None, [], None
 
     def slice_of(self, param: nn.Parameter, flat: Tensor) -> Tensor:
@@ -155,6 +174,7 @@ class ShardedBucket(Bucket):
             view = view_like(self.flat_params[offset : offset + numel], part)
             view.copy_(part)
             set_own_part(param, view)
+            self._homes.append(view)
             offset += numel
 
     def _cut(self) -> list[Piece]:
@@ -187,7 +207,9 @@ class ShardedBucket(Bucket):
                     if piece.shard.grad is not None:
                         piece.shard.grad = self._shard[piece.offset : piece.offset + piece.stop - piece.start]
         if self._full is None:
-            self._full = torch.zeros_like(self.flat_params)
+            # fill() sees to views that no gradient comes for; nobody sees to what is behind them.
+            self._full = torch.empty_like(self.flat_params)
+            self._full[self.numel :].zero_()
             offset = 0
             for param, numel in zip(self.params, self.numels, strict=True):
                 self._views.append(view_like(self._full[offset : offset + numel], own_part(param)))
@@ -200,6 +222,12 @@ class ShardedBucket(Bucket):
         if self._full is None:
             return torch.zeros_like(self.flat_params)
         return self._full
+
+    @property
+    def sum_into(self) -> Tensor | None:
+        """Where this rank's slice may be added up in place, because it stays there; nowhere if None."""
+        stays = self.keep_full and self._full is not None and self.master.dtype == self._dtype
+        return self._full[self._own] if stays and self._full is not None else None
 
     def take(self, reduced: Tensor) -> None:
         """Receive the mean of this rank's slice, shape ``[shard_numel]``, and let the full gradients go."""
@@ -215,13 +243,15 @@ class ShardedBucket(Bucket):
             self._shard.add_(reduced)
         elif self.keep_full and self._full is not None and self.master.dtype == self._dtype:
             self._shard = self._full[self._own]
-            self._shard.copy_(reduced)
+            if reduced.data_ptr() != self._shard.data_ptr():
+                self._shard.copy_(reduced)
             self._shard_in_full = True
         else:
             self._shard = reduced.to(self.master.dtype)
         for param in self.params:
             param.grad = None
-        if not self.keep_full:
+        if not self.keep_full or self.master.dtype != self._dtype:
+            # What half precision gradients were reduced to is fp32, and lies elsewhere.
             self._full, self._views = None, []
 
     def release(self) -> None:

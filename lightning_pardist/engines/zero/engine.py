@@ -299,9 +299,13 @@ class ZeroEngine:
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
+            buckets = self._buckets_of(optimizer)
+            for bucket in buckets:
+                bucket.take_changes()
             with self.slices(optimizer):
                 update(**kwargs)
-            self._gather(optimizer)
+            for work in [bucket.gather(self.group) for bucket in buckets]:
+                work.wait()
             return result
 
         @functools.wraps(inner_zero_grad)
@@ -324,12 +328,9 @@ class ZeroEngine:
 
         return undo
 
-    def _gather(self, optimizer: Optimizer) -> None:
+    def _buckets_of(self, optimizer: Optimizer) -> list[ShardedBucket]:
         members = set(_params(optimizer))
-        works = [bucket.gather(self.group) for bucket in self._buckets if bucket.params[0] in members]
-        for work in works:
-            if work is not None:
-                work.wait()
+        return [bucket for bucket in self._buckets if bucket.params[0] in members]
 
     @property
     def _device(self) -> torch.device:

@@ -13,6 +13,11 @@ def low_precision(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
+def follow(master: Tensor, own: Tensor) -> None:
+    """Give a master the values that somebody else has changed since it was rounded to ``own``."""
+    torch.where(own == master.to(own.dtype), master, own.to(master.dtype), out=master)
+
+
 class HostSlice:
     """A slice's masters and gradients in host memory, for a bucket on ``own``'s device.
 
@@ -47,6 +52,14 @@ class HostSlice:
         self.is_apart = self.master is not own
         self._published: torch.Event | None = None
         self._landing: torch.Event | None = None
+
+    def take_changes(self) -> None:
+        """Let masters follow a slice that was changed by hand, where both are in host memory."""
+        if not self.is_apart or self.is_away:
+            return
+        for begin, end in self._windows():
+            follow(self.master[begin:end], self._own[begin:end])
+            self._evict(begin, end)
 
     def publish(self) -> None:
         """Begin to copy the updated masters to the slice."""

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pardist.engines.data_parallel.bucket import Bucket
 from lightning_pardist.engines.data_parallel.transport import Transport, reduce_flags
+from lightning_pardist.engines.exchange import Reduction, exchanges_directly, scatter_slices
 from lightning_pardist.engines.zero.bucket import ShardedBucket
 from lightning_pardist.engines.zero.host import HostSlice
 
@@ -23,8 +23,8 @@ _IN_FLIGHT = 2
 class ReduceScatter(Transport):
     """The mean of each slice on the rank that owns it. Sends ``Psi (N-1)/N`` per rank.
 
-    gloo's own reduce-scatter sends as much as an all-reduce. There, every rank sends its peers their slices
-    (all-to-all) and sums what it receives, in the order of ranks.
+    gloo's own reduce-scatter sends as much as an all-reduce. There, every rank sends its peers their slices and sums
+    what it receives, see :func:`~lightning_pardist.engines.exchange.scatter_slices`.
 
     Args:
         group: The data axis' process group.
@@ -43,7 +43,7 @@ class ReduceScatter(Transport):
         self.make_host = make_host
         self.scale = 1.0 / group.size()
         self.keep_full = keep_full
-        self._flying: deque[tuple[ShardedBucket, Any, Tensor]] = deque()
+        self._flying: deque[tuple[ShardedBucket, Reduction | tuple[Any, Tensor]]] = deque()
 
     @override
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
@@ -62,18 +62,17 @@ class ReduceScatter(Transport):
         while len(self._flying) >= _IN_FLIGHT:
             self._land()
         full = bucket.full_gradients
-        if full.device.type == "cpu":
-            received = torch.empty_like(full)
-            work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
-        else:
-            received = full.new_empty(bucket.shard_numel)
-            work = dist.reduce_scatter_tensor(received, full, group=self.group, async_op=True)
-        self._flying.append((bucket, work, received))
+        if exchanges_directly(full, self.group):
+            self._flying.append((bucket, scatter_slices(full, group=self.group)))
+            return None
+        received = full.new_empty(bucket.shard_numel)
+        work = dist.reduce_scatter_tensor(received, full, group=self.group, async_op=True)
+        self._flying.append((bucket, (work, received)))
         return None
 
     @override
     def finish(self, bucket: Bucket, work: Any) -> None:
-        while any(flying is bucket for flying, _, _ in self._flying):
+        while any(flying is bucket for flying, _ in self._flying):
             self._land()
 
     @override
@@ -81,8 +80,10 @@ class ReduceScatter(Transport):
         reduce_flags(buckets, group=self.group)
 
     def _land(self) -> None:
-        bucket, work, received = self._flying.popleft()
+        bucket, flying = self._flying.popleft()
+        if isinstance(flying, Reduction):
+            bucket.take(flying.finish(bucket.sum_into))
+            return
+        work, received = flying
         work.wait()
-        if received.numel() != bucket.shard_numel or self.group.size() == 1:
-            received = received.view(self.group.size(), bucket.shard_numel).sum(0)
         bucket.take(received)

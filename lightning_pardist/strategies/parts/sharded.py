@@ -27,11 +27,12 @@ from lightning_pardist.engines.fully_sharded import FullySharded, ShardedDataEng
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, Reshard
 from lightning_pardist.engines.fully_sharded.materialize import InitFunction, on_meta
 from lightning_pardist.engines.fully_sharded.state import full_state, load_full_state
+from lightning_pardist.engines.fully_sharded.tiling import find_tiled, weights
 from lightning_pardist.engines.fully_sharded.units import MIN_UNIT_BYTES, UnitPolicy
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies.parts.offloading import OffloadSetting
 from lightning_pardist.strategies.parts.part import DataPart, refuse_pruning
-from lightning_pardist.strategies.settings import one_of
+from lightning_pardist.strategies.settings import one_of, positive
 
 _MIB = 2**20
 
@@ -60,6 +61,7 @@ class FullyShardedData(DataPart):
         whole_after_run_mb: float = 1024.0,
         offload: str | os.PathLike[str] | None = None,
         offload_window_mb: float = 64.0,
+        tile_linear_above_mb: float | None = None,
     ) -> None:
         one_of("accumulate", accumulate, ("sharded", "unsharded"))
         one_of("watch", watch, ("first", "always", "never"))
@@ -69,6 +71,9 @@ class FullyShardedData(DataPart):
             one_of("reshard_after_forward", reshard_after_forward, ("auto", True, False))
         if min_unit_size_mb < 0:
             raise ValueError(f"min_unit_size_mb={min_unit_size_mb} is negative. Use 0 for units of any size.")
+        if tile_linear_above_mb is not None:
+            positive("tile_linear_above_mb", tile_linear_above_mb, "None runs every layer whole.")
+        self.tile_linear_above_mb = tile_linear_above_mb
         self.units = units
         self.min_unit_size_mb = min_unit_size_mb
         self.reshard_after_forward: Reshard = reshard_after_forward
@@ -174,10 +179,19 @@ class FullyShardedData(DataPart):
         policy = self.mp_policy
         if policy is None and isinstance(plugin, HalfPrecision):
             policy = MixedPrecisionPolicy(param_dtype=plugin._desired_input_dtype, reduce_dtype=torch.float32)
+        tile_bytes = None if self.tile_linear_above_mb is None else self.tile_linear_above_mb * _MIB
+        tiled = {} if tile_bytes is None else find_tiled(module, tile_bytes)
+        units = find_units(
+            module,
+            policy=self.units,
+            min_unit_bytes=int(self.min_unit_size_mb * _MIB),
+            ignored=weights(tiled.values()),
+        )
         return shard(
             module,
             self.strategy.device_mesh[axes],
-            units=find_units(module, policy=self.units, min_unit_bytes=int(self.min_unit_size_mb * _MIB)),
+            units=units,
+            tile_above_bytes=tile_bytes,
             reshard_after_forward=self.reshard_after_forward,
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if self._shards_rest_on_host else None,

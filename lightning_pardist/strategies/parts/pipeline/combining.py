@@ -23,7 +23,8 @@ from lightning_pardist.engines.pipeline.structure import flatten
 Place = tuple[Hashable, ...]
 
 #: Of several rules that fit, the first is taken. "mean" is weighted as the loss is, "samples" by samples.
-_RULES = ("mean", "samples", "sum", "last", "first", "max", "min")
+#: "cat0" and its kind put tensors side by side, along that dim.
+_RULES = ("mean", "samples", "sum", "last", "first", "max", "min", "cat0", "cat1", "cat2")
 #: Values that stand for "not counted": the ignore index of losses, padding, a mask's zero.
 _IGNORED = (-100, 0, -1)
 
@@ -77,12 +78,14 @@ class Rules:
         weight: What weighs micro-batches, where it is not samples.
         loss_is_sum: Whether the losses of micro-batches add up to the batch's.
         is_explained: Whether any rule leads from the losses of micro-batches to the batch's.
+        unexplained: Attributes and buffers of which none does.
     """
 
     of: Mapping[Place, str] = field(default_factory=dict)
     weight: TokenWeight | None = None
     loss_is_sum: bool = False
     is_explained: bool = True
+    unexplained: tuple[str, ...] = ()
 
     def combine(self, place: Place, column: Sequence[Any], shares: Shares, otherwise: str = "mean") -> Any:
         """The batch's number.
@@ -114,6 +117,8 @@ def combined(rule: str, column: Sequence[Any], shares: Shares) -> Any:
     """Apply one rule to the micro-batches' numbers."""
     if rule in ("mean", "samples"):
         return weighted_mean(column, shares.loss if rule == "mean" else shares.samples)
+    if rule.startswith("cat"):
+        return torch.cat(list(column), int(rule[3:]))
     if rule in ("first", "last"):
         return column[0 if rule == "first" else -1]
     if isinstance(column[0], Tensor):
@@ -217,7 +222,7 @@ def _mean(values: Sequence[float], counts: Sequence[float]) -> float:
 def _error_of(rule: str, whole: Any, column: Sequence[Any], shares: Shares) -> float:
     try:
         return relative_error(whole, combined(rule, column, shares))
-    except (RuntimeError, TypeError, ValueError):
+    except (IndexError, RuntimeError, TypeError, ValueError):
         return math.inf
 
 

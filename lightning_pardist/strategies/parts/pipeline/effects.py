@@ -21,26 +21,24 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pardist.engines.pipeline import merge_results
-from lightning_pardist.strategies.parts.pipeline.combining import Rules, Shares
+from lightning_pardist.strategies.parts.pipeline.combining import Place, Rules, Shares
+from lightning_pardist.strategies.parts.pipeline.merging import (
+    MetricName,
+    combined_logs,
+    is_numeric,
+    merged_numbers,
+    rule_of,
+)
 from lightning_pardist.strategies.parts.pipeline.number_calls import NumberCalls
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _MISSING = object()
 #: Values that travel; of anything else (a logger, a trainer) only the rank that assigned it knows.
 _PLAIN = (int, float, str, bytes, bool, type(None))
-#: In place of a key of what is logged: its ``batch_size``.
-_BATCH_SIZE = ("batch_size",)
 #: How deep dicts in attributes are looked into.
 _DEPTH = 4
 
 Path = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class _MetricName:
-    """Stands for a torchmetrics object on its way to other ranks."""
-
-    name: str
 
 
 @dataclass
@@ -53,6 +51,7 @@ class _Record:
         assigned: New values of attributes and dictionary entries.
         metrics: Per metric: values of its last ``forward``, update count and states (lists: what was added).
         calls: Per metric that was given numbers only, such as a loss: its calls, each with the method's name.
+        buffers: What buffers of free modules became, by module and name.
     """
 
     logged: list[dict[str, Any]] = field(default_factory=list)
@@ -60,6 +59,7 @@ class _Record:
     assigned: dict[Path, Any] = field(default_factory=dict)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     calls: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    buffers: dict[Path, Tensor] = field(default_factory=dict)
 
     def as_containers(self) -> dict[str, Any]:
         """Dicts and lists only, so that the tensors in it are seen by whoever follows them."""
@@ -69,15 +69,17 @@ class _Record:
             "assigned": [list(self.assigned), list(self.assigned.values())],
             "metrics": self.metrics,
             "calls": self.calls,
+            "buffers": [list(self.buffers), list(self.buffers.values())],
         }
 
     @classmethod
     def of_containers(cls, value: dict[str, Any]) -> _Record:
         """The inverse of :meth:`as_containers`."""
-        appended, assigned = (
-            dict(zip(map(tuple, value[key][0]), value[key][1], strict=True)) for key in ("appended", "assigned")
+        appended, assigned, buffers = (
+            dict(zip(map(tuple, value[key][0]), value[key][1], strict=True))
+            for key in ("appended", "assigned", "buffers")
         )
-        return cls(value["logged"], appended, assigned, value["metrics"], value["calls"])
+        return cls(value["logged"], appended, assigned, value["metrics"], value["calls"], buffers)
 
 
 @dataclass
@@ -92,6 +94,8 @@ class BatchEffects:
         metrics: Changes of metrics, micro-batch by micro-batch.
         forward: The batch's value of each metric that was called.
         calls: The batch's calls of metrics that are given numbers only.
+        buffers: New values of buffers of free modules.
+        samples: Of attributes with an entry a sample (a recurrent state): what each micro-batch assigned.
     """
 
     result: Any
@@ -101,6 +105,8 @@ class BatchEffects:
     metrics: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     forward: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    buffers: dict[Path, Any] = field(default_factory=dict)
+    samples: dict[Path, list[Any]] = field(default_factory=dict)
 
 
 class StepEffects:
@@ -109,10 +115,17 @@ class StepEffects:
     Args:
         module: Whose steps.
         units: Names of the modules that live on one stage only: what happens in them stays there.
+        written: Buffers that steps write to, of which other modules than units are watched.
+
+    Attributes:
+        seen_written: Buffers that steps have written to, by module and name.
     """
 
-    def __init__(self, module: pl.LightningModule, units: Collection[str] = ()) -> None:
+    def __init__(
+        self, module: pl.LightningModule, units: Collection[str] = (), *, written: Collection[Path] = ()
+    ) -> None:
         self.module = module
+        self.seen_written: set[Path] = set(written)
         inside = [name for name, _ in module.named_modules() if any(_within(name, unit) for unit in units)]
         self._free = {
             name: each
@@ -120,6 +133,8 @@ class StepEffects:
             if name not in inside and not isinstance(each, (Metric, MetricCollection))
         }
         self._metrics = {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
+        self._written = sorted(path for path in written if path[0] in self._free)
+        self._samples: dict[Path, tuple[Any, list[Any]]] = {}
         self._open: _State | None = None
         self._latest: dict[str, dict[str, Any]] = {}
         self._numbers = NumberCalls()
@@ -129,6 +144,8 @@ class StepEffects:
         """Around all runs of one step: nothing is logged, and afterwards everything is as it was before."""
         self._open = self._state()
         self._latest = {}
+        # What a hook has replaced since (by None, at the beginning of an epoch) holds for all micro-batches.
+        self._samples = {path: pair for path, pair in self._samples.items() if self._at(path) is pair[0]}
         kept = self.module.__dict__.get("log", _MISSING)
         try:
             with self._numbers.watching(self._metrics):
@@ -141,8 +158,26 @@ class StepEffects:
             self._open.restore(self)
             self._open = None
 
-    def run(self, step: Callable[[Any], Any], microbatch: Any) -> dict[str, Any]:
-        """Run the step on one micro-batch. What a run leaves that is cut off is undone.
+    def preset(self, place: Place, value: Any) -> None:
+        """Let an attribute or buffer have another value, until :meth:`watching` ends or the caller puts it back."""
+        kind, path = _kind_and_path(place)
+        if kind == "assigned":
+            self._assign(path, value)
+        else:
+            self._free[path[0]]._buffers[path[1]] = value
+
+    def value_at(self, place: Place) -> Any:
+        """The value of an attribute or buffer."""
+        kind, path = _kind_and_path(place)
+        return self._at(path) if kind == "assigned" else self._free[path[0]]._buffers[path[1]]
+
+    def run(self, step: Callable[[Any], Any], microbatch: Any, index: int = 0) -> dict[str, Any]:
+        """Run the step on one micro-batch, as if no other had been run before, but for metrics of samples.
+
+        Args:
+            step: Takes the micro-batch.
+            microbatch: Its argument.
+            index: Which of the batch's micro-batches it is.
 
         Returns:
             The step's result under ``"result"``, and the record of its effects.
@@ -151,7 +186,10 @@ class StepEffects:
         self.module.__dict__["log"] = self._recorder(record.logged)
         before = self._state()
         try:
-            with self._numbers.into(record.calls):
+            for path, (_, values) in self._samples.items():
+                if index < len(values):
+                    self._assign(path, values[index])
+            with self._numbers.into(record.calls), self._own_buffers(record):
                 result = step(microbatch)
         except BaseException:
             before.restore(self)
@@ -159,6 +197,7 @@ class StepEffects:
         finally:
             self.module.__dict__.pop("log", None)
         before.compare(self, record)
+        before.restore_attributes(self)
         # Their states depend on how many micro-batches there are: they are called again with the batch's numbers.
         record.metrics = {name: change for name, change in record.metrics.items() if name not in record.calls}
         # The states after the last micro-batch are those that count.
@@ -179,16 +218,28 @@ class StepEffects:
 
         def merged(column: Sequence[Any], *where: Hashable) -> Any:
             def number(place: tuple[int, ...], numbers: list[Any]) -> Any:
-                counts = where[0] == "assigned" and not isinstance(numbers[0], Tensor)
-                return rules.combine((*where, *place), numbers, shares, "last" if counts else "mean")
+                return rules.combine((*where, *place), numbers, shares)
 
             return merge_results(column, shares.loss, shares.sizes, combine=number)
 
         done = BatchEffects(merged([result["result"] for result in results], "result"))
-        done.logged = list(_combined_logs([record.logged for record in records], shares, rules))
         for path in dict.fromkeys(path for record in records for path in record.assigned):
             known = [record.assigned[path] for record in records if path in record.assigned]
-            done.assigned[path] = merged(known, "assigned", path) if len(known) == len(records) else known[-1]
+            if len(known) < len(records):
+                done.assigned[path] = known[-1]
+            elif not all(map(is_numeric, known)):
+                done.assigned[path] = merged(known, "assigned", path)
+            else:
+                place: Place = ("assigned", path)
+                done.assigned[path] = merged_numbers(known, self._at(path), place, shares, rules)
+                if rule_of(known, place, shares, rules).startswith("cat"):
+                    done.samples[path] = known
+        for path in dict.fromkeys(path for record in records for path in record.buffers):
+            before = self._free[path[0]]._buffers[path[1]]
+            written = [record.buffers[path] for record in records]
+            done.buffers[path] = merged_numbers(written, before, ("buffer", path), shares, rules)
+        kept = [([record.assigned.get(path) for record in records], value) for path, value in done.assigned.items()]
+        done.logged = list(combined_logs([record.logged for record in records], kept, shares, rules))
         for path in dict.fromkeys(path for record in records for path in record.appended):
             grown = [record.appended.get(path, []) for record in records]
             if len({len(items) for items in grown}) == 1:
@@ -221,6 +272,14 @@ class StepEffects:
         """
         for path, value in done.assigned.items():
             self._assign(path, value)
+        self._samples |= {path: (self._at(path), values) for path, values in done.samples.items()}
+        for (name, key), value in done.buffers.items():
+            buffer = self._free[name]._buffers[key]
+            if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+                with torch.no_grad():
+                    buffer.copy_(value)
+            else:
+                self._free[name]._buffers[key] = value
         for path, items in done.appended.items():
             target = self._at(path)
             if isinstance(target, list):
@@ -233,10 +292,36 @@ class StepEffects:
                 getattr(self._metrics[name], call["method"])(*call["args"].values(), **call["kwargs"])
         for arguments in done.logged:
             value = arguments["value"]
-            if isinstance(value, _MetricName):
+            if isinstance(value, MetricName):
                 value = self.module.get_submodule(value.name)
             self.module.log(**{**arguments, "value": value})
         return done.result
+
+    @contextmanager
+    def _own_buffers(self, record: _Record) -> Iterator[None]:
+        """Buffers that steps write to are copies inside: autograd may keep what is written."""
+        own = [(self._free[name]._buffers, key, self._free[name]._buffers.get(key)) for name, key in self._written]
+        versions = self._versions()
+        for table, key, buffer in own:
+            table[key] = None if buffer is None else buffer.clone()
+        try:
+            yield
+            for path, (table, key, _) in zip(self._written, own, strict=True):
+                value = table[key]
+                if value is not None:
+                    record.buffers[path] = value.detach()
+        finally:
+            for table, key, buffer in own:
+                table[key] = buffer
+        self.seen_written |= {path for path, version in self._versions().items() if versions.get(path) != version}
+
+    def _versions(self) -> dict[Path, tuple[int, int]]:
+        return {
+            (name, key): (id(buffer), 0 if buffer.is_inference() else buffer._version)
+            for name, module in self._free.items()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        }
 
     # --- logged values ------------------------------------------------------------------------------------------
 
@@ -252,10 +337,10 @@ class StepEffects:
 
         return log
 
-    def _name_of(self, metric: Metric) -> _MetricName:
+    def _name_of(self, metric: Metric) -> MetricName:
         for name, known in self.module.named_modules():
             if known is metric:
-                return _MetricName(name)
+                return MetricName(name)
         raise ValueError(
             f"self.log was given a {type(metric).__name__} that is no attribute of {type(self.module).__name__}."
             " Assign it to the module in __init__."
@@ -312,14 +397,18 @@ class _State:
 
     def restore(self, effects: StepEffects) -> None:
         """Put everything back."""
+        self.restore_attributes(effects)
+        for name, kept in self.metrics.items():
+            _thaw_metric(effects._metrics[name], kept)
+
+    def restore_attributes(self, effects: StepEffects) -> None:
+        """Put back all but the metrics."""
         for name, module in effects._free.items():
             for key in [key for key in module.__dict__ if key not in _REGISTRIES]:
                 if (name, key) not in self.attributes:
                     del module.__dict__[key]
         for (name, key), frozen in self.attributes.items():
             effects._free[name].__dict__[key] = frozen.thaw()
-        for name, kept in self.metrics.items():
-            _thaw_metric(effects._metrics[name], kept)
 
     def compare(self, effects: StepEffects, record: _Record) -> None:
         """Write into a record what has changed since."""
@@ -445,54 +534,12 @@ def _on(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-# --- logs -----------------------------------------------------------------------------------------------------------
-
-
-def _combined_logs(logs: Sequence[list[dict[str, Any]]], shares: Shares, rules: Rules) -> Iterator[dict[str, Any]]:
-    """One call of ``log`` for each that a run over the whole batch would have made."""
-    columns: dict[tuple[str, int], list[tuple[int, dict[str, Any]]]] = {}
-    for index, logged in enumerate(logs):
-        times: dict[str, int] = {}
-        for arguments in logged:
-            name = arguments["name"]
-            times[name] = times.get(name, -1) + 1
-            columns.setdefault((name, times[name]), []).append((index, arguments))
-    for (name, time), column in columns.items():
-        indices = [index for index, _ in column]
-        own = Shares.of([shares.loss[i] for i in indices], [shares.sizes[i] for i in indices])
-        yield _combine_log([arguments for _, arguments in column], own, rules, ("logged", name, time))
-
-
-def _combine_log(
-    column: list[dict[str, Any]], shares: Shares, rules: Rules, place: tuple[Hashable, ...]
-) -> dict[str, Any]:
-    done = dict(column[-1])
-    if all(arguments.get("batch_size") is not None for arguments in column):
-        sizes = [int(arguments["batch_size"]) for arguments in column]
-        # Written as a number, it is that of the batch as well; counted, it is a micro-batch's.
-        counted = len(set(sizes)) > 1 or sizes == list(shares.sizes)
-        done["batch_size"] = rules.combine((*place, _BATCH_SIZE), sizes, shares, "sum" if counted else "last")
-        if done["batch_size"] == sum(sizes) and sizes != list(shares.sizes):
-            shares = Shares.of(sizes, shares.sizes)
-    reduce_fx = done.get("reduce_fx", "mean")
-    name = getattr(reduce_fx, "__name__", reduce_fx)
-    otherwise = name if name in ("sum", "max", "min") else "mean"
-    values = [arguments["value"] for arguments in column]
-    if isinstance(values[0], dict):
-        done["value"] = {
-            key: rules.combine((*place, key), [_as_float(value[key]) for value in values], shares, otherwise)
-            for key in values[0]
-        }
-    elif not isinstance(values[0], _MetricName):
-        done["value"] = rules.combine(place, [_as_float(value) for value in values], shares, otherwise)
-    return done
-
-
-def _as_float(value: Any) -> Tensor:
-    """As ``log`` will keep it, so that counts have a mean."""
-    tensor = torch.as_tensor(value)
-    return tensor.reshape(()) if tensor.is_floating_point() else tensor.reshape(()).to(torch.get_default_dtype())
-
-
 def _within(name: str, unit: str) -> bool:
     return name == unit or name.startswith(f"{unit}.")
+
+
+def _kind_and_path(place: Place) -> tuple[Hashable, Path]:
+    kind, path = place[:2]
+    if not isinstance(path, tuple):
+        raise TypeError(f"{place} is no place of an attribute or buffer.")
+    return kind, path

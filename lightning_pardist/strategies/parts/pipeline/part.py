@@ -177,7 +177,7 @@ class PipelinePart(Part):
         self._plans, self._rules = recorded.plans, recorded.rules
         self._warn_of_losses()
         first = next(iter(self._plans.values()))
-        self._effects = StepEffects(module, first.trace.unit_names)
+        self._effects = StepEffects(module, first.trace.unit_names, written=recorded.written)
         self._same_batch = SameBatches(group, device)
         self.engine = PipelineEngine(module, first, group=group, device=device, options=self._options())
         replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -201,6 +201,12 @@ class PipelinePart(Part):
                     f"The loss of {name} for a batch is neither the mean nor the sum of its losses for micro-batches:"
                     " it compares samples of a batch, or weighs them. Training goes by the mean over micro-batches,"
                     " weighted by samples. If it should be weighted otherwise, set loss_weight."
+                )
+            if rules.unexplained:
+                rank_zero_warn(
+                    f"{name} writes to {', '.join(rules.unexplained)}, and what it writes for micro-batches does not go"
+                    " together to what it would write for the batch: their mean is taken. pardist_mp, which makes no"
+                    " micro-batches, does as one process does."
                 )
 
     def _weight_of(self, microbatch: Any) -> float:
@@ -238,7 +244,7 @@ class PipelinePart(Part):
         batch = self._same_batch(batch)
 
         def run(microbatch: Any) -> Any:
-            return effects.run(lambda part: step(part, *rest), microbatch)
+            return effects.run(lambda part: step(part, *rest), microbatch, engine.microbatch_index)
 
         stage = self._trainer.state.stage
         self._key = self._key_of(stage, rest)

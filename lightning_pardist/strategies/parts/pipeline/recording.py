@@ -40,6 +40,7 @@ from lightning_pardist.strategies.parts.pipeline.combining import (
     relative_error,
 )
 from lightning_pardist.strategies.parts.pipeline.effects import StepEffects
+from lightning_pardist.strategies.parts.pipeline.merging import change_of
 from lightning_pardist.strategies.parts.pipeline.samples import sample_batches
 from lightning_pardist.strategies.parts.pipeline.settings import PipelineSettings
 
@@ -50,10 +51,12 @@ STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
+#: What stays from one step to the next.
+_KEPT = ("assigned", "buffer")
 #: Relative errors that are rounding for certain, that may be, and that may be in half precision.
 _CLOSE, _LOOSE, _ROUGH = 2e-6, 1e-4, 2e-2
-#: Runs a step on batches, and returns what it did with each.
-_Evaluate = Callable[[list[Any]], list[dict[str, Any]]]
+#: Runs a step on batches, at will with other values of what it keeps, and returns what it did with each.
+_Evaluate = Callable[..., list[dict[str, Any]]]
 #: Name of a step function, and index of the loader whose batches it gets.
 StepKey = tuple[str, int]
 
@@ -80,10 +83,12 @@ class Recorded:
     Attributes:
         plans: Stages and messages of each step function.
         rules: How the numbers that each makes of micro-batches are combined.
+        written: Buffers that steps write to, by module and name.
     """
 
     plans: dict[StepKey, PipelinePlan]
     rules: dict[StepKey, Rules]
+    written: frozenset[tuple[Any, ...]] = frozenset()
 
 
 class StepRecorder:
@@ -116,6 +121,8 @@ class StepRecorder:
             raise CannotPipelineError("There is no batch to record a run of a step with.", ())
         traces = {sample.key: self._record(sample) for sample in samples}
         first = samples[0].key
+        written = frozenset(self._effects.seen_written)
+        self._effects = StepEffects(self.module, traces[first].unit_names, written=written)
         main = plan(
             traces[first],
             self.num_ranks * self.settings.chunks_per_rank,
@@ -127,7 +134,7 @@ class StepRecorder:
         for sample in samples:
             with self._running(sample) as run:
                 dry_run(self.module, run, sample.microbatch, plans[sample.key], loss_of=loss_of)
-        return Recorded(plans, self._find_all_rules(samples))
+        return Recorded(plans, self._find_all_rules(samples), written)
 
     def _samples(self) -> Iterator[_Sample]:
         trainer = self.trainer
@@ -199,7 +206,7 @@ class StepRecorder:
         numbers, columns = self._numbers_of(whole, sum(sizes)), self._numbers(run(values), shares)
         loose, close = (_LOOSE, _CLOSE) if is_exact else (_ROUGH, _ROUGH)
         find = partial(find_rules, numbers, columns, close=close, tolerance=loose, rough=is_random)
-        found = find(shares)
+        found = self._settle_sums(find(shares), numbers, sample, run)
         certain = find_rules(numbers, columns, shares, close=close, tolerance=close)
         training = sample.stage == RunningStage.TRAINING
         if training:
@@ -208,7 +215,7 @@ class StepRecorder:
         else:
             place = _place_of_loss(numbers, columns, certain, of_training)
         if place is None or place not in columns:
-            return Rules(found)
+            return Rules(found, unexplained=() if is_random else _unexplained(numbers, columns, found))
         if is_random or weigh is not None or found.get(place) == "sum":
             return Rules(found, None, training and found.get(place) == "sum", not training or place in found)
         # Padding marked by the ignore index counts, even if this sample is padded so evenly that it does not show.
@@ -224,8 +231,23 @@ class StepRecorder:
         )
         if weight is not None:
             weight = self._settled(weight, sample, run, place, numbers[place])
-            found = find(Shares.of([weight(value) for value in values], sizes))
-        return Rules(found, weight, False, not training or place in found)
+            found = self._settle_sums(find(Shares.of([weight(value) for value in values], sizes)), numbers, sample, run)
+        unexplained = _unexplained(numbers, columns, found)
+        return Rules(found, weight, False, not training or place in found, unexplained)
+
+    def _settle_sums(
+        self, found: dict[Place, str], numbers: dict[Place, Any], sample: _Sample, run: _Evaluate
+    ) -> dict[Place, str]:
+        """Whether a number that was 0 before the step is a sum of the batch, or grows by it from step to step."""
+        for place in [place for place, rule in found.items() if rule == "sum" and found.get(change_of(place)) == "sum"]:
+            before = self._effects.value_at(place)
+            try:
+                (record,) = run([sample.batch], {place: before + 1})
+                after = self._numbers_of(record, 1).get(place, math.nan)
+            except Exception:
+                after = math.nan
+            del found[change_of(place) if relative_error(after, numbers[place]) == 0.0 else place]
+        return found
 
     def _settled(self, weight: TokenWeight, sample: _Sample, run: _Evaluate, place: Place, number: Any) -> TokenWeight:
         """Whether a sample's first entry counts, which samples of one length do not show."""
@@ -255,9 +277,13 @@ class StepRecorder:
                 return run([sample.batch])[0], run, plain or precision.startswith(("32", "64"))
         return None
 
-    def _evaluated(self, sample: _Sample, plain: bool, batches: list[Any]) -> list[dict[str, Any]]:
+    def _evaluated(
+        self, sample: _Sample, plain: bool, batches: list[Any], preset: Mapping[Place, Any] | None = None
+    ) -> list[dict[str, Any]]:
         with self._running(sample, plain=plain) as run, undisturbed(self.module), torch.no_grad():
             self.module.eval()
+            for place, value in (preset or {}).items():
+                self._effects.preset(place, value)
             records = [run(fresh_copy(batch)) for batch in batches]
             self._rng_afterwards = torch.get_rng_state()
             return records
@@ -349,6 +375,15 @@ _CONTEXTS = {
     "test_step": "test_step_context",
     "predict_step": "predict_step_context",
 }
+
+
+def _unexplained(
+    numbers: Mapping[Place, Any], columns: Mapping[Place, Any], found: Mapping[Place, str]
+) -> tuple[str, ...]:
+    """Names of attributes and buffers of which no rule is known."""
+    kept = [place for place in columns if place in numbers and place[0] in _KEPT]
+    kept = [place for place in kept if place not in found and change_of(place) not in found]
+    return tuple(dict.fromkeys(".".join(str(part) for part in place[1] if part) for place in kept))  # type: ignore[attr-defined]
 
 
 def _place_of_loss(

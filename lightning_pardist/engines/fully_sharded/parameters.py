@@ -1,0 +1,66 @@
+"""Sharded parameters that can be given new values as ordinary ones are: ``p.data = ...``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_pardist.engines.fully_sharded.state import local_part
+
+#: How often ``.data`` of any sharded parameter was asked for: what is done to it leaves no other trace.
+_looks = 0
+
+
+def changes_of(parameters: Iterable[Tensor]) -> tuple[int, ...]:
+    """Differs from what it was before if somebody may have changed the values meanwhile; the same on all ranks.
+
+    Args:
+        parameters: Sharded ones.
+    """
+    return (_looks, *(parameter._version for parameter in parameters))
+
+
+class ShardParameter(DTensor):
+    """A sharded parameter whose ``data`` may be assigned to.
+
+    A ``DTensor`` takes ``p.data = value``, and keeps the values that it had: what is assigned is the memory of a
+    wrapper that has none. Weight clipping, averaging and ``vector_to_parameters`` would be lost without a word.
+    """
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Tensor:
+        """The parameter without its history, as a ``DTensor``."""
+        global _looks
+        _looks += 1
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        global _looks
+        _looks += 1
+        if value.shape != self.shape:
+            raise ValueError(
+                f"A tensor of shape {tuple(value.shape)} was assigned to .data of a sharded parameter of shape"
+                f" {tuple(self.shape)}. Under ZeRO-3 and FSDP parameters keep their shapes during a run."
+            )
+        with torch.no_grad():
+            if isinstance(value, DTensor) and value.placements == self.placements:
+                part = value.to_local()
+            else:
+                part = local_part(value.full_tensor() if isinstance(value, DTensor) else value, self)
+            self._local_tensor.copy_(part)
+
+
+def make_settable(parameter: Tensor) -> None:
+    """Let ``parameter.data = value`` change a sharded parameter. Ordinary tensors, and those of tensor ranks, stay.
+
+    Args:
+        parameter: Of a module that was sharded.
+    """
+    if type(parameter) is DTensor:
+        parameter.__class__ = ShardParameter

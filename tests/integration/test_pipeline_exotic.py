@@ -1,0 +1,231 @@
+"""Modules that do more than call one layer after the other: a pipeline beside one process."""
+
+import copy
+import functools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.runs import quiet_trainer
+
+
+def _layers(count=4, before=8, dim=16, after=4):
+    inner = [nn.Sequential(nn.Linear(dim, dim), nn.Tanh()) for _ in range(count)]
+    return nn.Sequential(nn.Linear(before, dim), *inner, nn.Linear(dim, after))
+
+
+class Base(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = _layers()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+class CompiledInside(Base):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")
+
+
+class ValuesFromHooks(Base):
+    """A hook notes what a layer gives, and the step logs it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = {}
+        for index in (1, 3):
+            self.net[index].register_forward_hook(functools.partial(self._note, index))
+
+    def _note(self, index, module, inputs, output):
+        self.norms[index] = output.detach().square().mean()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({f"norm_{index}": norm for index, norm in self.norms.items()})
+        return loss
+
+
+class LossFromHooks(Base):
+    """A penalty on all activations, which hooks collect."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        for layer in self.net:
+            layer.register_forward_hook(lambda module, inputs, output: self.seen.append(output))
+
+    def training_step(self, batch, batch_idx):
+        self.seen.clear()
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.01 * sum(each.square().mean() for each in self.seen)
+
+
+class LowRank(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, base.in_features) / 4)
+        self.b = nn.Parameter(torch.randn(base.out_features, 2) / 4)
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+class Adapters(Base):
+    """Frozen layers with small trainable ones beside them."""
+
+    def __init__(self):
+        super().__init__()
+        for index, layer in enumerate(self.net):
+            if isinstance(layer, nn.Linear):
+                self.net[index] = LowRank(layer)
+            else:
+                layer[0] = LowRank(layer[0])
+
+
+class FrozenTeacher(Base):
+    def __init__(self):
+        super().__init__()
+        self.teacher = _layers(2).requires_grad_(False).eval()
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            target = self.teacher(batch[0])
+        y = self.net(batch[0])
+        return F.cross_entropy(y, batch[1]) + F.mse_loss(y, target)
+
+
+class Siamese(Base):
+    """Two passes through the same layers."""
+
+    def training_step(self, batch, batch_idx):
+        a, b = self.net(batch[0]), self.net(batch[0].flip(1))
+        return (1 - F.cosine_similarity(a, b)).mean() + F.cross_entropy(a, batch[1])
+
+
+class Autoencoder(Base):
+    """Noise, and several losses of different kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = _layers(2, after=8), _layers(2, before=4, after=8)
+
+    def training_step(self, batch, batch_idx):
+        mean, log_variance = self.encoder(batch[0]).chunk(2, -1)
+        z = mean + 0.0 * torch.randn_like(mean) * (0.5 * log_variance).exp()
+        divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(-1).mean()
+        error = F.mse_loss(self.decoder(z), batch[0], reduction="sum") / len(batch[0])
+        self.log_dict({"divergence": divergence, "error": error})
+        return error + 0.1 * divergence
+
+
+class MixOfStates(Base):
+    """A token of the root's own, and a learned sum over the outputs of all layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.out = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True) for _ in range(4))
+        self.token, self.mix = nn.Parameter(torch.randn(1, 1, 16)), nn.Parameter(torch.zeros(5))
+
+    def training_step(self, batch, batch_idx):
+        x = self.inputs(batch[0]).unflatten(-1, (1, 16)).repeat(1, 3, 1)
+        states = [torch.cat([self.token.expand(len(x), -1, -1), x], 1)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        mixed = sum(weight * state for weight, state in zip(self.mix.softmax(0), states, strict=True))
+        return F.cross_entropy(self.out(mixed[:, 0]), batch[1])
+
+
+class Penalized(Base):
+    """The loss reads every parameter, without calling the layers that own them."""
+
+    def training_step(self, batch, batch_idx):
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        self.log("penalty", penalty)
+        return super().training_step(batch, batch_idx) + 1e-3 * penalty
+
+
+class ByProgress(Base):
+    """What it computes and logs depends on how far training has come."""
+
+    def training_step(self, batch, batch_idx):
+        share = min(1.0, (self.global_step + 1) / 3)
+        y = self.net(batch[0])
+        self.log("share", share)
+        self.log("seen", float(len(batch[0])), reduce_fx="sum")
+        return share * F.cross_entropy(y, batch[1]) + (1 - share) * y.square().mean()
+
+
+class GradientNorms(Base):
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self.net, 2))
+
+
+KINDS = (
+    CompiledInside,
+    ValuesFromHooks,
+    LossFromHooks,
+    Adapters,
+    FrozenTeacher,
+    Siamese,
+    Autoencoder,
+    MixOfStates,
+    Penalized,
+    ByProgress,
+    GradientNorms,
+)
+
+
+class MovingTeacher(Base):
+    """A teacher that follows the student in a hook, where each rank has the parameters of its own stages only."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), self.teacher(batch[0]).softmax(-1))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for teacher, student in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            teacher.mul_(0.9).add_(student, alpha=0.1)
+
+
+def _fit(kind, strategy="auto", devices=1):
+    torch.manual_seed(3)
+    module = kind()
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(24, 8, generator=generator), torch.randint(0, 4, (24,), generator=generator)
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2)
+    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=8))
+    return {**snapshot(module), **{key: value.clone() for key, value in trainer.callback_metrics.items()}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_numbers(kind):
+    for got in run_ranks(2, _fit, kind, "pardist_pp", 2):
+        assert_close(got, _fit(kind))
+
+
+@pytest.mark.slow
+def test_parameters_of_other_stages_are_not_used_in_hooks():
+    with pytest.raises(RankFailed, match=r"wants the values of 'net\.\d.*which rank \d of the pipeline holds"):
+        run_ranks(2, _fit, MovingTeacher, "pardist_pp", 2)

@@ -1,0 +1,123 @@
+"""What steps keep from batch to batch, in attributes and buffers: a pipeline beside one process."""
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+
+
+class Base(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        inner = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+        self.net = nn.Sequential(nn.Linear(8, 8), *inner, nn.Linear(8, 4))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Buffers(Base):
+    """Means that move, a counter, and sums: written in place, or assigned."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean_loss", torch.zeros(()))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("histogram", torch.zeros(4))
+        self.register_buffer("current", torch.zeros(4))
+
+    def training_step(self, batch, batch_idx):
+        y = self.net(batch[0])
+        loss = F.cross_entropy(y - self.centre, batch[1]) * (1 + 0.1 * self.mean_loss.clone())
+        counts = F.one_hot(batch[1], 4).sum(0)
+        self.mean_loss.mul_(0.9).add_(0.1 * loss.detach())
+        self.steps += 1
+        self.centre = 0.9 * self.centre + 0.1 * y.detach().mean(0)
+        self.histogram += counts
+        self.current.copy_(counts)
+        return loss
+
+
+class Attributes(Base):
+    """The same in attributes, some of which are logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean_loss, self.sum_of_losses, self.current = torch.tensor(1.0), torch.zeros(()), torch.zeros(())
+        self.steps = self.samples = 0
+        self.half = 0.0
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1]) / self.mean_loss
+        self.mean_loss = 0.9 * self.mean_loss + 0.1 * loss.detach()
+        self.sum_of_losses = self.sum_of_losses + loss.detach() * len(batch[0])
+        self.current = batch[0].sum()
+        self.steps += 1
+        self.samples += len(batch[0])
+        self.half = 0.5 * self.half + float(loss.detach())
+        self.log_dict({"mean": self.mean_loss, "steps": float(self.steps), "half": self.half})
+        self.log_dict({"samples": float(self.samples), "sum": self.sum_of_losses, "current": self.current})
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log_dict({"samples_after": float(self.samples), "sum_after": self.sum_of_losses, "half_after": self.half})
+
+
+class Cell(Base):
+    """A state with an entry a sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+        self.state = None
+
+    def training_step(self, batch, batch_idx):
+        state = self.cell(batch[0], self.state)
+        self.state = state.detach()
+        return F.cross_entropy(self.net(state), batch[1])
+
+
+class Layers(Base):
+    """A state whose second dim is the samples', begun anew by a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(8, 8, num_layers=2, batch_first=True)
+        self.state = None
+
+    def on_train_epoch_start(self):
+        self.state = None
+
+    def training_step(self, batch, batch_idx):
+        y, state = self.rnn(batch[0][:, None], self.state)
+        self.state = state.detach()
+        return F.cross_entropy(self.net(y[:, 0]), batch[1])
+
+
+KINDS = (Buffers, Attributes, Cell, Layers)
+
+
+def _fit_all(strategy="auto", devices=1):
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(48, 8, generator=generator), torch.randint(0, 4, (48,), generator=generator)
+    found = []
+    for kind in KINDS:
+        torch.manual_seed(3)
+        module = kind()
+        trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2)
+        trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=16))
+        found.append({**snapshot(module), **{key: value.clone() for key, value in trainer.callback_metrics.items()}})
+    return found
+
+
+def test_what_steps_keep_is_that_of_one_process():
+    want = _fit_all()
+    for got in run_ranks(2, _fit_all, "pardist_pp", 2):
+        for mine, whole in zip(got, want, strict=True):
+            assert_close(mine, whole)
