@@ -33,6 +33,9 @@ STRATEGIES = {
     # On four ranks two of each beside two data-parallel ones.
     "tp": lambda **kwargs: TensorParallelStrategy(tensor_parallel_size=2, **kwargs),
     "tp_zero1": lambda **kwargs: TensorParallelStrategy(tensor_parallel_size=2, data_parallel="zero1", **kwargs),
+    "tp_zero3": lambda **kwargs: TensorParallelStrategy(
+        tensor_parallel_size=2, data_parallel="zero3", data_settings={"min_unit_size_mb": 0}, **kwargs
+    ),
     "pp": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, **kwargs),
     "pp_zero1": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, data_parallel="zero1", **kwargs),
     # As pardist_3d: two tensor ranks on two, two stages of them on four.
