@@ -139,7 +139,8 @@ def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
         callbacks = [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1, filename="{step}")]
     if case == "after validation":
         callbacks = [ModelCheckpoint(folder, save_top_k=-1, monitor="val_loss", filename="{step}")]
-    epochs = {"max_epochs": steps // EPOCH} if case == "epochs" else {"max_epochs": -1, "max_steps": steps}
+    by_epochs = case == "epochs" or (case == "steps, then epochs" and steps == 12)
+    epochs = {"max_epochs": steps // EPOCH} if by_epochs else {"max_epochs": -1, "max_steps": steps}
     trainer = quiet_trainer(
         strategy=STRATEGIES[strategy](),
         devices=world,
@@ -160,7 +161,7 @@ def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
 
 def _resumed_alike(strategy, world, case, stops, folder):
     """Compare the seen batches, the losses and the weights with those of a run that was never interrupted."""
-    whole, weights, rate = _fit(strategy, world, case, steps=10 if case != "epochs" else 12, folder=f"{folder}/all")
+    whole, weights, rate = _fit(strategy, world, case, steps=12 if "epochs" in case else 10, folder=f"{folder}/all")
     for stop in stops:
         path = f"{folder}/all/step={stop}.ckpt"
         if "every step" not in case and case != "after validation":
@@ -179,6 +180,7 @@ def _resumed_alike(strategy, world, case, stops, folder):
 CASES = [
     ("ddp", 1, "steps", (1, 3, 4, 6, 8)),
     ("ddp", 1, "epochs", (4, 8)),
+    ("ddp", 1, "steps, then epochs", (3, 4, 6)),
     ("ddp", 1, "every step", (1, 3, 4, 5)),
     ("ddp", 1, "after validation", (2, 4, 6)),
     ("ddp", 1, "workers", (3, 6)),
