@@ -106,6 +106,9 @@ def _steps(candidate: str, module: Any, optimizer: Any, path: str) -> tuple[Call
             save(whole(), path)
         dist.barrier()
 
+    def save_dcp() -> None:
+        dcp.save(whole(), checkpoint_id=path)
+
     def save_sharded() -> Any:
         tensors, aliases, extra = module_shards(module.state_dict())
         boxes, rest = optimizer_shards(0, optimizer, whole_slots(optimizer), names)
@@ -146,7 +149,7 @@ def _steps(candidate: str, module: Any, optimizer: Any, path: str) -> tuple[Call
     if candidate == "lightning":
         return lambda: save_first(io.save_checkpoint), lambda: load_whole(io.load_checkpoint(path))
     if candidate == "dcp":
-        return lambda: dcp.save(whole(), checkpoint_id=path), lambda: dcp.load(whole(), checkpoint_id=path)
+        return save_dcp, lambda: dcp.load(whole(), checkpoint_id=path)
     if candidate == "full":
         return lambda: save_first(save_file), load_full
     return save_sharded, load_sharded

@@ -58,6 +58,7 @@ from lightning_pardist.strategies.launchers import (
     children,
 )
 from lightning_pardist.strategies.parts import DataPart, Part
+from lightning_pardist.strategies.parts.by_hand import SplitByHand, is_split_by_hand, note_own_split
 from lightning_pardist.strategies.results import EpochResults
 from lightning_pardist.strategies.resuming import RESUME_MODES, Resume, Resuming
 from lightning_pardist.strategies.scaling import JobWideScaling
@@ -175,8 +176,9 @@ class PardistStrategy(ParallelStrategy):
         self.keep_freed_memory = keep_freed_memory
         self.activation_checkpointing = activation_checkpointing
         self.resume: Resume = resume
-        self.data, self.tensor, self.pipeline = data, tensor, pipeline
-        for part in (data, tensor, pipeline):
+        self.data, self.tensor, self.pipeline = self._parts_as_set = data, tensor, pipeline
+        self._by_hand = SplitByHand()
+        for part in (data, tensor, pipeline, self._by_hand):
             if part is not None:
                 part.bind(self)
         #: Settings for the Trainer from a DeepSpeed configuration.
@@ -210,6 +212,12 @@ class PardistStrategy(ParallelStrategy):
         """Those of tensor and pipeline part that split over more than one rank."""
         found = ((self.tensor, self.dims.tensor_parallel), (self.pipeline, self.dims.pipeline_parallel))
         return tuple(part for part, size in found if part is not None and size > 1)
+
+    def _choose_parts(self) -> None:
+        """A module that ``configure_model`` has split is taken as it is, any other by the parts as they were set."""
+        self.data, self.tensor, self.pipeline = self._parts_as_set
+        if self.lightning_module is not None and is_split_by_hand(self.lightning_module):
+            self.data, self.tensor, self.pipeline = self._by_hand, None, None
 
     # --- ranks --------------------------------------------------------------------------------------------------
 
@@ -256,7 +264,7 @@ class PardistStrategy(ParallelStrategy):
         Raises:
             ValueError: If they do not fit, with the values and the fix.
         """
-        parts = [part for part in (self.data, self.tensor, self.pipeline) if part is not None]
+        parts = [part for part in self._parts_as_set if part is not None]
         degrees = {axis: size for part in parts for axis, size in part.degrees(self.num_processes).items()}
         if any(degrees.get(axis) == "auto" for axis in ("tensor_parallel", "pipeline_parallel")):
             # The data axis takes what others leave, and these want everything.
@@ -366,6 +374,7 @@ class PardistStrategy(ParallelStrategy):
         if self.accelerator is None or self.lightning_module is None or self.model is None:
             raise RuntimeError("The strategy is set up by a Trainer's fit, validate, test or predict.")
         module = self.lightning_module
+        self._choose_parts()
         if self.deepspeed is not None and trainer.state.fn == TrainerFn.FITTING:
             self.deepspeed.apply(trainer, replicas=self.dims.data_parallel)
         for part in self.parts:
@@ -383,6 +392,8 @@ class PardistStrategy(ParallelStrategy):
         if self.world_size > 1 and not self.data.broadcasts and not self.restore_checkpoint_after_setup:
             tensors = itertools.chain(module.parameters(), module.buffers())
             broadcast_tensors((tensor.detach() for tensor in tensors), group=_world())
+        if self.data is not self._by_hand:
+            note_own_split(module)
         for part in self.parts:
             part.observe(trainer, module)
         for part in self._model_axes:
@@ -442,6 +453,7 @@ class PardistStrategy(ParallelStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         """A module on ``meta`` has no values to load into before it is sharded."""
+        self._choose_parts()
         return any(part.loads_after_setup for part in self.parts)
 
     def _attach_to(self, trainer: pl.Trainer) -> None:
@@ -661,13 +673,12 @@ class PardistStrategy(ParallelStrategy):
         """The state dict of one process, whole at least on the first rank; in shards if so set. Collective."""
         self.checkpoints.begin()
         state = super().lightning_module_state_dict()
-        if self.checkpoints.sharded:
-            for part in self._model_axes:
-                state = part.own_module_state(state)
-            return state
-        for part in (self.data, *self._model_axes):
-            state = part.whole_module_state(state)
-        return state
+        if not self._model_axes:
+            return state if self.checkpoints.sharded else self.data.whole_module_state(state)
+        own = state
+        for part in self._model_axes:
+            own = part.own_module_state(own)
+        return own if self.checkpoints.sharded else self.checkpoints.whole_module_state(own, like=state)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -686,10 +697,9 @@ class PardistStrategy(ParallelStrategy):
         optimizer = _plain(optimizer)
         if self.checkpoints.sharded:
             return self.checkpoints.optimizer_state(optimizer)
-        state = super().optimizer_state(optimizer) if self._engine is None else self._engine.optimizer_state(optimizer)
-        for part in self._model_axes:
-            state = part.whole_optimizer_state(optimizer, state)
-        return state
+        if self._model_axes:
+            return self.checkpoints.whole_optimizer_state(optimizer)
+        return super().optimizer_state(optimizer) if self._engine is None else self._engine.optimizer_state(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pardist._version import __version__
+from lightning_pardist.engines.checkpoint.assemble import assemble_module, assemble_optimizer, merged_small
 from lightning_pardist.engines.checkpoint.exchange import (
     AloneExchange,
     Exchange,
@@ -40,6 +41,7 @@ from lightning_pardist.engines.checkpoint.manifest import is_folder, verify_file
 from lightning_pardist.engines.checkpoint.states import (
     ABOUT,
     FolderState,
+    Slots,
     can_fill,
     fill_module,
     fill_optimizer,
@@ -110,6 +112,8 @@ class Checkpoints:
         self.async_save = async_save
         self.reports: list[SaveReport] = []
         self._names: dict[Tensor, str] = {}
+        #: The state dict that was made whole last, for the save that it is made for.
+        self._whole: dict[str, Any] | None = None
         self._began: float | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
@@ -161,16 +165,37 @@ class Checkpoints:
         self._began = time.perf_counter()
         self.finish()
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> ShardedOptimizerState:
         """This rank's part of an optimizer's state, for :meth:`save`. Not collective."""
         index = self.strategy.optimizers.index(optimizer)
-        engine, module = self.strategy._engine, self.strategy.lightning_module
-        slots = whole_slots(optimizer) if engine is None else engine.slots(optimizer)
+        tensors, rest = optimizer_shards(index, optimizer, self._slots(optimizer), self._current_names())
+        return ShardedOptimizerState(rest, tensors=tensors)
+
+    def _slots(self, optimizer: Optimizer) -> Slots:
+        engine = self.strategy._engine
+        return whole_slots(optimizer) if engine is None else engine.slots(optimizer)
+
+    def _current_names(self) -> dict[Tensor, str]:
+        module = self.strategy.lightning_module
         names = dict(self._names)
         if module is not None:
             names.update({param: name for name, param in module.named_parameters()})
-        tensors, rest = optimizer_shards(index, optimizer, slots, names)
-        return ShardedOptimizerState(rest, tensors=tensors)
+        return names
+
+    def whole_module_state(self, own: Mapping[str, Any], *, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict of one process, on the first rank. Collective over the world.
+
+        Args:
+            own: What this rank answers for, tensors of others on ``meta``.
+            like: The state dict of this rank, with all names in their order.
+        """
+        self._whole = assemble_module(own, self._exchange(), like=like)
+        return self._whole
+
+    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of one process, on the first rank. Collective over the world."""
+        index = self.strategy.optimizers.index(optimizer)
+        return assemble_optimizer(index, optimizer, self._slots(optimizer), self._current_names(), self._exchange())
 
     def save(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None) -> None:
         """Write a checkpoint, or begin to. Collective over the world.
@@ -183,14 +208,16 @@ class Checkpoints:
         self._began = None
         self.finish()
         self.strategy.before_collective()
-        if state := self.strategy.continuing.state(self._exchange()):
-            checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
-        # Callbacks add what they keep of the module: averages of its weights, say. Ranks may add different things.
-        own = ("state_dict", "optimizer_states") if self.sharded else ()
-        added = {key: value for key, value in checkpoint.items() if key not in own}
-        for part in self.strategy._model_axes:
+        whole, self._whole = self._whole, None
+        done = ("optimizer_states", "state_dict") if self.sharded else ("optimizer_states",)
+        # Callbacks add what they keep of the module, averages of its weights say, or put it in the module's place.
+        # Ranks may add different things.
+        added = {key: value for key, value in checkpoint.items() if key not in done and value is not whole}
+        for part in self.strategy.parts:
             added = part.whole_values(added)
         checkpoint.update(added)
+        if state := self.strategy.continuing.state(self._exchange()):
+            checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
         job = self._sharded_job if self.sharded else self._full_job
         run = job(checkpoint, os.fspath(path), storage_options)
         if not self._in_background:
@@ -293,10 +320,12 @@ class Checkpoints:
         if "optimizer_states" in checkpoint:
             small = exchange.gather([state["small"] for state in checkpoint["optimizer_states"]])
             rest["optimizer_states"] = [
-                {**state, "small": _merged([of_rank[index] for of_rank in small])}
+                {**state, "small": merged_small([of_rank[index] for of_rank in small])}
                 for index, state in enumerate(checkpoint["optimizer_states"])
             ]
-        rest["state_dict"] = extra
+        rest["state_dict"] = {}
+        for of_rank in reversed(exchange.gather(extra)):
+            rest["state_dict"].update(of_rank)
         save.plan(exchange)
         if self._in_background:
             save.stage()
@@ -412,8 +441,7 @@ class Checkpoints:
         """
         if not isinstance(state, ShardedOptimizerState) or state.reader is None:
             return False
-        engine = self.strategy._engine
-        slots = whole_slots(optimizer) if engine is None else engine.slots(optimizer)
+        engine, slots = self.strategy._engine, self._slots(optimizer)
         split = any(isinstance(slot.param, DTensor) for members in slots for slot in members)
         fill_optimizer(
             index, optimizer, slots, state, state.reader, parts=not split or is_elementwise(optimizer, form="dims")
@@ -443,12 +471,3 @@ class _Staging:
         if key not in self._copies:
             self._copies[key] = tensor.detach().to("cpu", copy=True)
         return self._copies[key]
-
-
-def _merged(of_ranks: list[dict[int, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
-    merged: dict[int, dict[str, Any]] = {}
-    for found in of_ranks:
-        for number, values in found.items():
-            for key, value in values.items():
-                merged.setdefault(number, {}).setdefault(key, value)
-    return merged

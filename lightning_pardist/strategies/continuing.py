@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import warnings
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.loop import _Loop
@@ -19,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pardist.engines.checkpoint.exchange import Exchange
 from lightning_pardist.engines.checkpoint.states import ABOUT
+from lightning_pardist.strategies.sampling import Order, Skipping, rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from lightning_pardist.strategies.base import PardistStrategy
@@ -39,7 +37,9 @@ class Continuing:
     def __init__(self, strategy: PardistStrategy) -> None:
         self.strategy = strategy
         self._saved: dict[str, Any] = {}
-        self._orders: list[_Order] = []
+        self._orders: list[Order] = []
+        #: What a save after the run has to say: where its samplers were when it ended.
+        self._at_end: dict[str, Any] | None = None
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -53,21 +53,22 @@ class Continuing:
         trainer = None if module is None else module._trainer
         if trainer is None:
             return {}
-        own = {
+        ranks = exchange.gather(self._now(trainer) if self._at_end is None else self._at_end)
+        if not ranks:
+            return {}
+        return {
+            "layout": self._layout(),
+            "global_batch": self._global_batch(trainer),
+            "accumulated": trainer.accumulate_grad_batches,
+            "ranks": ranks,
+        }
+
+    def _now(self, trainer: pl.Trainer) -> dict[str, Any]:
+        return {
             "rng": rng_state(self.strategy.root_device),
             "orders": [order.started for order in self._orders],
             "loaders": _loader_states(trainer),
-        }
-        ranks = exchange.gather(own)
-        layout = [getattr(self.strategy.dims, axis) for axis in _AXES]
-        if not ranks:
-            return {}
-        accumulated = trainer.accumulate_grad_batches
-        return {
-            "layout": layout,
-            "global_batch": self._global_batch(trainer),
-            "accumulated": accumulated,
-            "ranks": ranks,
+            "pipeline": None if self.strategy.pipeline is None else self.strategy.pipeline.random_position,
         }
 
     # --- loading ------------------------------------------------------------------------------------------------
@@ -132,21 +133,27 @@ class Continuing:
             trainer: In ``fit``, its counters restored.
             loader: With the sampler that it is going to use.
         """
-        if isinstance(loader, _Stateful) or not isinstance(loader, DataLoader):
-            return loader
+        self._at_end = None
         restored = trainer.fit_loop._loaded_from_state_dict
+        rng = self._own("rng") if restored else None
+        if self.strategy.pipeline is not None and restored and (position := self._own("pipeline")) is not None:
+            self.strategy.pipeline.random_position = position
+        if isinstance(loader, _Stateful):
+            return Skipping(loader, 0, rng) if rng else loader
+        if not isinstance(loader, DataLoader):
+            return loader
         done = self._batches_done(trainer, loader) if trainer.fit_loop.restarting else 0
         if restored:
             # Workers begin before Lightning tells samplers the epoch.
             _set_sampler_epoch(loader, trainer.current_epoch)
-        rng = self._own("rng") if restored else None
         if not done and rng:
             set_rng_state(rng)
         if isinstance(loader.dataset, IterableDataset):
-            return _Skipping(loader, done, rng) if done else loader
+            return Skipping(loader, done, rng) if done else loader
         index = len(self._orders)
-        started = (self._own("orders") or [])[index : index + 1]
-        order = _Order(loader, done, started[0] if started else None, rng)
+        # Samplers of the user's own draw one order on all ranks, however many there are.
+        started = self._of_samples().get("orders", [])[index : index + 1]
+        order = Order(loader, done, started[0] if started else None, rng)
         order.attach()
         self._orders.append(order)
         if done:
@@ -154,17 +161,38 @@ class Continuing:
         return loader
 
     def forget(self) -> None:
-        """The run is over: loaders get their own samplers back."""
+        """The run is over: loaders get their own samplers back. It may still be saved, or saved again."""
+        module = self.strategy.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and trainer.fit_loop._combined_loader:
+            self._at_end = self._now(trainer)
         for order in self._orders:
             order.detach()
         self._orders, self._saved = [], {}
 
     def _own(self, what: str) -> Any:
-        """This rank's part of a state, if ranks are laid out now as they were then."""
-        layout = [getattr(self.strategy.dims, axis) for axis in _AXES]
-        if self._saved.get("layout") != layout:
+        """This rank's part of a state, or that of a rank with the same samples; None if other ranks share them now."""
+        if "layout" not in self._saved or self._saved_replicas() != self.strategy.dims.data_parallel:
             return None
-        return self._saved["ranks"][self.strategy.global_rank].get(what)
+        return self._of_samples().get(what)
+
+    def _of_samples(self) -> Mapping[str, Any]:
+        """What this rank saved; laid out otherwise, the first stage's first tensor rank with this rank's samples."""
+        if "layout" not in self._saved:
+            return {}
+        *_, tensor = self._saved["layout"]
+        rank = self.strategy.distributed_sampler_kwargs["rank"] % self._saved_replicas() * tensor
+        if self._saved["layout"] == self._layout():
+            rank = self.strategy.global_rank
+        found: Mapping[str, Any] = self._saved["ranks"][rank]
+        return found
+
+    def _layout(self) -> list[int]:
+        return [getattr(self.strategy.dims, axis) for axis in _AXES]
+
+    def _saved_replicas(self) -> int:
+        _, replicate, shard, _ = self._saved["layout"]
+        return int(replicate * shard)
 
     def _global_batch(self, trainer: pl.Trainer) -> list[int | None]:
         combined = trainer.fit_loop._combined_loader
@@ -190,126 +218,7 @@ class Continuing:
         return int(samples // now)
 
 
-class _Order:
-    """A loader's sampler that begins once behind the indices of batches that were trained on.
-
-    Attributes:
-        started: The random state with which the order of this epoch was drawn.
-    """
-
-    def __init__(self, loader: DataLoader[Any], skip: int, started: Any, rng: Any) -> None:
-        self._loader = loader
-        self._sampler = loader._index_sampler
-        self._generators = [
-            generator
-            for owner in (loader, loader.sampler)
-            if isinstance(generator := getattr(owner, "generator", None), torch.Generator)
-        ]
-        self._skip = skip
-        self._resumed_from = started
-        self._rng = rng
-        self.started: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
-
-    def attach(self) -> None:
-        """Take the sampler's place."""
-        # DataLoader refuses a new sampler by assignment; its iterators look these up each time.
-        self._loader.__dict__["batch_sampler" if self._loader._auto_collation else "sampler"] = self
-
-    def detach(self) -> None:
-        """Give the sampler its place back."""
-        self._loader.__dict__["batch_sampler" if self._loader._auto_collation else "sampler"] = self._sampler
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        if skip and self._resumed_from:
-            set_rng_state(self._resumed_from["rng"])
-            for generator, state in zip(self._generators, self._resumed_from["generators"], strict=False):
-                generator.set_state(state)
-        generators = [generator.get_state() for generator in self._generators]
-        self.started = {"rng": rng_state(torch.device("cpu")), "generators": generators}
-        indices = iter(self._sampler)
-        for _ in islice(indices, skip % max(len(self._sampler), 1) if skip else 0):
-            pass
-        if skip and self._rng:
-            set_rng_state(self._rng)
-        yield from indices
-
-
-class _Skipping:
-    """A loader of an iterable dataset, whose first batches have to be loaded to be skipped."""
-
-    def __init__(self, loader: DataLoader[Any], skip: int, rng: Any) -> None:
-        self._loader = loader
-        self._skip = skip
-        self._rng = rng
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        batches = iter(self._loader)
-        for _ in islice(batches, skip):
-            pass
-        if skip and self._rng:
-            set_rng_state(self._rng)
-        yield from batches
-
-
 _AXES = ("pipeline_parallel", "data_replicate", "data_shard", "tensor_parallel")
-
-
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """The states of this process' random number generators, as tensors and plain values.
-
-    Args:
-        device: Whose generator is included, if it has one of its own.
-    """
-    version, words, cached = random.getstate()
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": (version, list(words), cached)}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    try:
-        import numpy as np
-    except ImportError:
-        return state
-    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
-    state["numpy"] = {
-        "name": str(numpy_state["bit_generator"]),
-        "keys": torch.from_numpy(numpy_state["state"]["key"].astype("int64")),
-        "position": int(numpy_state["state"]["pos"]),
-        "has_gauss": int(numpy_state["has_gauss"]),
-        "gauss": float(numpy_state["gauss"]),
-    }
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """The inverse of :func:`rng_state`, for what both machines have."""
-    torch.set_rng_state(state["torch"])
-    version, words, cached = state["python"]
-    random.setstate((version, tuple(words), cached))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    if "numpy" in state:
-        import numpy as np
-
-        saved = state["numpy"]
-        keys = saved["keys"].numpy().astype("uint32")
-        np.random.set_state((saved["name"], keys, saved["position"], saved["has_gauss"], saved["gauss"]))
 
 
 def _loader_states(trainer: pl.Trainer) -> list[Any]:

@@ -196,6 +196,15 @@ class ExactEvaluation:
         self._trainer._logger_connector.on_batch_end()
         progress.increment_completed()
 
+    def batches_of_own(self) -> list[int]:
+        """Batches of each loader that this rank runs in the evaluation that begins now, fillers left out."""
+        trainer = self._trainer
+        if trainer.predicting:
+            return [] if trainer.predict_loop.skip else [int(number) for number in trainer.num_predict_batches]
+        combined: Any = trainer._active_loop._combined_loader  # type: ignore[union-attr]
+        samplers = [_even_sampler(loader) for loader in combined.flattened]
+        return [0 if one is None else one.num_batches - one.filler_batches for one in samplers]
+
     def _prepare(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if not isinstance(dataloader, DataLoader) or not self._connector._requires_distributed_sampler(dataloader):
             return self._original(dataloader, shuffle, mode)

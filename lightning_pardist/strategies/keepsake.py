@@ -23,8 +23,9 @@ class Keepsake:
 
     Kept are buffers, gradients, ``requires_grad`` and training flags, attributes of every submodule (lists that a
     step appends to, counters, states of metrics, caches), what attributes in containers and in the user's own objects
-    refer to, and the state of every random number generator. Parameters are not: nothing in a run without an optimizer
-    step changes them. Iterators cannot be put back.
+    refer to, and the state of every random number generator. Parameters are not: what a run without an optimizer step
+    writes into them is for :class:`~lightning_pardist.engines.kept_parameters.KeptParameters`. Iterators cannot be put
+    back.
 
     Args:
         module: Not changed.

@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from lightning_pardist.engines.checkpoint.assemble import assemble
 from lightning_pardist.engines.checkpoint.boxes import Shards, shards_of, shards_of_slice
 from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError
 from lightning_pardist.engines.checkpoint.exchange import GroupExchange, StoreExchange
@@ -40,6 +43,29 @@ def _layouts(world):
             t, grid, [_StridedShard(0, split_factor=2), Shard(0)], src_data_rank=None
         )
     return layouts
+
+
+def _fused(path):
+    """A projection of queries, keys and values, each split over tensor ranks, the parts sharded by ``fully_shard``."""
+    mesh = cpu_mesh((2, 2), ("data_shard", "tensor_parallel"))
+    whole = torch.arange(36.0).view(12, 3)
+    module = nn.Linear(3, 12, bias=False)
+    tensor = mesh.get_local_rank("tensor_parallel")
+    part = torch.cat([third.chunk(2)[tensor] for third in whole.chunk(3)])
+    layout = [_StridedShard(0, split_factor=3)]
+    fused = DTensor.from_local(part, mesh["tensor_parallel"], layout, run_check=False, shape=(12, 3), stride=(3, 1))
+    module.weight = nn.Parameter(fused)
+    fully_shard(module, mesh=mesh["data_shard"])
+    save = FolderSave({"model.weight": shards_of(module.weight)}, path)
+    save.plan(GroupExchange())
+    save.write(GroupExchange(), {})
+    assert torch.equal(FolderReader(path).read("model.weight"), whole)
+    together = assemble({"weight": shards_of(module.weight)}, GroupExchange())
+    assert dist.get_rank() or torch.equal(together["weight"], whole)
+
+
+def test_shards_of_a_fused_projection(tmp_path):
+    run_ranks(4, _fused, str(tmp_path / "folder"))
 
 
 def _held(layout, world, name, values):

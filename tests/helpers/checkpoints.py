@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_pardist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy, ZeroStrategy
+from lightning_pardist import (
+    DDPStrategy,
+    FSDPStrategy,
+    HybridStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+    ZeroStrategy,
+)
 from tests.helpers.models import MODULES
 from tests.helpers.parity import snapshot
 from tests.helpers.runs import BATCH, Data, Losses, _flat_state, quiet_trainer
@@ -26,8 +33,13 @@ STRATEGIES = {
     # On four ranks two of each beside two data-parallel ones.
     "tp": lambda **kwargs: TensorParallelStrategy(tensor_parallel_size=2, **kwargs),
     "tp_zero1": lambda **kwargs: TensorParallelStrategy(tensor_parallel_size=2, data_parallel="zero1", **kwargs),
+    "tp_zero3": lambda **kwargs: TensorParallelStrategy(
+        tensor_parallel_size=2, data_parallel="zero3", data_settings={"min_unit_size_mb": 0}, **kwargs
+    ),
     "pp": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, **kwargs),
     "pp_zero1": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, data_parallel="zero1", **kwargs),
+    # As pardist_3d: two tensor ranks on two, two stages of them on four.
+    "3d": lambda **kwargs: HybridStrategy(pipeline_parallel_size="machine", tensor_parallel_size="machine", **kwargs),
     "single": lambda **kwargs: SingleDeviceStrategy(device="cpu"),
 }
 #: Batches of an epoch; a run is saved after one epoch and goes on for another.

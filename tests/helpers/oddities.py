@@ -540,4 +540,239 @@ class Sloped(Base):
         return self.c(self.q(self.b(self.p(self.a(x)))))
 
 
+class Albert(Base):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+        self.e = nn.Linear(16, 16)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.l(x)
+        return self.e(x)
+
+
+class Dynamic(Base):
+    def batch(self, seed):
+        g = torch.Generator().manual_seed(seed)
+        n = 5 + seed
+        x = torch.randn(3 + seed % 2, n, 16, generator=g)
+        return (x, torch.randn(*x.shape, generator=g), torch.zeros(3, dtype=torch.long))
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.o = nn.Linear(16, 16)
+        self.u = nn.Linear(16, 64)
+        self.d = nn.Linear(64, 16)
+
+    def forward(self, x):
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).split(C, 2)
+        q, k, v = (t.view(B, T, 4, 4).transpose(1, 2) for t in (q, k, v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, C))
+        return x + self.d(F.gelu(self.u(x)))
+
+
+class Teacher(Base):
+    def __init__(self):
+        super().__init__()
+        self.s, self.t = (nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+        self.t.requires_grad_(False)
+        self.register_buffer("c", torch.zeros(16))
+
+    def loss(self, b):
+        with torch.no_grad():
+            t = self.t(b[0])
+            for p, q in zip(self.t.parameters(), self.s.parameters(), strict=True):
+                p.mul_(0.9).add_(q, alpha=0.1)
+            self.c.mul_(0.9).add_(t.mean((0, 1)), alpha=0.1)
+        return F.kl_div(self.s(b[0]).log_softmax(-1), ((t - self.c) / 0.5).softmax(-1), reduction="batchmean")
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+class DANN(Base):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.y = nn.Linear(16, 8)
+        self.d = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+
+    def loss(self, b):
+        f = self.f(b[0]).mean(1)
+        return F.cross_entropy(self.y(f), b[2]) + F.cross_entropy(self.d(Reverse.apply(f)), b[2] % 2)
+
+
+class MAML(Base):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 32)
+        self.b = nn.Linear(32, 16)
+
+    @staticmethod
+    def run(p, x):
+        return F.linear(torch.tanh(F.linear(x, p["a.weight"], p["a.bias"])), p["b.weight"], p["b.bias"])
+
+    def loss(self, b):
+        p = dict(self.named_parameters())
+        g = torch.autograd.grad(F.mse_loss(self.run(p, b[0]), b[1]), list(p.values()), create_graph=True)
+        q = {k: v - 0.1 * d for (k, v), d in zip(p.items(), g, strict=True)}
+        return F.mse_loss(self.run(q, b[1]), b[0])
+
+
+class ComplexRotary(Base):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(16, 16, bias=False)
+        self.k = nn.Linear(16, 8, bias=False)
+        self.v = nn.Linear(16, 8, bias=False)
+        self.o = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        f = torch.polar(torch.ones(T, 2), torch.outer(torch.arange(T).to(x.dtype), torch.tensor([1.0, 0.1])))
+
+        def r(t):
+            return torch.view_as_real(torch.view_as_complex(t.view(B, T, -1, 2, 2)) * f[None, :, None]).flatten(3)
+
+        q, k, v = (r(self.q(x)), r(self.k(x)), self.v(x).view(B, T, 2, 4))
+        k, v = (t[:, :, :, None].expand(B, T, 2, 2, 4).reshape(B, T, 4, 4) for t in (k, v))
+        return self.o(
+            F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+            .transpose(1, 2)
+            .reshape(B, T, 16)
+        )
+
+
+class QKNorm(Base):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, bias=False)
+        self.o = nn.Linear(16, 16)
+        self.qn = nn.LayerNorm(4)
+        self.kn = nn.RMSNorm(4)
+        self.s = nn.Parameter(torch.ones(4))
+        self.ls = nn.Parameter(torch.full((16,), 0.1))
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        q, k, v = self.qkv(x).reshape(B, T, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        a = self.qn(q) @ self.kn(k).transpose(-2, -1) * self.s.view(1, 4, 1, 1)
+        a = 30 * torch.tanh(a / 30)
+        a = a.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf")).softmax(-1)
+        return x + self.ls * self.o((a @ v).transpose(1, 2).flatten(2))
+
+
+class CLS(Base):
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Parameter(torch.randn(1, 1, 16))
+        self.p = nn.Parameter(torch.randn(1, 7, 16))
+        self.b = nn.TransformerEncoderLayer(16, 4, 32, 0.0, activation="gelu", batch_first=True, norm_first=True)
+        self.h = nn.Linear(16, 8)
+
+    def loss(self, b):
+        x = torch.cat([self.c.expand(4, -1, -1), b[0]], 1) + self.p
+        x = self.b(x)
+        s = x.norm(dim=-1)[:, 1:].topk(3, 1).indices
+        k = x[:, 1:].gather(1, s[..., None].expand(-1, -1, 16))
+        return F.cross_entropy(self.h(x[:, 0] + k.mean(1)), b[2], label_smoothing=0.1)
+
+
+class MoCo(Base):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.register_buffer("queue", F.normalize(torch.randn(8, 12), dim=0))
+        self.register_buffer("ptr", torch.zeros(1, dtype=torch.long))
+
+    def loss(self, b):
+        q = F.normalize(self.f(b[0].mean(1)), dim=1)
+        with torch.no_grad():
+            k = F.normalize(self.f(b[1].mean(1)), dim=1)
+        near, far = torch.einsum("nc,nc->n", q, k)[:, None], torch.einsum("nc,ck->nk", q, self.queue.clone())
+        p = int(self.ptr)
+        self.queue[:, p : p + 4] = k.T
+        self.ptr[0] = (p + 4) % 12
+        return F.cross_entropy(torch.cat([near, far], 1) / 0.2, torch.zeros(4, dtype=torch.long))
+
+
+class SlicedWeight(Base):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(48, 16) * 0.1)
+        self.o = nn.Linear(16, 16)
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        q, k, v = (F.linear(x, self.w[i * 16 : (i + 1) * 16]).view(B, T, 4, 4).transpose(1, 2) for i in range(3))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Unfold(Base):
+    shape = (2, 4, 8, 8)
+
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Linear(36, 32)
+        self.q = nn.Linear(32, 36)
+
+    def forward(self, x):
+        u = F.unfold(x, 3, padding=1).transpose(1, 2)
+        return F.fold(self.q(F.relu(self.p(u))).transpose(1, 2), (8, 8), 3, padding=1)
+
+
+class SSM(Base):
+    def __init__(self):
+        super().__init__()
+        self.i = nn.Linear(16, 64)
+        self.A = nn.Parameter(torch.rand(32))
+        self.c = nn.Conv1d(32, 32, 3, padding=2, groups=32)
+        self.o = nn.Linear(32, 16)
+
+    def forward(self, x):
+        u, g = self.i(x).chunk(2, -1)
+        u = F.silu(self.c(u.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2))
+        h = torch.zeros_like(u[:, 0])
+        ys = []
+        for t in range(x.shape[1]):
+            h = torch.exp(-self.A) * h + u[:, t]
+            ys.append(h)
+        return self.o(torch.stack(ys, 1) * F.silu(g))
+
+
+class Cross(Base):
+    def __init__(self):
+        super().__init__()
+        self.m = nn.MultiheadAttention(16, 4, kdim=8, vdim=12, batch_first=True, bias=False)
+        self.k = nn.Linear(16, 8)
+        self.v = nn.Linear(16, 12)
+
+    def forward(self, x):
+        y, w = self.m(x, self.k(x), self.v(x), key_padding_mask=torch.tensor([[False] * 5 + [True]] * 4))
+        return y * (1 + w.mean())
+
+
+class Seq2SeqTied(Base):
+    def __init__(self):
+        super().__init__()
+        self.e = nn.Embedding(32, 16, padding_idx=0)
+        self.t = nn.Transformer(16, 4, 1, 1, 32, 0.0, batch_first=True)
+        self.b = nn.Parameter(torch.zeros(32))
+
+    def loss(self, b):
+        ids = (b[0][..., 0].abs() * 11).long() % 32
+        y = self.t(self.e(ids) * 4, self.e(ids[:, :-1]), tgt_mask=nn.Transformer.generate_square_subsequent_mask(5))
+        return F.cross_entropy((y @ self.e.weight.T + self.b).transpose(1, 2), ids[:, 1:], ignore_index=0)
+
+
 ODDITIES = {cls.__name__: cls for cls in Base.__subclasses__()}

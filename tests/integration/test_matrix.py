@@ -81,6 +81,9 @@ REFUSED |= dict.fromkeys(_FOUR_STAGES, _BY_PIPELINES | _TOO_SMALL)
 QUICK = {
     "ddp-1": ("adam",),
     "zero1-2": ("adam", "accumulate", "clip_norm"),
+    "zero2-2": ("sgd", "accumulate", "clip_norm", "float64"),
+    "fsdp-2": ("adam", "accumulate", "sync_batchnorm"),
+    "pp-2": ("sgd", "accumulate", "clip_norm"),
     "zero3-2": ("sgd", "adam", "accumulate", "clip_norm", "clip_value"),
     "tp-2": ("sgd", "adam", "accumulate", "clip_norm", "clip_value", "sync_batchnorm"),
     "pp_tp-4": ("clip_norm",),
@@ -120,7 +123,7 @@ def _cells():
             if row.startswith("pp") and "sync_batchnorm" in trainer_kwargs:
                 continue  # Batch norm normalizes micro-batches.
             # On four ranks every push runs what differs most.
-            quick = QUICK.get(row, ("adam", "clip_norm") if devices == 4 else tuple(FEATURES))
+            quick = QUICK.get(row, ("clip_norm",) if devices == 4 else tuple(FEATURES))
             yield pytest.param(row, feature, marks=() if feature in quick else pytest.mark.slow)
 
 

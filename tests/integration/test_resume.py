@@ -1,15 +1,17 @@
 """A resumed run sees the samples, and draws the numbers, that the uninterrupted one does."""
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
-from lightning_pardist import DDPStrategy, FSDPStrategy, ZeroStrategy
+from lightning_pardist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy, ZeroStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
 
@@ -19,6 +21,8 @@ STRATEGIES = {
     "ddp": DDPStrategy,
     "zero2": ZeroStrategy,
     "fsdp": FSDPStrategy,
+    "tp": TensorParallelStrategy,
+    "pp": PipelineStrategy,
     "single": lambda: SingleDeviceStrategy(device="cpu"),
 }
 
@@ -56,30 +60,93 @@ class Stream(IterableDataset):
         return EPOCH * GLOBAL_BATCH
 
 
+class Counting(Sampler):
+    """Keeps count of its epochs, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.rng = np.random.default_rng(7)
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(np.roll(self.rng.permutation(len(self)), self.epoch).tolist())
+
+    def __len__(self):
+        return EPOCH * GLOBAL_BATCH
+
+
+class Keeps(DataLoader):
+    """A loader with a state of its own, as ``torchdata``'s; to go on it draws random numbers."""
+
+    skip, order, given = 0, None, 0
+
+    def state_dict(self):
+        return {"given": self.given, "order": self.order}
+
+    def load_state_dict(self, state):
+        self.skip, self.order = state["given"], state["order"]
+
+    def __iter__(self):
+        torch.randn(3)
+        if not self.skip:
+            self.order = torch.randperm(EPOCH * GLOBAL_BATCH)
+        self.given, self.skip = self.skip, 0
+        return self._rest()
+
+    def _rest(self):
+        for indices in self.order.view(EPOCH, -1)[self.given :].tolist():
+            self.given += 1
+            numbers, x = zip(*(self.dataset[index] for index in indices), strict=True)
+            yield torch.stack(numbers), torch.stack(x)
+
+
+class Shared(Sampler):
+    """Draws one order with every rank's generator, and gives each rank its share."""
+
+    def __init__(self, rank, world) -> None:
+        self.rank, self.world = rank, world
+
+    def __iter__(self):
+        return iter(torch.randperm(EPOCH * GLOBAL_BATCH)[self.rank :: self.world].tolist())
+
+    def __len__(self):
+        return EPOCH * GLOBAL_BATCH // self.world
+
+
 def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
     torch.manual_seed(3)
     module = Module()
-    size = GLOBAL_BATCH // world
+    size = GLOBAL_BATCH // (1 if strategy in ("tp", "pp") else world)
     if case == "workers":
         loader = DataLoader(_dataset(), batch_size=size, num_workers=1, multiprocessing_context="fork")
-    elif case == "own sampler":
+    elif case in ("own sampler", "own sampler, every step"):
         loader = DataLoader(_dataset(), batch_size=size, sampler=RandomSampler(_dataset()))
+    elif case == "own sampler, workers":
+        sampler = RandomSampler(_dataset())
+        loader = DataLoader(_dataset(), batch_size=size, sampler=sampler, num_workers=2, multiprocessing_context="fork")
+    elif case.startswith("keeps"):
+        loader = Keeps(_dataset(), batch_size=size)
+    elif case == "counting":
+        loader = DataLoader(_dataset(), batch_size=size, sampler=Counting())
+    elif case == "shared":
+        loader = DataLoader(_dataset(), batch_size=size, sampler=Shared(dist.get_rank(), world))
     elif case == "stream":
         loader = DataLoader(Stream(), batch_size=size)
     else:
         loader = DataLoader(_dataset(), batch_size=size, shuffle=True)
     callbacks = []
-    if case == "every step":
+    if "every step" in case:
         callbacks = [ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=1, filename="{step}")]
     if case == "after validation":
         callbacks = [ModelCheckpoint(folder, save_top_k=-1, monitor="val_loss", filename="{step}")]
-    epochs = {"max_epochs": steps // EPOCH} if case == "epochs" else {"max_epochs": -1, "max_steps": steps}
+    by_epochs = case == "epochs" or (case == "steps, then epochs" and steps == 12)
+    epochs = {"max_epochs": steps // EPOCH} if by_epochs else {"max_epochs": -1, "max_steps": steps}
     trainer = quiet_trainer(
         strategy=STRATEGIES[strategy](),
         devices=world,
         callbacks=callbacks,
         enable_checkpointing=bool(callbacks),
-        use_distributed_sampler=case not in ("own sampler", "stream"),
+        use_distributed_sampler=not case.startswith(("own sampler", "stream", "counting", "shared", "keeps")),
         val_check_interval=2 if case == "after validation" else None,
         num_sanity_val_steps=0,
         **epochs,
@@ -94,10 +161,10 @@ def _fit(strategy, world, case, *, steps, resume=None, save=None, folder=None):
 
 def _resumed_alike(strategy, world, case, stops, folder):
     """Compare the seen batches, the losses and the weights with those of a run that was never interrupted."""
-    whole, weights, rate = _fit(strategy, world, case, steps=10 if case != "epochs" else 12, folder=f"{folder}/all")
+    whole, weights, rate = _fit(strategy, world, case, steps=12 if "epochs" in case else 10, folder=f"{folder}/all")
     for stop in stops:
         path = f"{folder}/all/step={stop}.ckpt"
-        if case not in ("every step", "after validation"):
+        if "every step" not in case and case != "after validation":
             path = f"{folder}/{stop}.ckpt"
             before, *_ = _fit(strategy, world, case, steps=stop, save=path)
             assert before == whole[:stop]
@@ -113,14 +180,23 @@ def _resumed_alike(strategy, world, case, stops, folder):
 CASES = [
     ("ddp", 1, "steps", (1, 3, 4, 6, 8)),
     ("ddp", 1, "epochs", (4, 8)),
+    ("ddp", 1, "steps, then epochs", (3, 4, 6)),
     ("ddp", 1, "every step", (1, 3, 4, 5)),
     ("ddp", 1, "after validation", (2, 4, 6)),
     ("ddp", 1, "workers", (3, 6)),
-    ("ddp", 1, "own sampler", (3, 4)),
+    ("ddp", 1, "own sampler", (3, 4, 5, 6, 8, 9)),
+    ("ddp", 1, "own sampler, every step", (4, 5, 7)),
+    ("ddp", 1, "own sampler, workers", (3, 6, 9)),
+    ("ddp", 1, "counting", (3, 5, 9)),
+    ("ddp", 1, "keeps", (3, 6)),
+    ("ddp", 1, "keeps, every step", (6,)),
     ("ddp", 1, "stream", (3, 4)),
     ("ddp", 2, "steps", (3, 4, 6)),
     ("zero2", 2, "every step", (4, 5)),
+    ("zero2", 2, "own sampler", (6,)),
     ("fsdp", 2, "steps", (3, 6)),
+    ("tp", 2, "own sampler", (6,)),
+    ("pp", 2, "steps", (3, 6)),
 ]
 
 
@@ -129,14 +205,14 @@ def test_the_same_batches_losses_and_weights(strategy, world, case, stops, tmp_p
     run_ranks(world, _resumed_alike, strategy, world, case, stops, str(tmp_path), timeout_s=250)
 
 
-def _seen(strategy, world, settings):
-    seen, *_ = _fit(strategy, world, "steps", **settings)
+def _seen(strategy, world, settings, case):
+    seen, *_ = _fit(strategy, world, case, **settings)
     return [(epoch, numbers) for epoch, _, numbers, _ in seen]
 
 
-def _of_all_ranks(world, strategy, settings):
+def _of_all_ranks(world, strategy, settings, case="steps"):
     """For each step its epoch and the samples of all ranks."""
-    ranks = run_ranks(world, _seen, strategy, world, settings)
+    ranks = run_ranks(world, _seen, strategy, world, settings, case)
     return [
         (step[0][0], sorted(number for _, numbers in step for number in numbers)) for step in zip(*ranks, strict=True)
     ]
@@ -153,6 +229,14 @@ def test_other_numbers_of_ranks_see_every_sample_of_the_epoch_once(first, second
         numbers = sorted(number for of, batch in steps if of == epoch for number in batch)
         assert numbers == list(range(EPOCH * GLOBAL_BATCH)), epoch
     assert steps == _of_all_ranks(other_world, other_name, {"steps": 8})
+
+
+def test_a_sampler_of_the_users_goes_on_at_other_numbers_of_ranks(tmp_path):
+    path = str(tmp_path / "a.ckpt")
+    before = _of_all_ranks(1, "ddp", {"steps": 5, "save": path}, "shared")
+    after = _of_all_ranks(2, "zero2", {"steps": 8, "resume": path}, "shared")
+    numbers = sorted(number for epoch, batch in before + after if epoch == 1 for number in batch)
+    assert numbers == list(range(EPOCH * GLOBAL_BATCH))
 
 
 def _from_plain_lightning(path):

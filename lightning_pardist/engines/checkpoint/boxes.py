@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from lightning_pardist.engines.local_tensors import tensor_axis
+
 #: Start in the global tensor, start in this rank's, length: along one dim.
 Run = tuple[int, int, int]
 
@@ -107,10 +109,8 @@ def runs_of(tensor: DTensor) -> list[list[Run]]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return [[] for _ in tensor.shape]
-    for placement, size, index in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
-        if not isinstance(placement, Replicate):
-            dim = _dim_of(placement) % tensor.dim()
-            held[dim] = _split(held[dim], placement, size, index)
+    for axis, dim, segments in _in_order(tensor):
+        held[dim] = _split(held[dim], segments, tensor.device_mesh.shape[axis], coordinate[axis])
     runs = []
     for pieces in held:
         starts = itertools.accumulate((length for _, length in pieces), initial=0)
@@ -206,10 +206,26 @@ def _dim_of(placement: Placement) -> int:
     )
 
 
-def _split(pieces: list[tuple[int, int]], placement: Placement, size: int, index: int) -> list[tuple[int, int]]:
-    """What one rank keeps of the runs of a dim, split as torch does: parts rounded up, the last ones short."""
+def _in_order(tensor: DTensor) -> list[tuple[int, int, int]]:
+    """Mesh axes in the order in which they split a tensor, with the dim and the number of segments that each splits.
+
+    Where a tensor is split over tensor ranks, ``fully_shard`` has split what each of them holds once more, into runs,
+    whatever the placements say: torch's notation cannot tell it of the queries, keys and values of one projection.
+    """
+    found = [
+        (axis, _dim_of(placement) % tensor.dim(), int(getattr(placement, "split_factor", 1)))
+        for axis, placement in enumerate(tensor.placements)
+        if not isinstance(placement, Replicate)
+    ]
+    inner = tensor_axis(tensor)
+    if all(axis != inner for axis, *_ in found):
+        return found
+    return [each for each in found if each[0] == inner] + [(axis, dim, 1) for axis, dim, _ in found if axis != inner]
+
+
+def _split(pieces: list[tuple[int, int]], segments: int, size: int, index: int) -> list[tuple[int, int]]:
+    """What one rank keeps of the runs of a dim, each segment split as torch does: parts rounded up, the last short."""
     total = sum(length for _, length in pieces)
-    segments = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
     segment = -(-total // segments) if total else 0
     kept: list[tuple[int, int]] = []
     for begin in range(0, total, segment) if segment else ():

@@ -12,10 +12,10 @@ import torch
 from fsspec.core import url_to_fs
 from torch import Tensor
 
-from lightning_pardist.engines.checkpoint.boxes import Shards, shards_of
+from lightning_pardist.engines.checkpoint.boxes import Shards, shards_of, shards_of_slice
 from lightning_pardist.engines.checkpoint.exchange import AloneExchange
 from lightning_pardist.engines.checkpoint.folder import FolderReader, FolderSave
-from lightning_pardist.engines.checkpoint.full_file import load_file, verify_file
+from lightning_pardist.engines.checkpoint.full_file import load_file, save_file, verify_file
 from lightning_pardist.engines.checkpoint.manifest import is_folder, verify_files
 from lightning_pardist.engines.checkpoint.states import (
     ABOUT,
@@ -24,7 +24,7 @@ from lightning_pardist.engines.checkpoint.states import (
     numbered_optimizer_shards,
     optimizer_keys,
 )
-from lightning_pardist.engines.checkpoint.stream import LazyTensor, save_streamed
+from lightning_pardist.engines.checkpoint.stream import LazyTensor
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,12 @@ def to_file(folder: str | os.PathLike[str], path: str | os.PathLike[str], *, wei
     def later(key: str) -> LazyTensor:
         key = reader.manifest.aliases.get(key, key)
         stored = reader.describe(key)
-        return lazy.setdefault(key, LazyTensor(stored.shape, getattr(torch, stored.dtype), lambda: reader.read(key)))
+        like = torch.empty(stored.shape, device="meta")
+
+        def read(start: int, stop: int, flat: Tensor) -> None:
+            reader.read_into(key, shards_of_slice(like, start, stop, flat))
+
+        return lazy.setdefault(key, LazyTensor(stored.shape, getattr(torch, stored.dtype), read))
 
     module = FolderState(reader, state["state_dict"])
     stored_keys = {name: module.stored_key(name) for name in module}
@@ -89,7 +94,7 @@ def to_file(folder: str | os.PathLike[str], path: str | os.PathLike[str], *, wei
     if "optimizer_states" in state:
         optimizers = []
         for index, saved in enumerate(state["optimizer_states"]):
-            keys = optimizer_keys(index, saved, reader)
+            keys = optimizer_keys(index, saved, reader.manifest.tensors)
             values = {
                 number: {**saved["small"].get(number, {}), **{k: later(full) for k, full in keys[number].items()}}
                 for number in saved["names"]
@@ -97,7 +102,7 @@ def to_file(folder: str | os.PathLike[str], path: str | os.PathLike[str], *, wei
             of_params = {number: found for number, found in values.items() if found}
             optimizers.append({"state": of_params, "param_groups": saved["param_groups"]})
         state["optimizer_states"] = optimizers
-    save_streamed({**state, ABOUT: {**state.get(ABOUT, {}), "about": reader.manifest.about}}, path)
+    save_file({**state, ABOUT: {**state.get(ABOUT, {}), "about": reader.manifest.about}}, path)
 
 
 def to_folder(

@@ -50,17 +50,29 @@ from lightning_pardist.engines.checkpoint.manifest import (
     StoredBox,
     StoredTensor,
 )
+from lightning_pardist.engines.checkpoint.stream import write_archive
 
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class _Listed:
-    """What a rank tells the first one of a tensor: everything but the values."""
+class Listed:
+    """What a rank tells the first one of a tensor: everything but the values.
+
+    Attributes:
+        shape: Global shape.
+        dtype: Of all parts.
+        boxes: Offsets and sizes of the rank's parts.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, held: Shards) -> Listed:
+        """What a rank holds, without the values."""
+        return cls(held.shape, held.dtype, tuple((part.offsets, part.sizes) for part in held.parts))
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class FolderSave:
         self.about = dict(about or {})
         self._tensors = dict(tensors)
         self._aliases = dict(aliases or {})
-        self._listed: dict[str, _Listed] = {}
+        self._listed: dict[str, Listed] = {}
         self._work: list[tuple[str, Part]] = []
         self._folder = ""
 
@@ -106,10 +118,7 @@ class FolderSave:
         Raises:
             RuntimeError: If no rank holds a part of some tensor, or the folder cannot be made.
         """
-        listing = {
-            key: _Listed(held.shape, held.dtype, tuple((part.offsets, part.sizes) for part in held.parts))
-            for key, held in self._tensors.items()
-        }
+        listing = {key: Listed.of(held) for key, held in self._tensors.items()}
         everything = exchange.gather((listing, self._aliases))
 
         def decide() -> tuple[str, list[list[tuple[str, int]]]]:
@@ -118,7 +127,7 @@ class FolderSave:
             listings = [listed for listed, _ in everything]
             self._listed = {key: entry for listed in reversed(listings) for key, entry in listed.items()}
             self._listed = {key: self._listed[key] for key in sorted(self._listed) if key not in self._aliases}
-            shares = _divide(listings, self._listed)
+            shares = divide(listings, self._listed)
             return _make_folder(self.path), shares
 
         decided = together(exchange, f"Saving {self.path}", lambda: decide() if exchange.rank == 0 else ("", []))
@@ -176,7 +185,7 @@ class FolderSave:
             for key, part in self._work:
                 counted.pad_to(_ALIGNMENT)
                 begin = counted.position
-                torch.save(_on_host(part.values), cast(IO[bytes], counted))
+                write_archive(_on_host(part.values), cast(IO[bytes], counted))
                 items.append((key, part, begin, counted.position - begin))
             stream.flush()
             if local_path(self._folder) is not None:
@@ -399,13 +408,25 @@ def _make_folder(path: str) -> str:
     return temporary
 
 
-def _divide(listings: Sequence[Mapping[str, _Listed]], wanted: Mapping[str, _Listed]) -> list[list[tuple[str, int]]]:
-    """Who writes which of its parts: each box once, by the rank with the fewest bytes so far among those that have it.
+def divide(
+    listings: Sequence[Mapping[str, Listed]], wanted: Mapping[str, Listed], *, first_if_it_can: bool = False
+) -> list[list[tuple[str, int]]]:
+    """Who answers for which of its parts: each box once, by the least loaded of the ranks that have it.
+
+    Args:
+        listings: What each rank holds, by key.
+        wanted: The tensors to divide, in this order.
+        first_if_it_can: Whether the first rank takes everything that it has.
+
+    Returns:
+        By rank, keys and indices of parts, keys in the order of ``wanted``.
 
     Raises:
         ValueError: If the boxes of a tensor do not make up the whole.
     """
-    load = [0] * len(listings)
+    load: list[float] = [0.0] * len(listings)
+    if first_if_it_can:
+        load[0] = -math.inf
     shares: list[list[tuple[str, int]]] = [[] for _ in listings]
     for key, entry in wanted.items():
         holders: dict[Any, list[tuple[int, int]]] = {}
@@ -416,8 +437,8 @@ def _divide(listings: Sequence[Mapping[str, _Listed]], wanted: Mapping[str, _Lis
         found = sum(math.prod(sizes) for _, sizes in holders)
         if found != math.prod(entry.shape):
             raise ValueError(
-                f"The ranks hold {found} of {math.prod(entry.shape)} elements of {key}: it cannot be saved in shards."
-                ' Use checkpoint="full".'
+                f"The ranks hold {found} of {math.prod(entry.shape)} elements of {key}: their parts do not make up the"
+                " tensor, so it cannot be saved."
             )
         for (_, sizes), candidates in holders.items():
             rank, index = min(candidates, key=lambda candidate: load[candidate[0]])
@@ -435,7 +456,7 @@ def _on_host(values: Tensor, *, copy: bool = False) -> Tensor:
 
 
 def _values_start(stream: IO[bytes], begin: int, length: int) -> int:
-    """The byte in a file at which the values of a tensor begin, of which ``torch.save`` wrote an archive there."""
+    """The byte in a file at which the values of a tensor begin, of which there is an archive."""
     with zipfile.ZipFile(_Section(stream, begin, length)) as archive:
         record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
     stream.seek(begin + record.header_offset + 26)

@@ -16,23 +16,25 @@ from fsspec.core import url_to_fs
 
 from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError
 from lightning_pardist.engines.checkpoint.files import complete_file, local_path
+from lightning_pardist.engines.checkpoint.stream import write_archive
 
 _ZIP_START = b"PK\x03\x04"
 _CHUNK_BYTES = 2**22
 
 
 def save_file(state: Any, path: str | os.PathLike[str]) -> None:
-    """``torch.save`` to a file that appears complete or not at all. Not collective.
+    """Save what ``torch.load`` reads, to a file that appears complete or not at all. Not collective.
 
     Args:
-        state: What to save.
+        state: What ``torch.save`` takes, :class:`~.stream.LazyTensor` objects for tensors that are read when their turn
+            comes.
         path: Local path or URL.
 
     Raises:
         OSError: From the filesystem; what was at ``path`` before is still there then.
     """
     with complete_file(path) as stream:
-        torch.save(state, stream)
+        write_archive(state, stream)
 
 
 def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:

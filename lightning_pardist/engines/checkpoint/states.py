@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,24 @@ def module_shards(state: Mapping[str, Any]) -> tuple[dict[str, Shards], dict[str
             aliases[key] = seen[place]
         seen.setdefault(place, key)
     return tensors, aliases, rest
+
+
+def merged_aliases(of_ranks: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """What several ranks know of tied tensors: by key, the key under which the tensor is saved."""
+    merged: dict[str, str] = {}
+    for aliases in of_ranks:
+        merged.update(aliases)
+    for key in merged:
+        target = merged[key]
+        while target in merged:
+            target = merged[target]
+        merged[key] = target
+    return merged
+
+
+def model_key(name: str) -> str:
+    """The key of a tensor of the module's state."""
+    return _MODEL + name
 
 
 def optimizer_shards(
@@ -235,7 +253,7 @@ def fill_module(module: nn.Module, state: FolderState, *, strict: bool = True) -
         if key is not None:
             state.reader.read_into(key, shards_of(own[name]))
         elif isinstance(own[name], Tensor):
-            _copy_whole(state[name], shards_of(own[name]))
+            copy_whole(state[name], shards_of(own[name]))
         else:
             rest[name] = state[name]
     if rest:
@@ -267,7 +285,7 @@ def fill_optimizer(
         ValueError: If the parameter groups differ in number or size.
     """
     require_same_groups(optimizer, saved["param_groups"], [len(members) for members in slots])
-    keys = _keys_by_name(index, saved["names"].values(), reader)
+    keys = _keys_by_name(index, saved["names"].values(), reader.manifest.tensors)
     optimizer.state.clear()
     for group, settings, members in zip(optimizer.param_groups, saved["param_groups"], slots, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
@@ -296,15 +314,15 @@ def require_same_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]
         )
 
 
-def optimizer_keys(index: int, saved: Mapping[str, Any], reader: FolderReader) -> dict[int, dict[str, str]]:
-    """Where a folder keeps an optimizer's tensors: by number of the parameter and name of the state, the key.
+def optimizer_keys(index: int, saved: Mapping[str, Any], keys: Iterable[str]) -> dict[int, dict[str, str]]:
+    """Which of some keys are an optimizer's tensors: by number of the parameter and name of the state, the key.
 
     Args:
         index: Which of the Trainer's optimizers.
         saved: The rest that :func:`optimizer_shards` returned.
-        reader: The folder.
+        keys: Those of a folder, say.
     """
-    by_name = _keys_by_name(index, saved["names"].values(), reader)
+    by_name = _keys_by_name(index, saved["names"].values(), keys)
     return {number: by_name[name] for number, name in saved["names"].items()}
 
 
@@ -335,15 +353,16 @@ def _filled(full_key: str, slot: Slot, reader: FolderReader, *, parts: bool) -> 
     return values
 
 
-def _copy_whole(whole: Tensor, shards: Shards) -> None:
+def copy_whole(whole: Tensor, shards: Shards) -> None:
+    """Fill parts of a tensor in place from the whole, reading no more of it. Not collective."""
     for part in shards.parts:
         part.values.copy_(whole[tuple(slice(a, a + n) for a, n in zip(part.offsets, part.sizes, strict=True))])
 
 
-def _keys_by_name(index: int, names: Any, reader: FolderReader) -> dict[str, dict[str, str]]:
+def _keys_by_name(index: int, names: Iterable[str], keys: Iterable[str]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {name: {} for name in names}
     pattern = re.compile(rf"^optimizer_{index}\.state\.(?P<name>.+)\.(?P<key>[^.]+)$")
-    for full_key in reader.manifest.tensors:
+    for full_key in keys:
         if (match := pattern.match(full_key)) and match["name"] in found:
             found[match["name"]][match["key"]] = full_key
     return found

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pardist.engines.tensor.layout import Layout
@@ -162,7 +161,10 @@ def is_unshared(grad: Tensor) -> bool:
 
 
 class PlainFunction(torch.autograd.Function):
-    """A function of the engine's own: without the detour that makes users' functions work on split tensors."""
+    """A function of the engine's own: without the detour that makes users' functions work on split tensors.
+
+    Gradients of gradients: the backward of one of a pair is the other, which has a backward again.
+    """
 
     @classmethod
     def run(cls, *args: Any) -> Any:
@@ -177,9 +179,10 @@ class _Enter(PlainFunction):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad = grads[0]
+        if torch.is_grad_enabled():
+            return _Reduce.run(grad.clone(), ctx.group), None
         if not grad.is_contiguous() or not is_unshared(grad):
             grad = grad.clone(memory_format=torch.contiguous_format)
         return ctx.group.all_reduce_(grad), None
@@ -188,6 +191,7 @@ class _Enter(PlainFunction):
 class _Reduce(PlainFunction):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
         if partial._is_view() or not partial.is_contiguous():
             return group.all_reduce_(partial.clone(memory_format=torch.contiguous_format))
         # In place: the operators that end in a sum over ranks do not keep their output for backward.
@@ -195,9 +199,8 @@ class _Reduce(PlainFunction):
         return group.all_reduce_(partial)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
+        return _Enter.run(grads[0], ctx.group) if torch.is_grad_enabled() else grads[0], None
 
 
 class _Take(PlainFunction):
@@ -207,8 +210,9 @@ class _Take(PlainFunction):
         return layout.take(tensor, group.rank, group.size).clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _Gather.run(grads[0], ctx.layout, ctx.group), None, None
         return ctx.layout.join(ctx.group.all_gather(grads[0])), None, None
 
 
@@ -219,8 +223,9 @@ class _Gather(PlainFunction):
         return layout.join(group.all_gather(local.detach()))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _Take.run(grads[0], ctx.layout, ctx.group), None, None
         return ctx.layout.take(grads[0], ctx.group.rank, ctx.group.size), None, None
 
 
@@ -231,8 +236,9 @@ class _GatherEnter(PlainFunction):
         return layout.join(group.all_gather(local.detach()))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _ReduceTake.run(grads[0], ctx.layout, ctx.group), None, None
         return ctx.group.reduce_scatter(grads[0], ctx.layout), None, None
 
 
@@ -243,6 +249,7 @@ class _ReduceTake(PlainFunction):
         return group.reduce_scatter(partial.detach(), layout)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _GatherEnter.run(grads[0], ctx.layout, ctx.group), None, None
         return ctx.layout.join(ctx.group.all_gather(grads[0])), None, None

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_pardist.engines.kept_parameters import KeptParameters
 from lightning_pardist.engines.tensor.calls import GLOBAL_PROPERTIES, LOCAL_PROPERTIES, plain_name
 
 _NO_DATA = frozenset([
@@ -70,7 +71,7 @@ class Trace:
 
 
 def trace(module: nn.Module, step: Callable[[], Any]) -> Trace:
-    """Run ``step`` once on one process and record it. Buffers, gradients and random state are put back afterwards.
+    """Run ``step`` once on one process and record it. Parameters, buffers, gradients and random state are put back.
 
     Args:
         module: Plain module, not yet split.
@@ -85,7 +86,9 @@ def trace(module: nn.Module, step: Callable[[], Any]) -> Trace:
             else:
                 first[id(tensor)] = name
                 group[name] = tensor
-    with _put_back(module), _opaque_functions(recorder := _Recorder(found)), recorder, _module_names(module, recorder):
+    recorder = _Recorder(found)
+    kept = KeptParameters(module)
+    with _put_back(module), kept, _opaque_functions(recorder), recorder, _module_names(module, recorder):
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:

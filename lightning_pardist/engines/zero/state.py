@@ -62,7 +62,7 @@ def gather_optimizer_state(
         )
         for key in keys:
             flat = _gather_key(optimizer, bucket, key, group)
-            if not keep:
+            if flat is None:
                 continue
             for param in members:
                 if key in known.get(number[param], {}):
@@ -121,15 +121,19 @@ def slice_optimizer_state(
     return {"state": new_state, "param_groups": new_groups}
 
 
-def _gather_key(optimizer: Optimizer, bucket: ShardedBucket, key: str, group: dist.ProcessGroup) -> Tensor:
+def _gather_key(optimizer: Optimizer, bucket: ShardedBucket, key: str, group: dist.ProcessGroup) -> Tensor | None:
+    """A bucket's state on the group's first rank; the others hold no more than they send."""
     values = [optimizer.state.get(piece.shard, {}).get(key) for piece in bucket.pieces]
     # Offloaded, or after training, the state is on the host; also a rank without any must gather where the others do.
     own = torch.zeros(bucket.shard_numel, dtype=bucket.master_dtype, device=bucket.device)
     for piece, value in zip(bucket.pieces, values, strict=True):
         if value is not None:
             own[piece.offset : piece.offset + value.numel()] = value
+    if group.rank():
+        dist.gather(own, group_dst=0, group=group)
+        return None
     flat = own.new_empty(bucket.shard_numel * bucket.world_size)
-    dist.all_gather_into_tensor(flat, own, group=group)
+    dist.gather(own, list(flat.split(bucket.shard_numel)), group_dst=0, group=group)
     return flat.cpu()
 
 

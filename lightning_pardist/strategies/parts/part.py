@@ -26,8 +26,8 @@ class Part:
     """One kind of parallelism under a strategy: tensor, pipeline or data. Every hook does nothing by default.
 
     The strategy calls the parts in a fixed order. A module is transformed ``tensor -> pipeline -> data``, then
-    optimizers are made. A step runs inside ``data``, inside that ``pipeline``, inside that ``tensor``. What is saved is
-    made whole ``data -> tensor -> pipeline``, what is loaded is taken apart the other way around.
+    optimizers are made. A step runs inside ``data``, inside that ``pipeline``, inside that ``tensor``. What is loaded
+    is taken apart ``pipeline -> tensor -> data``; what is saved is put together from where each part says it is.
 
     Attributes:
         strategy: The strategy that the part belongs to: process groups, precision, the module.
@@ -106,6 +106,15 @@ class Part:
     def before_collective(self) -> None:
         """Called right before a collective that steps and hooks may lead to, on every rank that takes part."""
 
+    @property
+    def random_position(self) -> int | None:
+        """Where this part's own random numbers go on, if it has any beside those of the process."""
+        return None
+
+    @random_position.setter
+    def random_position(self, position: int) -> None:
+        """Go on as the run that was saved."""
+
     # --- the gradient norm --------------------------------------------------------------------------------------
 
     def counts(self, param: nn.Parameter) -> bool:
@@ -117,20 +126,16 @@ class Part:
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
-    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This axis' view of a state dict to one process' view, whole at least on the axis' first rank. Collective."""
-        return state
-
     def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict without the values that other ranks of this axis answer for: on ``meta``. Not collective."""
+        """A state dict without the values that other ranks of this axis answer for. Not collective.
+
+        Returns:
+            Their tensors on ``meta``, and no other values of theirs; what is split over ranks as ``DTensor``s.
+        """
         return state
 
     def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The part of a state dict of one process that this rank's module takes. Not collective."""
-        return state
-
-    def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """As :meth:`whole_module_state`, for an optimizer's state dict as torch numbers it. Collective."""
         return state
 
     def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -187,6 +192,13 @@ class DataPart(Part):
     @abstractmethod
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
         """The engine that keeps gradients right over the data axis. Collective over the data axis."""
+
+    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's state dict to that of one process, whole at least on the first rank. Collective.
+
+        Called where neither tensor nor pipeline part split the module.
+        """
+        return state
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
         """Load what :meth:`local_module_state` left of a state dict. Not collective."""

@@ -28,7 +28,7 @@ from lightning_pardist.engines.fully_sharded.materialize import (
     restore_random_state,
     share_random_state,
 )
-from lightning_pardist.engines.local_tensors import own_part, wrapped_like
+from lightning_pardist.engines.local_tensors import own_part
 from lightning_pardist.engines.tensor import (
     TensorParallelPlan,
     TensorRuntime,
@@ -309,23 +309,6 @@ class TensorParallel(Part):
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     @override
-    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        if self.runtime is None:
-            return state
-        # Under a pipeline, ranks of the same index pass on to each other what they hold.
-        keep = self.runtime.group.rank == 0 or self.strategy.dims.pipeline_parallel > 1
-        # Tied parameters are gathered once, and stay one tensor in the file.
-        done: dict[tuple[int, torch.Size], Tensor] = {}
-        for name, value in state.items():
-            if isinstance(value, DTensor):
-                key = own_part(value).data_ptr(), value.shape
-                if key not in done or not value.numel():
-                    whole = whole_tensor(value)
-                    done[key] = whole.cpu() if keep else whole.new_empty(0)
-                state[name] = done[key]
-        return state
-
-    @override
     def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.runtime is None or self._split is None:
             return state
@@ -334,19 +317,6 @@ class TensorParallel(Part):
             name: local_like(value, mine[name]) if isinstance(mine.get(name), DTensor) else value
             for name, value in state.items()
         }
-
-    @override
-    def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        if not (params := _parameters(optimizer)):
-            return state
-        whole = {
-            number: {
-                key: _whole_value(value, params[number], on_whole=steps_on_whole(optimizer))
-                for key, value in state["state"][number].items()
-            }
-            for number in sorted(state["state"])
-        }
-        return {**state, "state": whole}
 
     @override
     def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -417,15 +387,6 @@ def _call(module: nn.Module, example: Any) -> Any:
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """The module's parameters in the order in which the optimizer numbers them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _whole_value(value: Any, param: nn.Parameter, *, on_whole: bool) -> Any:
-    if isinstance(value, DTensor):
-        return whole_tensor(value).cpu()
-    if not isinstance(value, Tensor) or not isinstance(param, DTensor) or on_whole:
-        return value
-    part = own_part(param)
-    return whole_tensor(wrapped_like(value, param)) if value.dim() and value.shape == part.shape else value
 
 
 def _local_value(value: Any, param: nn.Parameter) -> Any:

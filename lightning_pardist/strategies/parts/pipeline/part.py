@@ -300,6 +300,16 @@ class PipelinePart(Part):
     def _to_device(self, value: Any) -> Any:
         return value.to(self.strategy.root_device) if isinstance(value, Tensor) else value
 
+    @property
+    @override
+    def random_position(self) -> int | None:
+        return None if self.engine is None else self.engine.position
+
+    @random_position.setter
+    def random_position(self, position: int) -> None:
+        if self.engine is not None:
+            self.engine.position = position
+
     # --- gradients ----------------------------------------------------------------------------------------------
 
     @override
@@ -313,23 +323,17 @@ class PipelinePart(Part):
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     @override
-    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        if self.engine is None or self.group.size() == 1:
-            return state
-        state.update(self.engine.placement.gather(state=state))
-        return state
-
-    @override
     def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         if self.engine is None or self.group.size() == 1:
             return state
         placement = self.engine.placement
-        return {
-            name: value.to("meta")
-            if isinstance(value, Tensor) and placement.owner_of(name) != placement.rank
-            else value
-            for name, value in state.items()
-        }
+        own: dict[str, Any] = {}
+        for name, value in state.items():
+            if placement.owner_of(name) == placement.rank:
+                own[name] = value
+            elif isinstance(value, Tensor):
+                own[name] = value.to("meta")
+        return own
 
     @override
     def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -339,20 +343,6 @@ class PipelinePart(Part):
         freed = {name for name, value in own.items() if isinstance(value, Tensor) and value.is_meta}
         # Loading a stand-in into itself does nothing, and its name is not missed.
         return {name: own[name] if name in freed else value for name, value in state.items()}
-
-    @override
-    def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        size = self.group.size()
-        if size == 1 or "state" not in state:
-            return state
-        first = dist.get_global_rank(self.group, 0)
-        parts: list[Any] | None = [None] * size if self.group.rank() == 0 else None
-        in_host_memory = map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, state["state"])
-        dist.gather_object(in_host_memory, parts, dst=first, group=self.group)
-        merged: dict[Any, Any] = {}
-        for part in reversed(parts or []):
-            merged.update(part)
-        return {**state, "state": dict(sorted(merged.items()))}
 
     @override
     def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

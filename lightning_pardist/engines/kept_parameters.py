@@ -1,0 +1,68 @@
+"""Parameters that a run changes although no optimizer steps: teachers that follow their students, clamped weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+
+class KeptParameters(TorchFunctionMode):
+    """Around a run that must leave no trace: what it writes into parameters is taken back at the end.
+
+    A parameter is copied right before the first function that writes into its memory, by whatever view, so that a run
+    which writes into none costs nothing. Code that torch functions do not see (a scripted function) is not noticed.
+
+    Args:
+        module: Whose parameters are kept; tensors on ``meta`` are not.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._owners: dict[int, list[nn.Parameter]] = {}
+        self._kept: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        for parameter in module.parameters():
+            if not parameter.is_meta:
+                self._owners.setdefault(_memory(parameter), []).append(parameter)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _writes(func, kwargs):
+            for tensor in pytree.tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and not tensor.is_meta and type(tensor) in (Tensor, nn.Parameter):
+                    self._keep(self._owners.get(_memory(tensor), ()))
+        return func(*args, **kwargs)
+
+    def _keep(self, parameters: Any) -> None:
+        for parameter in parameters:
+            if parameter not in self._kept:
+                self._kept[parameter] = parameter.data, parameter.detach().clone()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with torch.no_grad():
+            for parameter, (data, values) in self._kept.items():
+                parameter.data = data
+                parameter.copy_(values)
+        self._kept.clear()
+
+
+def _memory(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function may overwrite an argument, by torch's naming."""
+    name = getattr(func, "__name__", "")
+    if name == "__set__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
+    if name.startswith("__i") or name == "__setitem__":
+        return True
+    return (name.endswith("_") and not name.endswith("__")) or "out" in kwargs

@@ -1,0 +1,190 @@
+"""What people do with checkpoints, under strategies that hold the module in parts, and afterwards without any."""
+
+import os
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pardist import FSDPStrategy, PipelineStrategy, TensorParallelStrategy, ZeroStrategy, load_from_checkpoint
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+
+STRATEGIES = {
+    "zero2": ZeroStrategy,
+    "zero3": lambda **kwargs: FSDPStrategy(min_unit_size_mb=0, **kwargs),
+    "tp": TensorParallelStrategy,
+    "pp": PipelineStrategy,
+}
+STEPS = 6
+
+
+class Habits(pl.LightningModule):
+    """Hyperparameters, state of its own in checkpoints, a frozen part that is left out of them."""
+
+    def __init__(self, width: int = 8, frozen: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        self.head = nn.Linear(width, 1)
+        if frozen:
+            self.extra = nn.Linear(4, 1).requires_grad_(False)
+        self.seen = None
+        self.saves = 0
+
+    def forward(self, x):
+        out = self.head(self.net(x))
+        return out + self.extra(x) if self.hparams.frozen else out
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
+
+    def on_save_checkpoint(self, checkpoint):
+        self.saves += 1
+        checkpoint["notes"] = {"saves": self.saves, "names": list(checkpoint["state_dict"])}
+        for name in [name for name in checkpoint["state_dict"] if name.startswith("extra.")]:
+            del checkpoint["state_dict"][name]
+
+    def on_load_checkpoint(self, checkpoint):
+        self.seen = checkpoint["notes"]
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Counter(pl.Callback):
+    """A callback with a state."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, *unused) -> None:
+        self.batches += 1
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state) -> None:
+        self.batches = state["batches"]
+
+
+def _loader(strategy="one"):
+    """A global batch is 8 samples."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(8 * STEPS, 4, generator=generator)
+    return DataLoader(
+        TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4 if strategy.startswith("zero") else 8
+    )
+
+
+def _fit(strategy, world, callbacks, *, module=None, resume=None, epochs=1, form="full"):
+    torch.manual_seed(3)
+    module = module or Habits()
+    counter = Counter()
+    trainer = quiet_trainer(
+        strategy=STRATEGIES[strategy](checkpoint=form),
+        devices=world,
+        callbacks=[counter, *callbacks],
+        enable_checkpointing=bool(callbacks),
+        val_check_interval=2,
+        num_sanity_val_steps=0,
+        max_epochs=epochs,
+    )
+    trainer.fit(module, _loader(strategy), _loader(strategy), ckpt_path=resume)
+    return trainer, module, counter
+
+
+def _through_a_trainer(strategy, folder):
+    world = dist.get_world_size()
+    best = ModelCheckpoint(f"{folder}/best", monitor="val_loss", save_top_k=2, save_last=True, filename="{step}")
+    light = ModelCheckpoint(f"{folder}/light", every_n_train_steps=2, save_weights_only=True, filename="{step}")
+    trainer, module, counter = _fit(strategy, world, [best, light])
+    dist.barrier()
+    assert sorted(os.listdir(f"{folder}/best")) == ["last.ckpt", "step=4.ckpt", "step=6.ckpt"]
+    assert os.listdir(f"{folder}/light") == ["step=6.ckpt"]
+    assert counter.batches == STEPS
+    expected = best.best_model_score.item()
+    for which in ("best", "last", best.best_model_path):
+        found = trainer.validate(module, _loader(strategy), ckpt_path=which, verbose=False)[0]["val_loss"]
+        assert found == pytest.approx(expected, rel=1e-5)
+    again = ModelCheckpoint(f"{folder}/best", monitor="val_loss", save_top_k=2, save_last=True, filename="{step}")
+    trainer, module, counter = _fit(strategy, world, [again], resume="last", epochs=2)
+    assert (trainer.global_step, counter.batches, trainer.current_epoch) == (2 * STEPS, 2 * STEPS, 2)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.02 / 4
+    assert module.seen["names"] == [name for name, _ in Habits().named_parameters()]
+    # Weights alone: a new run from them.
+    module = Habits()
+    module.on_load_checkpoint = lambda checkpoint: None
+    trainer = quiet_trainer(strategy=STRATEGIES[strategy](), devices=world)
+    found = trainer.validate(module, _loader(strategy), ckpt_path=f"{folder}/light/step=6.ckpt", verbose=False)
+    assert found[0]["val_loss"] == pytest.approx(expected, rel=1e-5)
+    return expected, again.best_model_path
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_through_a_trainer_and_afterwards_without(strategy, tmp_path):
+    expected, best = run_ranks(2, _through_a_trainer, strategy, str(tmp_path))[0]
+    inputs, targets = _loader().dataset.tensors
+    module = Habits.load_from_checkpoint(tmp_path / "light" / "step=6.ckpt", width=8)
+    assert F.mse_loss(module(inputs), targets).item() == pytest.approx(expected, rel=1e-5)
+    content = torch.load(best, weights_only=True)
+    assert content["notes"]["saves"] > 1
+    assert content["callbacks"]["Counter"]["batches"] > STEPS
+
+
+def _not_strict(strategy, folder, form):
+    world = dist.get_world_size()
+    path = f"{folder}/a.ckpt"
+    trainer, _, _ = _fit(strategy, world, [], module=Habits(frozen=True), form=form)
+    trainer.save_checkpoint(path)
+    module = Habits(frozen=True)
+    with torch.no_grad():
+        module.extra.weight.fill_(7.0)
+    trainer = quiet_trainer(strategy=STRATEGIES[strategy](), devices=world, max_epochs=2)
+    with pytest.raises(Exception, match=r"extra\.(weight|bias)"):
+        trainer.fit(Habits(frozen=True), _loader(strategy), ckpt_path=path)
+    module.strict_loading = False
+    trainer = quiet_trainer(strategy=STRATEGIES[strategy](), devices=world, max_epochs=2)
+    trainer.fit(module, _loader(strategy), ckpt_path=path)
+    assert trainer.global_step == 2 * STEPS
+    state = trainer.strategy.lightning_module_state_dict()
+    if trainer.is_global_zero:
+        assert (state["extra.weight"] == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "form"), [("zero2", "sharded"), ("zero3", "full"), ("tp", "full"), ("pp", "sharded")]
+)
+def test_without_all_names(strategy, form, tmp_path):
+    run_ranks(2, _not_strict, strategy, str(tmp_path), form)
+    module = load_from_checkpoint(Habits, tmp_path / "a.ckpt", strict=False)
+    assert module.hparams.frozen
+
+
+def _url(strategy, folder):
+    # As ModelCheckpoint's dirpath Lightning takes it for a name in the working folder.
+    path = f"file://{folder}/a.ckpt"
+    trainer, _, _ = _fit(strategy, dist.get_world_size(), [])
+    trainer.save_checkpoint(path)
+    trainer, _, _ = _fit(strategy, dist.get_world_size(), [], resume=path, epochs=2)
+    assert trainer.global_step == 2 * STEPS
+    # Nobody may write there, the superuser included.
+    with pytest.raises((OSError, RuntimeError), match=r"/proc"):
+        trainer.save_checkpoint("/proc/nobody/a.ckpt")
+    trainer.save_checkpoint(f"{folder}/b.ckpt")
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "pp"])
+def test_urls_and_places_that_cannot_be_written(strategy, tmp_path):
+    run_ranks(2, _url, strategy, str(tmp_path))
