@@ -164,7 +164,11 @@ class Continuing:
         """The run is over: loaders get their own samplers back. It may still be saved, or saved again."""
         module = self.strategy.lightning_module
         trainer = None if module is None else module._trainer
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and trainer.fit_loop._combined_loader:
+        if (
+            trainer is not None
+            and trainer.state.fn == TrainerFn.FITTING
+            and trainer.fit_loop._combined_loader is not None
+        ):
             self._at_end = self._now(trainer)
         for order in self._orders:
             order.detach()

@@ -3,6 +3,7 @@
 # HOSTS may be a range, as 1:4: hosts may leave and come back, and after each change training goes on from the newest
 # checkpoint with those that are there; --trainer.num_nodes is then the largest number. With
 # --trainer.callbacks=lightning_pardist.GlobalBatchSize --trainer.callbacks.global_batch_size=N steps stay the same.
+# A job that loses FIRST, which holds torchrun's own store, ends, and goes on when it is started again with resume=always.
 set -eu
 FIRST=${FIRST:?set FIRST to the name of one host, the same on all}
 HOSTS=${HOSTS:-2}

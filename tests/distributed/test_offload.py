@@ -132,9 +132,11 @@ def _resident(stage, offload):
     # What a process needs for its first step stays: torch's lazy imports, connections.
     _two_steps(stage, 1, offload)
     before = _resident_bytes()
-    engine = _two_steps(stage, 24, offload)
+    engine, *others = _two_steps(stage, 24, offload)
     held = _resident_bytes() - before
     engine.detach()
+    # The engine of ZeRO-3 holds neither module nor optimizer.
+    del others
     return held
 
 
@@ -147,7 +149,7 @@ def _two_steps(stage, layers, offload):
             loss.backward()
         optimizer.step()
         engine.step_done()
-    return engine
+    return engine, optimizer, module
 
 
 def _call(function):

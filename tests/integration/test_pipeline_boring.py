@@ -139,6 +139,14 @@ class Batch:
         return self
 
 
+class Skips(Boring):
+    """Leaves a batch out."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.step(batch)
+        return None if batch_idx == 1 else loss
+
+
 class Custom(Boring):
     def training_step(self, batch, batch_idx):
         assert len(batch.names) == len(batch.x)
@@ -209,6 +217,7 @@ HABITS = {
     "plateau": (Plateau, {"max_epochs": 3}),
     "frozen": (Frozen, {}),
     "custom": (Custom, {}),
+    "skips": (Skips, {"accumulate_grad_batches": 2}),
     "stream": (Stream, {"max_steps": 4, "val_check_interval": 2}),
     "no_batch": (NoBatch, {}),
     "sequence": (Sequence, {"max_epochs": 2}),
@@ -238,7 +247,7 @@ HABITS = {
         {"callbacks": [LearningRateMonitor(), Timer("00:00:01:00")], "logger": CSVLogger(tempfile.gettempdir())},
     ),
 }
-_QUICK = ("outputs", "custom", "no_batch", "sequence", "own_step", "several", "loaders")
+_QUICK = ("outputs", "skips", "custom", "no_batch", "sequence", "own_step", "several", "loaders")
 
 
 def _fit(name, strategy="auto", devices=1):

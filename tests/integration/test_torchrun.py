@@ -181,7 +181,8 @@ def test_goes_on_with_the_hosts_that_are_left(tmp_path):
     batch = {"batch_size": 6, "global_batch_size": 12}
     given = {"max_epochs": 3, "step_s": 0.4, "checkpoint_every": 2, "nnodes": "1:2"} | batch
     with Hosts(2) as hosts:
-        running = _on_hosts(hosts, tmp_path, "--max-restarts=3", "--rdzv-conf=join_timeout=10", **given)
+        waits = "--rdzv-conf=join_timeout=90,last_call_timeout=5"
+        running = _on_hosts(hosts, tmp_path, "--max-restarts=3", waits, **given)
         _wait_for_training(running)
         hosts.kill("h2")
         code = running["h1"].wait(200)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.engines.fully_sharded.state import local_part
@@ -54,6 +56,36 @@ class ShardParameter(DTensor):
             else:
                 part = local_part(value.full_tensor() if isinstance(value, DTensor) else value, self)
             self._local_tensor.copy_(part)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A sharded parameter as torch makes it."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        copied: Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files know of nothing but torch."""
+        return nn.Parameter(self.detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)
+
+
+def _not_itself(name: str) -> Callable[..., Tensor]:
+    """A conversion of torch that, where there is nothing to convert, returns an ordinary ``DTensor``.
+
+    ``Module.cpu()`` and its like make parameters of what comes back, which torch does not allow with a class like this.
+    """
+    convert: Callable[..., Tensor] = getattr(DTensor, name)
+
+    @functools.wraps(convert)
+    def converted(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result = convert(self, *args, **kwargs)
+        return self.detach() if result is self and not torch.is_grad_enabled() else result
+
+    return converted
+
+
+for _name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous"):
+    setattr(ShardParameter, _name, _not_itself(_name))
 
 
 def make_settable(parameter: Tensor) -> None:

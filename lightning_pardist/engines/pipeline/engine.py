@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pardist.engines.pipeline.clock import TimedAction, Timeline
+from lightning_pardist.engines.pipeline.errors import CannotPipelineError
 from lightning_pardist.engines.pipeline.messages import Wire
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch, merge_results, split_batch
 from lightning_pardist.engines.pipeline.placement import Placement
@@ -68,7 +69,7 @@ class StepResult:
     """What a step came to, the same on every rank of the pipeline.
 
     Attributes:
-        loss: The batch's loss, detached; None if the step returned none.
+        loss: The batch's loss, detached; None if the step returned none, which adds nothing to gradients.
         losses: Those of the micro-batches.
         weights: Shares of the micro-batches in the loss.
         sizes: Samples in the micro-batches.
@@ -195,7 +196,7 @@ class PipelineEngine:
         with self._tied_aside():
             done = self._run(self._train, lists, step, parts, [weight * scale for weight in weights], grad=True)
             self.placement.reduce_tied()
-        return self._result(done, parts, weights)
+        return self._result(done, parts, weights, grad=True)
 
     def eval_step(
         self,
@@ -296,15 +297,22 @@ class PipelineEngine:
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
-    def _result(self, done: Finished, parts: list[MicroBatch], weights: list[float]) -> StepResult:
+    def _result(
+        self, done: Finished, parts: list[MicroBatch], weights: list[float], *, grad: bool = False
+    ) -> StepResult:
         last = self.stage_ranks[-1]
         results = tuple(_plain(done.results[index]) for index in sorted(done.results))
         losses = tuple(done.losses[index] for index in sorted(done.losses))
         sent = (losses, results if self.options.share == "all" else ())
         losses, shared = self._broadcast(sent, last)
+        if grad and 0 < len(losses) < len(parts):
+            raise CannotPipelineError(
+                f"The step returned no loss for {len(parts) - len(losses)} of {len(parts)} micro-batches. Let it return"
+                " None for a whole batch, or a loss of 0 for what is to be left out."
+            )
         results = shared if self.options.share == "all" else results
         loss = None
-        if losses:
+        if len(losses) == len(parts):
             # What weighs nothing may be no number: the mean loss of no tokens.
             counted = [part.float() * weight for part, weight in zip(losses, weights, strict=True) if weight]
             loss = torch.stack(counted or list(losses)).sum(0)
