@@ -38,8 +38,9 @@ def _train(name, strategy, devices):
     return module.losses, snapshot(module)
 
 
+# vgg11_bn has 133 million parameters, three times 3 GB with momentum in fp64.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*TOKENS, *IMAGES])
+@pytest.mark.parametrize("name", [*TOKENS, *(name for name in IMAGES if name != "vgg11_bn")])
 def test_foreign_models_train_like_one_process(name):
     losses, weights = _train(name, "auto", 1)
     for found, found_weights in run_ranks(2, _train, name, "pardist_tp", 2):
