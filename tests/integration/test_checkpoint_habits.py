@@ -123,6 +123,12 @@ def _through_a_trainer(strategy, folder):
     assert (trainer.global_step, counter.batches, trainer.current_epoch) == (2 * STEPS, 2 * STEPS, 2)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.02 / 4
     assert module.seen["names"] == [name for name, _ in Habits().named_parameters()]
+    # After an evaluation, in which the module was split again.
+    trainer.validate(module, _loader(strategy), verbose=False)
+    trainer.save_checkpoint(f"{folder}/after.ckpt")
+    (saved,) = torch.load(f"{folder}/after.ckpt", weights_only=True)["optimizer_states"]
+    moments = {number: state["exp_avg"].shape for number, state in saved["state"].items()}
+    assert moments == {number: param.shape for number, param in enumerate(Habits().parameters())}
     # Weights alone: a new run from them.
     module = Habits()
     module.on_load_checkpoint = lambda checkpoint: None

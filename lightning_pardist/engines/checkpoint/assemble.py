@@ -125,13 +125,24 @@ def assemble_optimizer(
 
     Returns:
         The state dict of one process on the first rank, elsewhere parameter groups without state.
+
+    Raises:
+        RuntimeError: On the first rank, if others have state of parameters that it does not know.
     """
     tensors, own = optimizer_shards(index, optimizer, slots, names)
     state = merged_small(exchange.gather(own["small"]))
     whole = assemble(tensors, exchange)
+    unknown = set(whole)
     for number, keys in optimizer_keys(index, own, whole).items():
         if keys:
             state.setdefault(number, {}).update({key: whole[full_key] for key, full_key in keys.items()})
+            unknown.difference_update(keys.values())
+    if unknown:
+        # Never a checkpoint that lacks something without a word.
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has state on other ranks that belongs to no parameter known here:"
+            f" {', '.join(sorted(unknown)[:3])}. Give it the same parameters, by the same names, on all ranks."
+        )
     return {"state": dict(sorted(state.items())), "param_groups": own["param_groups"]}
 
 

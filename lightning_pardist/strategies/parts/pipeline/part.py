@@ -158,7 +158,8 @@ class PipelinePart(Part):
                 metric.process_group = self.strategy.data_group
                 self._metrics.append(metric)
         if trainer.state.fn != TrainerFn.FITTING:
-            self._split(trainer, module, [])
+            # Those of a run before: what was trained can be saved after an evaluation, too.
+            self._split(trainer, module, self.strategy.optimizers)
 
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
