@@ -294,6 +294,54 @@ class ClipsByHand(Plain):
         nn.utils.clip_grad_value_(self.parameters(), 0.01)
 
 
+class ChangesGradients(Plain):
+    """In hooks, in every way there is: in place, another tensor, none at all; and looks at them."""
+
+    def on_after_backward(self):
+        for param in self.parameters():
+            param.grad.nan_to_num_().mul_(0.5)
+
+    def on_before_optimizer_step(self, optimizer):
+        total = 0.0
+        for index, param in enumerate(self.parameters()):
+            norm = param.grad.norm()
+            total = total + (norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            if index % 2:
+                param.grad = param.grad * 0.9
+            param.grad.add_(param.detach().sin(), alpha=0.1)
+        self.note(total.clone())
+        if self.global_step % 2:
+            self.first.weight.grad = None
+            self.second.zero_grad()
+
+
+class ManualChanges(Manual):
+    """Between two backward passes, one of which Lightning never sees, and before the step; and only looks behind it."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        loss = F.mse_loss(self(x), y)
+        self.manual_backward(loss)
+        if batch_idx != 1:
+            self.first.bias.grad = None
+            self.first.weight.grad *= 0.5
+        if batch_idx == 2:
+            self.second.bias.grad = torch.cos(self.second.bias.detach())
+        F.l1_loss(self(x), y).backward()
+        if batch_idx == 3:
+            self.manual_backward(F.mse_loss(self(x), y))
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        with torch.no_grad():
+            for param in self.parameters():
+                param.grad.add_(param.grad.sign(), alpha=0.01)
+        before = [param.grad.clone() for param in self.parameters()]
+        optimizer.step()
+        assert all(torch.equal(param.grad, old) for param, old in zip(self.parameters(), before, strict=True))
+        optimizer.zero_grad(set_to_none=batch_idx != 1)
+        self.note(loss)
+
+
 class ManualClips(Manual):
     """Through Lightning's method, and on a torch optimizer that Lightning does not wrap."""
 
@@ -345,6 +393,9 @@ CASES = {
     "gan_within_one_step": (GanWithinOneStep, {}, {}),
     "clips_by_hand": (ClipsByHand, {}, {}),
     "manual_clips": (ManualClips, {}, {}),
+    "changes_gradients": (ChangesGradients, {}, {"max_epochs": 2}),
+    "changes_and_accumulates": (ChangesGradients, {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}),
+    "manual_changes": (ManualChanges, {}, {}),
     "wgan_gp": (WGanGP, {}, {}),
     "checkpoint": (Checkpointed, {}, {}),
     "checkpoint_reentrant": (CheckpointedReentrant, {}, {}),
@@ -419,8 +470,11 @@ def _cells():
     cells = []
     for strategy in ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"):
         for name in CASES:
+            if (strategy, name) == ("pardist_zero3", "manual_changes"):
+                # Within training_step the module's parameters are gathered ones, which have no gradients.
+                continue
             # Stages 1 and 2 differ in what the other tests of ZeRO look at.
-            marks = pytest.mark.slow if strategy == "pardist_zero2" else ()
+            marks = pytest.mark.slow if strategy == "pardist_zero2" and name != "changes_gradients" else ()
             cells.append(pytest.param(strategy, name, marks=marks))
     return cells
 

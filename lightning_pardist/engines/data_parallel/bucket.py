@@ -154,3 +154,11 @@ def view_like(piece: Tensor, param: Tensor) -> Tensor:
     if memory_format is not None and param.is_contiguous(memory_format=memory_format):
         return piece.as_strided(param.size(), param.stride())
     return piece.view(param.size())
+
+
+def flat_like(values: Tensor, param: Tensor) -> Tensor:
+    """``values``, of ``param``'s shape, flat and in the order that :func:`view_like` has."""
+    memory_format = _CHANNELS_LAST.get(param.dim())
+    if memory_format is None or not param.is_contiguous(memory_format=memory_format):
+        memory_format = torch.contiguous_format
+    return values.contiguous(memory_format=memory_format).as_strided((values.numel(),), (1,))

@@ -19,6 +19,7 @@ from lightning_pardist.engines.checkpoint.states import Slot, Slots, whole_slots
 from lightning_pardist.engines.data_parallel.reducer import GradientReducer
 from lightning_pardist.engines.elementwise import require_elementwise
 from lightning_pardist.engines.gradients import Counts, sum_of_powers
+from lightning_pardist.engines.local_tensors import own_part
 from lightning_pardist.engines.offload import HostCopies, HostStep, Offload, StateFile
 from lightning_pardist.engines.zero.bucket import Piece, ShardedBucket
 from lightning_pardist.engines.zero.host import HostSlice
@@ -32,6 +33,9 @@ class ZeroEngine:
     Sends ``2 Psi (N-1)/N`` per rank and step, as data parallelism does: half of it gradients, half parameters. Holds
     ``2 Psi + 2 Psi/N`` (stage 1) or ``Psi + 3 Psi/N`` (stage 2) in fp32 with Adam. Stage 1 sends gradients once an
     optimizer step; stage 2 sends them with every backward, because it keeps only slices of them.
+
+    Between steps ``param.grad`` stands for the whole gradient, which is gathered if somebody looks at its values, see
+    :class:`~lightning_pardist.engines.zero.lazy.LazyGradient`; what is done to it is done to the slices.
 
     Within a step, the optimizer's groups and state hold the parts of parameters in this rank's slice, flat; at any
     other time they hold the module's own parameters, so that whoever freezes, adds or looks up parameters finds them.
@@ -119,7 +123,7 @@ class ZeroEngine:
     def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
         """Around the call that runs backward from ``loss``. Collective over the group, unless under :meth:`no_sync`."""
         self._bind()
-        with self.reducer.backward(loss, overlap=overlap):
+        with self._hidden(), self.reducer.backward(loss, overlap=overlap):
             self._bind()
             yield
 
@@ -127,9 +131,11 @@ class ZeroEngine:
         """Reduce what is not reduced yet. Collective over the group."""
         self.reducer.reduce()
 
-    def hands_off(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def hands_off(self) -> Iterator[None]:
         """Backward passes inside leave their gradients in ``.grad``; :meth:`reduce` takes them up."""
-        return self.reducer.hands_off()
+        with self._hidden(), self.reducer.hands_off():
+            yield
 
     def step_done(self) -> None:
         """The optimizer has stepped."""
@@ -157,6 +163,9 @@ class ZeroEngine:
         self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
     ) -> Tensor:
         """Sum of powers of the gradients of some parameters, over all slices. Collective over the group."""
+        params = list(params)
+        for bucket in self._buckets_with(params):
+            bucket.settle()
         grads = [grad for param in params if counts is None or counts(param) for grad in self._grads_of(param)]
         total = sum_of_powers(grads, norm_type, device=self._device)
         if self.group.size() > 1:
@@ -166,15 +175,19 @@ class ZeroEngine:
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
         """What this rank keeps of the gradients of some parameters. Not collective."""
+        params = list(params)
+        for bucket in self._buckets_with(params):
+            bucket.settle()
+            bucket.forget_wholes()
         return [grad for param in params for grad in self._grads_of(param)]
 
     def zero_grad(self) -> None:
-        """Forget all gradients of the slices, as the module's own ``zero_grad`` does for whole ones."""
+        """Follow the module's own ``zero_grad``, which was called just before."""
         for bucket in self._buckets:
-            bucket.drop_gradients()
+            bucket.drop_zeroed()
 
     def _grads_of(self, param: nn.Parameter) -> list[Tensor]:
-        return [shard.grad for shard in self._shards_of(param) if shard.grad is not None]
+        return [own_part(shard.grad) for shard in self._shards_of(param) if shard.grad is not None]
 
     # --- optimizer state ----------------------------------------------------------------------------------------
 
@@ -301,19 +314,20 @@ class ZeroEngine:
                     result = closure()
             buckets = self._buckets_of(optimizer)
             for bucket in buckets:
+                bucket.settle()
                 bucket.take_changes()
             with self.slices(optimizer):
                 update(**kwargs)
-            for work in [bucket.gather(self.group) for bucket in buckets]:
+            for work in [bucket.gather() for bucket in buckets]:
                 work.wait()
             return result
 
         @functools.wraps(inner_zero_grad)
         def zero_grad(set_to_none: bool = True) -> None:
             inner_zero_grad(set_to_none=set_to_none)
-            for param in _params(optimizer):
-                for piece in self._pieces.get(param, ()):
-                    piece.shard.grad = None
+            members = set(_params(optimizer))
+            for bucket in self._buckets_with(members):
+                bucket.drop_zeroed(members)
 
         # Bound: schedulers look for the function behind the method.
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -331,6 +345,21 @@ class ZeroEngine:
     def _buckets_of(self, optimizer: Optimizer) -> list[ShardedBucket]:
         members = set(_params(optimizer))
         return [bucket for bucket in self._buckets if bucket.params[0] in members]
+
+    def _buckets_with(self, params: Iterable[nn.Parameter]) -> list[ShardedBucket]:
+        wanted = set(params)
+        return [bucket for bucket in self._buckets if not wanted.isdisjoint(bucket.params)]
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Around backward passes: ``.grad`` belongs to autograd inside, and shows reduced gradients again behind."""
+        for bucket in self._buckets:
+            bucket.hide()
+        try:
+            yield
+        finally:
+            for bucket in self._buckets:
+                bucket.show()
 
     @property
     def _device(self) -> torch.device:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.data_parallel.bucket import flat_like
 from lightning_pardist.engines.local_tensors import own_part, wrapped_like
 from lightning_pardist.engines.zero.bucket import Piece, ShardedBucket
 
@@ -145,12 +146,4 @@ def _is_elementwise(value: Any, shard: Tensor) -> bool:
 def _part_of(value: Any, param: nn.Parameter, piece: Piece | None) -> Any:
     if piece is None or not isinstance(value, Tensor) or value.shape != own_part(param).shape:
         return value
-    flat = value.contiguous(memory_format=_order_of(own_part(param))).as_strided((value.numel(),), (1,))
-    return flat[piece.start : piece.stop].clone()
-
-
-def _order_of(param: Tensor) -> torch.memory_format:
-    for dims, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if param.dim() == dims and param.is_contiguous(memory_format=memory_format):
-            return memory_format
-    return torch.contiguous_format
+    return flat_like(value, own_part(param))[piece.start : piece.stop].clone()

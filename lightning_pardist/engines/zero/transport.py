@@ -49,8 +49,7 @@ class ReduceScatter(Transport):
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
         return ShardedBucket(
             params,
-            rank=self.group.rank(),
-            world_size=self.group.size(),
+            group=self.group,
             keep_full=self.keep_full,
             make_host=self.make_host,
         )

@@ -264,13 +264,13 @@ class PipelinePart(Part):
         scaler = self._scaler()
         scale = (1.0 if scaler is None else float(scaler.get_scale())) / self._trainer.accumulate_grad_batches
         # Lightning zeroes gradients between training_step and backward: those made here wait for backward.
-        earlier = engine.placement.take_gradients()
-        try:
-            with self._data_engine_waits():
+        with self._data_engine_waits():
+            earlier = engine.placement.take_gradients()
+            try:
                 done = engine.train_step(run, batch, scale=scale)
-            self._taken = engine.placement.take_gradients()
-        finally:
-            engine.placement.add_gradients(earlier)
+                self._taken = engine.placement.take_gradients()
+            finally:
+                engine.placement.add_gradients(earlier)
         return done
 
     def _data_engine_waits(self) -> AbstractContextManager[None]:
