@@ -2,7 +2,7 @@
 
 Modules clip by hand, in ``on_before_optimizer_step`` or between ``manual_backward`` and ``step``, and log what
 :func:`lightning.pytorch.utilities.grad_norm` gives. These functions see ``param.grad``, which is a part of the gradient
-or nothing at all where gradients are sharded, and would be wrong without a word.
+where gradients are sharded, and would be wrong without a word; or stands for slices, which they would gather.
 """
 
 from __future__ import annotations

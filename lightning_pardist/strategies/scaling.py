@@ -16,8 +16,8 @@ from lightning_pardist.engines.api import DataEngine
 class JobWideScaling:
     """While attached, a gradient scaler unscales what this rank holds of the gradients, and all ranks skip alike.
 
-    torch's scaler looks at ``param.grad``, which is a shard, or nothing where the engine keeps slices, and decides on
-    each rank by itself: a rank whose shard overflowed would skip the step that the others take.
+    torch's scaler looks at ``param.grad``, which is a shard, or stands for slices that the engine keeps, and decides
+    on each rank by itself: a rank whose shard overflowed would skip the step that the others take.
 
     Args:
         scaler: Of the precision plugin.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pardist import PipelineStrategy, TensorParallelStrategy, ZeroStrategy
+from lightning_pardist.engines.gradient_norm import clip_grad_norm
 from lightning_pardist.engines.zero import ZeroEngine
 from lightning_pardist.engines.zero.bucket import ShardedBucket
 from tests.helpers.models import Base
@@ -208,3 +209,28 @@ def _too_late():
 
 def test_a_gradient_read_after_it_was_dropped():
     run_ranks(2, _too_late)
+
+
+def _given():
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"wide": nn.Linear(30, 20).double(), "narrow": nn.Linear(3, 2)})
+    start = snapshot(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = ZeroEngine(module, [optimizer], group=dist.group.WORLD, zero_stage=2)
+    for param in module["wide"].parameters():
+        param.grad = torch.ones_like(param)
+    narrow = module["narrow"]
+    norm = clip_grad_norm(engine, module.parameters(), 1.0)
+    assert_close({"norm": norm}, {"norm": torch.tensor(620.0, dtype=torch.float64).sqrt()})
+    assert narrow.weight.grad is None
+    optimizer.step()
+    moved = snapshot(module)
+    engine.detach()
+    factor = 1.0 / 620.0**0.5
+    for name, before in start.items():
+        assert_close({name: moved[name]}, {name: before - 0.1 * factor * name.startswith("wide")})
+
+
+def test_given_without_a_backward_pass():
+    """Some slices have no gradients, and none in the widest dtype."""
+    run_ranks(2, _given)

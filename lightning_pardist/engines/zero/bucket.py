@@ -286,7 +286,8 @@ class ShardedBucket(Bucket):
 
     def held_bytes(self) -> int:
         """Bytes of gradients on this rank at this moment."""
-        return storage_bytes(tensor for tensor in (self._full, self._shard) if tensor is not None)
+        wholes = (lazy.whole for lazy in self._lazy if lazy is not None)
+        return storage_bytes(tensor for tensor in (self._full, self._shard, *wholes) if tensor is not None)
 
     @property
     def has_gradients(self) -> bool:
@@ -373,9 +374,9 @@ class ShardedBucket(Bucket):
             if lazy is not None and lazy.whole is None:
                 lazy.whole = view
 
-    def zero(self, index: int) -> None:
-        """Zero parameter ``index``'s reduced gradient. Not collective."""
-        piece = self._piece_of.get(self.params[index])
+    def zero(self, slot: int) -> None:
+        """Zero the reduced gradient of the parameter with this number. Not collective."""
+        piece = self._piece_of.get(self.params[slot])
         if piece is not None and piece.shard.grad is not None:
             piece.shard.grad.zero_()
 

@@ -167,7 +167,9 @@ class ZeroEngine:
         for bucket in self._buckets_with(params):
             bucket.settle()
         grads = [grad for param in params if counts is None or counts(param) for grad in self._grads_of(param)]
-        total = sum_of_powers(grads, norm_type, device=self._device)
+        # A rank's slices may lack the widest dtype that there is.
+        widest = functools.reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
+        total = sum_of_powers(grads, norm_type, device=self._device).to(widest)
         if self.group.size() > 1:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
             dist.all_reduce(total, op=op, group=self.group)

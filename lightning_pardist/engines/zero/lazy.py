@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +19,8 @@ class GradientSource(Protocol):
         """Set ``whole`` of the gradients that are kept together. Collective over the data axis."""
         ...
 
-    def zero(self, index: int) -> None:
-        """Zero gradient ``index`` where it is kept. Not collective."""
+    def zero(self, slot: int) -> None:
+        """Zero gradient ``slot`` where it is kept. Not collective."""
         ...
 
 
@@ -35,7 +35,7 @@ class LazyGradient(Tensor):
     Args:
         like: Gives shape, strides, dtype and device.
         source: Asked for values.
-        index: Which gradient of the source's it is.
+        slot: Which gradient of the source's it is.
 
     Attributes:
         source: None once the gradient was dropped.
@@ -45,31 +45,31 @@ class LazyGradient(Tensor):
     """
 
     source: GradientSource | None
-    index: int
+    slot: int
     whole: Tensor | None
     added: Tensor | None
     is_replaced: bool
 
     @staticmethod
-    def __new__(cls, like: Tensor, source: GradientSource, index: int) -> LazyGradient:
+    def __new__(cls, like: Tensor, source: GradientSource, slot: int) -> LazyGradient:
         """A tensor without memory."""
-        made: LazyGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: LazyGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, storage_size=0
         )
-        made.source, made.index = source, index
+        made.source, made.slot = source, slot
         made.whole, made.added, made.is_replaced = None, None, False
         return made
 
-    def __init__(self, like: Tensor, source: GradientSource, index: int) -> None:
+    def __init__(self, like: Tensor, source: GradientSource, slot: int) -> None:
         super().__init__()
 
     @classmethod
     def __torch_function__(
         cls,
         func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[Any, Any] | None = None,
     ) -> Any:
         """What Python code does: to the values themselves, unless it asks for no values."""
         if func in _WITHOUT_VALUES:
@@ -91,18 +91,18 @@ class LazyGradient(Tensor):
     def __torch_dispatch__(
         cls,
         func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[Any, Any] | None = None,
     ) -> Any:
         """What torch itself does."""
         return _run(func, args, kwargs)
 
 
-def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[Any, Any] | None) -> Any:
     if func in _ACCUMULATE and torch._C._current_graph_task_id() != -1 and isinstance(args[0], LazyGradient):
         return _accumulated(args[0], args[1], in_place=func is _ACCUMULATE[0])
-    args, kwargs = tree_map_only(LazyGradient, _values, (tuple(args), dict(kwargs or {})))
+    args, kwargs = tree_map_only(LazyGradient, _values, (args, kwargs or {}))
     return func(*args, **kwargs)
 
 
@@ -132,7 +132,7 @@ def _zeroed(gradient: LazyGradient) -> Tensor:
     if gradient.whole is not None:
         gradient.whole.zero_()
     if gradient.source is not None:
-        gradient.source.zero(gradient.index)
+        gradient.source.zero(gradient.slot)
     return gradient
 
 
