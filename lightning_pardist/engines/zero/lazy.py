@@ -46,9 +46,9 @@ class LazyGradient(Tensor):
 
     source: GradientSource | None
     slot: int
-    whole: Tensor | None
-    added: Tensor | None
-    is_replaced: bool
+    whole: Tensor | None = None
+    added: Tensor | None = None
+    is_replaced: bool = False
 
     @staticmethod
     def __new__(cls, like: Tensor, source: GradientSource, slot: int) -> LazyGradient:
@@ -57,11 +57,7 @@ class LazyGradient(Tensor):
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, storage_size=0
         )
         made.source, made.slot = source, slot
-        made.whole, made.added, made.is_replaced = None, None, False
         return made
-
-    def __init__(self, like: Tensor, source: GradientSource, slot: int) -> None:
-        super().__init__()
 
     @classmethod
     def __torch_function__(
@@ -88,7 +84,7 @@ class LazyGradient(Tensor):
         return _run(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Iterable[type],
