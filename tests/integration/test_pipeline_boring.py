@@ -147,6 +147,19 @@ class Skips(Boring):
         return None if batch_idx == 1 else loss
 
 
+class SkipsAtOnce(Boring):
+    """Leaves batches out before the model is called, after a look at them."""
+
+    def training_step(self, batch, batch_idx):
+        if batch.sum() > 0 and batch_idx in (1, 2, 4):
+            return None
+        return self.step(batch)
+
+    def train_dataloader(self):
+        torch.manual_seed(3)
+        return DataLoader(RandomDataset(32, 24).data.abs(), batch_size=4)
+
+
 class Custom(Boring):
     def training_step(self, batch, batch_idx):
         assert len(batch.names) == len(batch.x)
@@ -218,6 +231,7 @@ HABITS = {
     "frozen": (Frozen, {}),
     "custom": (Custom, {}),
     "skips": (Skips, {"accumulate_grad_batches": 2}),
+    "skips_at_once": (SkipsAtOnce, {"max_epochs": 2}),
     "stream": (Stream, {"max_steps": 4, "val_check_interval": 2}),
     "no_batch": (NoBatch, {}),
     "sequence": (Sequence, {"max_epochs": 2}),
@@ -247,7 +261,7 @@ HABITS = {
         {"callbacks": [LearningRateMonitor(), Timer("00:00:01:00")], "logger": CSVLogger(tempfile.gettempdir())},
     ),
 }
-_QUICK = ("outputs", "skips", "custom", "no_batch", "sequence", "own_step", "several", "loaders")
+_QUICK = ("outputs", "skips", "skips_at_once", "custom", "no_batch", "sequence", "own_step", "several", "loaders")
 
 
 def _fit(name, strategy="auto", devices=1):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,11 +44,13 @@ class StageRun:
         values: Outputs of this stage's calls that later stages need, attached to the autograd graph.
         outputs: Descriptions of all calls up to the end of the stage, for the next stage's stubs.
         result: What the step returned, on the last stage.
+        left_out: Whether it returned before it called the model.
     """
 
     values: dict[Value, torch.Tensor] = field(default_factory=dict)
     outputs: list[Output] = field(default_factory=list)
     result: Any = None
+    left_out: bool = False
 
 
 class StageReplay:
@@ -204,9 +206,27 @@ class _Run:
             raise CannotPipelineError(
                 "The step catches BaseException around the model's call, which keeps a stage from being cut off there."
             )
-        if not self.is_last or self.position < len(self.plan.trace.calls):
+        if not self.position and self.plan.trace.calls:
+            self._leave_out()
+        elif not self.is_last or self.position < len(self.plan.trace.calls):
             raise self._other_order("returned")
         return self.done
+
+    def _leave_out(self) -> None:
+        """The step returned before it called the model, as it does on every stage: what is sent holds nothing, and no
+        gradients come back.
+        """
+        self.done.left_out = True
+        for index in self.calls:
+            recorded = self.plan.trace.calls[index].output
+            leaves = (
+                replace(leaf, requires_grad=False) if isinstance(leaf, TensorLeaf) else leaf for leaf in recorded.leaves
+            )
+            self.done.outputs.append(replace(recorded, leaves=tuple(leaves)))
+        device = self.replay.device or torch.device("cpu")
+        for value in self.replay.needed:
+            if value.call in self.calls:
+                self.done.values[value] = torch.empty(0, device=device)
 
     @contextlib.contextmanager
     def _rerunnable(self) -> Iterator[None]:

@@ -180,6 +180,11 @@ class Runtime:
         self.replay.microbatch_index = index
         with torch.set_grad_enabled(grad):
             run = self.replay.run(stage, work.step, batch, received, outputs, seed=seed)
+        if run.left_out and work.loss_of(run.result) is not None:
+            raise CannotPipelineError(
+                "The step returned a loss without a call of the model, where the recorded run called it: its control"
+                " flow depends on the data, so that no fixed stages exist."
+            )
         loss = None
         if stage == self.plan.num_stages - 1:
             loss = self._finish(index, run.result, work, done)
