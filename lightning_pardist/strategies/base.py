@@ -61,6 +61,7 @@ from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.parts.by_hand import SplitByHand, is_split_by_hand, note_own_split
 from lightning_pardist.strategies.results import EpochResults
 from lightning_pardist.strategies.resuming import RESUME_MODES, Resume, Resuming
+from lightning_pardist.strategies.sampling import keep_loaders
 from lightning_pardist.strategies.scaling import JobWideScaling
 from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
 from lightning_pardist.strategies.stopping import OrderlyStop
@@ -381,6 +382,9 @@ class PardistStrategy(ParallelStrategy):
             part.check(trainer)
         self.checkpoints.check(trainer)
         self.accelerator.setup(trainer)
+        if self.dims.data_parallel == 1 and self._model_axes:
+            # Tensor ranks draw random numbers of their own: only a seeded sampler shuffles alike on all of them.
+            self._at_end.append(keep_loaders(trainer, shuffled=self.dims.tensor_parallel == 1))
         fitting = trainer.state.fn == TrainerFn.FITTING
         verify_same_module(module, group=_world())
         if fitting and self._layer_sync is not None:

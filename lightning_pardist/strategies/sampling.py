@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities.data import _is_dataloader_shuffled
 from torch.utils.data import DataLoader
 
 #: Values of these types tell, when they change, where a sampler is: a count of epochs, a seed.
 _PLAIN = (bool, int, float, str, type(None))
+
+
+def keep_loaders(trainer: pl.Trainer, *, shuffled: bool) -> Callable[[], object]:
+    """Let loaders be the user's own, with one process' order of samples, where ranks have nobody to share them with.
+
+    Lightning would give them a ``DistributedSampler`` for one replica, which shuffles the training set in any case.
+
+    Args:
+        trainer: Whose loaders.
+        shuffled: Whether this goes for loaders that shuffle as well, with random numbers that are alike on all ranks.
+
+    Returns:
+        What takes it back.
+    """
+    connector: Any = trainer._data_connector
+    original = connector._requires_distributed_sampler
+
+    def requires_distributed_sampler(loader: Any) -> bool:
+        return not shuffled and bool(original(loader)) and _is_dataloader_shuffled(loader)
+
+    connector.__dict__["_requires_distributed_sampler"] = requires_distributed_sampler
+    return partial(connector.__dict__.pop, "_requires_distributed_sampler", None)
 
 
 class Order:

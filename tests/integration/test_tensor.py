@@ -549,3 +549,17 @@ def test_modules_built_on_meta_are_created_in_parts(tmp_path):
             assert found[one] == pytest.approx(expected[many], rel=1e-5)
         assert_close(found[1], expected[1])
         assert_close(found[3], expected[3])
+
+
+def _in_the_users_order(strategy, devices):
+    module = Net()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2)
+    trainer.fit(module, _loader())
+    return {"loss": trainer.callback_metrics["loss"], **snapshot(module)}
+
+
+@pytest.mark.parametrize("strategy", ["pardist_tp", "pardist_pp"])
+def test_a_loader_that_does_not_shuffle_is_left_alone(strategy):
+    expected = _in_the_users_order("auto", 1)
+    for got in run_ranks(2, _in_the_users_order, strategy, 2):
+        assert_close(got, expected)

@@ -86,7 +86,6 @@ class PipelinePart(Part):
         self._local: dict[Optimizer, list[bool]] = {}
         self._metrics: list[Metric] = []
         self._counted: set[nn.Parameter] | None = None
-        self._connector: Any = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -148,10 +147,6 @@ class PipelinePart(Part):
     @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         share_random_state(self.group)
-        if self.strategy.dims.data_parallel == 1:
-            # There is nobody to share samples with: loaders stay the user's own, with one process' order of samples.
-            self._connector = trainer._data_connector
-            self._connector.__dict__["_requires_distributed_sampler"] = lambda loader: False
         for metric in module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
                 # Ranks of one pipeline have the same states, which must not be added up.
@@ -374,9 +369,6 @@ class PipelinePart(Part):
         if self._outside is not None:
             self._outside.remove()
             self._outside = None
-        if self._connector is not None:
-            self._connector.__dict__.pop("_requires_distributed_sampler", None)
-            self._connector = None
         for metric in self._metrics:
             metric.process_group = None
         self._metrics.clear()
