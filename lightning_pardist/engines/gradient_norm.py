@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -99,7 +100,9 @@ def _norms(
     def counts(param: nn.Parameter) -> bool:
         return all(axis.counts(param) for axis in axes)
 
-    powers = torch.stack([engine.grad_power(params, norm_type, counts if axes else None) for params in sets])
+    # A rank may hold gradients of the narrower dtypes only.
+    widest = functools.reduce(torch.promote_types, (param.dtype for params in sets for param in params), torch.float32)
+    powers = torch.stack([engine.grad_power(params, norm_type, counts if axes else None).to(widest) for params in sets])
     largest = math.isinf(norm_type)
     for axis in axes:
         axis.reduce_over_axis(powers, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)

@@ -490,7 +490,14 @@ def test_same_as_one_process(strategy, name):
 
 
 class LogsNorms(Plain):
-    """What Lightning documents for looking at gradients."""
+    """What Lightning documents for looking at gradients, of two dtypes."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.second.double()
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh().double()).float()
 
     def on_before_optimizer_step(self, optimizer):
         self.norms = {**grad_norm(self, 2), **grad_norm(self.second, "inf", group_separator=".")}
