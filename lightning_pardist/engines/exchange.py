@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pardist.collectives import all_gather_flat
+
 #: Tags of messages on the group's connections, which users' own messages (0 and up) hardly have.
 _GATHER_TAG, _SCATTER_TAG = 1_634_235, 1_634_236
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -64,7 +66,7 @@ def gather_slices(whole: Tensor, *, group: dist.ProcessGroup) -> dist.Work:
     """
     rank, slices = group.rank(), whole.chunk(group.size())
     if not exchanges_directly(whole, group):
-        work: dist.Work = dist.all_gather_into_tensor(whole, slices[rank], group=group, async_op=True)
+        work: dist.Work = all_gather_flat(whole, slices[rank], group=group, async_op=True)
         return work
     if not whole.numel():
         return Exchange([])

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_pardist.collectives import all_gather_flat, reduce_scatter_flat
 from lightning_pardist.engines.exchange import Reduction, exchanges_directly, gather_slices, scatter_slices
 
 #: Reductions in flight on gloo; each holds a unit's gradients and the peers' parts of them.
 MAX_PENDING_REDUCTIONS = 3
-
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -64,7 +62,7 @@ class UnitAllGather(_Allocate):
             work = gather_slices(output_tensor, group=group)
         else:
             on_host = output_tensor.device.type == "cpu"
-            work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_host)
+            work = all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op or on_host)
         self.conclude()
         return work
 
@@ -105,7 +103,7 @@ class UnitReduceScatter(_Allocate):
     ) -> dist.Work | None:
         mean = bool(op == dist.ReduceOp.AVG)
         if not exchanges_directly(whole, group) or not (mean or op == dist.ReduceOp.SUM):
-            work: dist.Work | None = _reduce_scatter(output, whole, group=group, op=op, async_op=async_op)
+            work: dist.Work | None = reduce_scatter_flat(output, whole, group=group, op=op, async_op=async_op)
             return work
         deferred = mean and self.may_defer()
         # Reductions of one parameter add up in order: one that is read now comes after all before it.

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lightning_pardist.collectives import reduce_scatter_flat
 from lightning_pardist.engines.exchange import exchanges_directly, gather_slices, scatter_slices
 from lightning_pardist.engines.fully_sharded.meeting import GATHER, REDUCE, Meeting
 from lightning_pardist.engines.fully_sharded.state import whole_over_data
@@ -195,7 +196,7 @@ class TiledLinear:
             reduced = scatter_slices(flat, group=self._group).finish()
         else:
             reduced = flat.new_empty(flat.numel() // self._size)
-            dist.reduce_scatter_tensor(reduced, flat, group=self._group)
+            reduce_scatter_flat(reduced, flat, group=self._group)
         if self.mesh.ndim == 2:
             dist.all_reduce(reduced, group=self.mesh.get_group(0))
         self.meeting.conclude()

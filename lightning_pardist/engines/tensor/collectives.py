@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_pardist.collectives import all_gather_flat
 from lightning_pardist.engines.tensor.layout import Layout
 
 #: How many recently entered tensors are remembered: q, k and v of one input share one all-reduce of its gradient.
@@ -97,7 +98,7 @@ class TensorGroup:
         device = torch.device("cpu") if torch.device("cpu") in known else torch.device(self.mesh.device_type)
         mine = torch.tensor(values, dtype=torch.int64, device=device)
         everyone = mine.new_empty(self.size * len(values))
-        dist.all_gather_into_tensor(everyone, mine, group=self.process_group)
+        all_gather_flat(everyone, mine, group=self.process_group)
         return everyone.view(self.size, -1).cpu()
 
     def enter(self, tensor: Tensor) -> Tensor:

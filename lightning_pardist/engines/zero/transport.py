@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_pardist.collectives import reduce_scatter_flat
 from lightning_pardist.engines.data_parallel.bucket import Bucket
 from lightning_pardist.engines.data_parallel.transport import Transport, reduce_flags
 from lightning_pardist.engines.exchange import Reduction, exchanges_directly, scatter_slices
@@ -65,7 +66,7 @@ class ReduceScatter(Transport):
             self._flying.append((bucket, scatter_slices(full, group=self.group)))
             return None
         received = full.new_empty(bucket.shard_numel)
-        work = dist.reduce_scatter_tensor(received, full, group=self.group, async_op=True)
+        work = reduce_scatter_flat(received, full, group=self.group, async_op=True)
         self._flying.append((bucket, (work, received)))
         return None
 

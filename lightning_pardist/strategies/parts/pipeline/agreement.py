@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_pardist.collectives import all_gather_flat
 from lightning_pardist.engines.pipeline import CannotPipelineError
 from lightning_pardist.engines.pipeline.structure import map_leaves, tensors_in
 from lightning_pardist.strategies.parts.pipeline.recording import Recorded
@@ -80,7 +81,7 @@ class SameBatches:
         if not self._differ:
             mine = torch.tensor([_fingerprint(batch)], dtype=torch.int64, device=self.device)
             everybody = torch.empty(self.group.size(), dtype=torch.int64, device=self.device)
-            dist.all_gather_into_tensor(everybody, mine, group=self.group)
+            all_gather_flat(everybody, mine, group=self.group)
             self._differ = bool((everybody != mine).any())
             # The ranks with the first one's batch see another difference than the others, but all see one.
             if not self._differ:
