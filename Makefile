@@ -13,6 +13,7 @@ test: lint
 	$(PY) -m pytest -q -m "not slow and not soak"
 
 test-all: lint
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[dev,models]"
 	$(PY) -m pytest -q -m "not soak"
 
 soak: $(INSTALLED)
