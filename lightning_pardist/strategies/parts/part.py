@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.engines.api import DataEngine
+from lightning_pardist.engines.fully_sharded.materialize import on_meta
 from lightning_pardist.mesh import Degree
 
 if TYPE_CHECKING:
@@ -31,9 +32,13 @@ class Part:
 
     Attributes:
         strategy: The strategy that the part belongs to: process groups, precision, the module.
+        creates_values: Whether a module built on ``meta`` gets its values from parts of this class.
     """
 
     strategy: PardistStrategy
+    creates_values: ClassVar[bool] = False
+    #: Whether the module came without values to this run.
+    _built_on_meta = False
 
     def bind(self, strategy: PardistStrategy) -> None:
         """Become part of a strategy. Called once, when the strategy is made."""
@@ -59,7 +64,8 @@ class Part:
     @property
     def loads_after_setup(self) -> bool:
         """Whether the module has nowhere to load a checkpoint to before :meth:`transform`."""
-        return False
+        module = self.strategy.lightning_module
+        return self.creates_values and (self._built_on_meta or (module is not None and on_meta(module)))
 
     def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Give values to a module built on ``meta``, as far as this rank needs them. Collective over the world.

@@ -46,6 +46,8 @@ class FullyShardedData(DataPart):
         ValueError: If a setting is out of range; during a run, if an optimizer or a callback needs whole parameters.
     """
 
+    creates_values = True
+
     def __init__(
         self,
         *,
@@ -87,7 +89,6 @@ class FullyShardedData(DataPart):
         self.offload = OffloadSetting(offload, offload_window_mb)
         self._sharded: FullySharded | None = None
         self._uneven: AbstractContextManager[None] | None = None
-        self._built_on_meta = False
         self._metrics: list[Metric] = []
 
     @override
@@ -109,12 +110,6 @@ class FullyShardedData(DataPart):
                 )
 
     # --- the module ---------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def loads_after_setup(self) -> bool:
-        module = self.strategy.lightning_module
-        return self._built_on_meta or (module is not None and on_meta(module))
 
     @property
     @override

@@ -63,6 +63,8 @@ class TensorParallel(Part):
         ValueError: If a setting is out of range; during a run, if the plan by hand does not fit the module.
     """
 
+    creates_values = True
+
     def __init__(
         self,
         *,
@@ -86,7 +88,6 @@ class TensorParallel(Part):
         self.init = init
         self.plan: TensorParallelPlan | None = None
         self._planned_for = ""
-        self._built_on_meta = False
         self.runtime: TensorRuntime | None = None
         self._split: nn.Module | None = None
         self._copies: list[nn.Module] = []
@@ -118,12 +119,6 @@ class TensorParallel(Part):
             self._become_whole()
 
     # --- the module ---------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def loads_after_setup(self) -> bool:
-        module = self.strategy.lightning_module
-        return self._built_on_meta or (module is not None and on_meta(module))
 
     @override
     def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -69,9 +69,10 @@ class PipelinePart(Part):
         record_times: Whether the next steps keep the times of their computations; set it on all ranks alike.
     """
 
+    creates_values = True
+
     def __init__(self, settings: PipelineSettings) -> None:
         self.settings = settings
-        self._built_on_meta = False
         self.engine: PipelineEngine | None = None
         self.last_result: StepResult | None = None
         self.record_times = False
@@ -101,12 +102,6 @@ class PipelinePart(Part):
         check_trainer(trainer)
 
     # --- the module ---------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def loads_after_setup(self) -> bool:
-        module = self.strategy.lightning_module
-        return self._built_on_meta or (module is not None and on_meta(module))
 
     @override
     def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
