@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.candidates.protocol import Candidate, PassesBeforeSteps, held_by
 from benchmarks.settings import Settings
 from benchmarks.workloads import make_loader, make_net, make_optimizer
-from lightning_pardist.engines.data_parallel import GradientReducer
+from lightning_pardist.engines.data_parallel import AllReduce, GradientReducer
+from lightning_pardist.engines.process_group import world_group
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class ReducerLoop:
         dist.init_process_group("gloo", timeout=timedelta(minutes=10))
         net = make_net(settings)
         optimizer = make_optimizer(net)
-        reducer = GradientReducer(net, group=dist.distributed_c10d._get_default_group())
+        reducer = GradientReducer(net, transport=AllReduce(world_group()))
         for batch in make_loader(settings, rank=dist.get_rank(), world_size=dist.get_world_size()):
             gate.before_step(lambda: held_by(net, [optimizer]))
             optimizer.zero_grad()

@@ -31,6 +31,15 @@ def job_store() -> Store:
     return _store
 
 
+def world_group() -> dist.ProcessGroup:
+    """The process group of all ranks, for functions that want a group by name.
+
+    Raises:
+        ValueError: From torch, before :func:`init_process_group`.
+    """
+    return dist.distributed_c10d._get_default_group()
+
+
 def init_process_group(
     backend: str | None,
     *,

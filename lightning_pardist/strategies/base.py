@@ -38,7 +38,7 @@ from lightning_pardist.engines.activation_checkpointing import Checkpointing
 from lightning_pardist.engines.allocator import keep_freed_memory
 from lightning_pardist.engines.api import DataEngine
 from lightning_pardist.engines.data_parallel import BufferSync
-from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
+from lightning_pardist.engines.data_parallel.buffers import broadcast_module
 from lightning_pardist.engines.gradient_norm import clip_grad_norm, clip_grad_value
 from lightning_pardist.engines.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.process_group import destroy_alone, init_process_group, job_store, verify_same_module
@@ -394,8 +394,7 @@ class PardistStrategy(ParallelStrategy):
             part.materialize(trainer, module)
         self.model_to_device()
         if self.world_size > 1 and not self.data.broadcasts and not self.restore_checkpoint_after_setup:
-            tensors = itertools.chain(module.parameters(), module.buffers())
-            broadcast_tensors((tensor.detach() for tensor in tensors), group=_world())
+            broadcast_module(module, group=_world())
         if self.data is not self._by_hand:
             note_own_split(module)
         for part in self.parts:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import grads as lightning_grads
 from torch import Tensor, nn
 
 from lightning_pardist.engines.api import DataEngine
 from lightning_pardist.engines.gradient_norm import NormAxis, clip_grad_norm, clip_grad_value, grad_norms
+from lightning_pardist.engines.process_group import world_group
 
 
 class JobWideGradients:
@@ -70,7 +70,7 @@ class JobWideGradients:
             list(named.values()),
             norm_type,
             axes=self.axes,
-            world=dist.distributed_c10d._get_default_group(),
+            world=world_group(),
         )
         found = {
             f"grad_{norm_type}_norm{separator}{name}": norm

@@ -23,6 +23,7 @@ from lightning_pardist.engines.checkpoint.states import (
     optimizer_keys,
     optimizer_shards,
 )
+from lightning_pardist.engines.process_group import world_group
 
 
 @torch.no_grad()
@@ -167,7 +168,7 @@ def _received(
 def _group_of(exchange: Exchange) -> dist.ProcessGroup | None:
     if not isinstance(exchange, GroupExchange):
         return None
-    return exchange.group or dist.distributed_c10d._get_default_group()
+    return exchange.group or world_group()
 
 
 def _wire(group: dist.ProcessGroup) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -77,6 +78,17 @@ class BufferSync:
             for name, buffer in self.module.named_buffers()
             if id(buffer) not in self._statistics
         }
+
+
+def broadcast_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:
+    """Overwrite parameters and buffers with those of the first rank of ``group``. Collective over it.
+
+    Args:
+        module: Built alike on every rank; what is on ``meta`` has no values to send.
+        group: Who takes part.
+    """
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    broadcast_tensors((tensor.detach() for tensor in tensors if not tensor.is_meta), group=group)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -31,6 +30,7 @@ from lightning_pardist.engines.by_hand import (
 )
 from lightning_pardist.engines.checkpoint.boxes import shards_of
 from lightning_pardist.engines.checkpoint.states import copy_whole
+from lightning_pardist.engines.process_group import world_group
 from lightning_pardist.strategies.parts.part import DataPart
 
 #: Modules whose parameters a strategy has split: those of a broken run, and large ones, stay so.
@@ -101,7 +101,7 @@ class SplitByHand(DataPart):
 
     @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        make_alike(module, world=_get_default_group(), data_group=self.strategy.data_group)
+        make_alike(module, world=world_group(), data_group=self.strategy.data_group)
         for child in module.modules():
             if isinstance(child, Metric) and child.process_group is None:
                 # Tensor ranks have the same states, which must not be added up.
@@ -127,7 +127,7 @@ class SplitByHand(DataPart):
 
     @override
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
-        return ByHandEngine(module, optimizers, group=self.strategy.data_group, world=_get_default_group())
+        return ByHandEngine(module, optimizers, group=self.strategy.data_group, world=world_group())
 
     @override
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:

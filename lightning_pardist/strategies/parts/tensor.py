@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
+from lightning_pardist.engines.data_parallel.buffers import broadcast_module
 from lightning_pardist.engines.fully_sharded.materialize import (
     InitFunction,
     on_meta,
@@ -29,6 +28,7 @@ from lightning_pardist.engines.fully_sharded.materialize import (
     share_random_state,
 )
 from lightning_pardist.engines.local_tensors import own_part
+from lightning_pardist.engines.process_group import world_group
 from lightning_pardist.engines.tensor import (
     TensorParallelPlan,
     TensorRuntime,
@@ -125,8 +125,7 @@ class TensorParallel(Part):
         """Values come when layers are split; what has some already is made equal, as for any module."""
         self._built_on_meta = self.runtime is None and on_meta(module)
         if self._built_on_meta:
-            tensors = itertools.chain(module.parameters(), module.buffers())
-            broadcast_tensors((tensor.detach() for tensor in tensors if not tensor.is_meta), group=_world())
+            broadcast_module(module, group=world_group())
 
     @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -144,7 +143,7 @@ class TensorParallel(Part):
             self.plan, self._planned_for = self.strategy.broadcast(found), name
             rank_zero_info(str(self.plan))
         # Ranks that see other samples start from the same values.
-        own = share_random_state([_world()] if self._built_on_meta else [])
+        own = share_random_state([world_group()] if self._built_on_meta else [])
         self.runtime, self._split = apply(module, self.plan, mesh, init=self.init), module
         restore_random_state(own)
         self.runtime.cover(module)
@@ -362,10 +361,6 @@ class TensorParallel(Part):
                 dissolve(module)
             self._copies.clear()
         self.runtime = self._split = None
-
-
-def _world() -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group()
 
 
 def _fits(plan: TensorParallelPlan, module: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
+from lightning_pardist.engines.data_parallel.buffers import broadcast_module
 from lightning_pardist.engines.fully_sharded.materialize import on_meta, restore_random_state
 from lightning_pardist.engines.fully_sharded.materialize import share_random_state as take_random_state
 from lightning_pardist.engines.pipeline import (
@@ -33,6 +32,7 @@ from lightning_pardist.engines.pipeline import (
 from lightning_pardist.engines.pipeline.outside import OutsideCalls
 from lightning_pardist.engines.pipeline.placement import Placement, replace_in
 from lightning_pardist.engines.pipeline.structure import map_leaves
+from lightning_pardist.engines.process_group import world_group
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies.parts.part import Part
 from lightning_pardist.strategies.parts.pipeline.agreement import (
@@ -109,9 +109,8 @@ class PipelinePart(Part):
         self._built_on_meta = on_meta(module)
         if not self._built_on_meta:
             return
-        world = dist.distributed_c10d._get_default_group()
-        tensors = itertools.chain(module.parameters(), module.buffers())
-        broadcast_tensors((tensor.detach() for tensor in tensors if not tensor.is_meta), group=world)
+        world = world_group()
+        broadcast_module(module, group=world)
         share_random_state(self.group)
         with stand_ins(module, self.strategy.root_device):
             self._observed = self._record(trainer)
@@ -395,7 +394,7 @@ _outside_groups: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGro
 
 def _group_for_outside(mesh: Any) -> dist.ProcessGroup:
     """A second group of this rank's pipeline, whose waits are short. Collective over the world when it is new."""
-    world = dist.distributed_c10d._get_default_group()
+    world = world_group()
     axis = mesh.mesh_dim_names.index("pipeline_parallel")
     rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.mesh.shape[axis]).tolist()
     for ranks in rows:
