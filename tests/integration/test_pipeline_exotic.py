@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.parity import assert_close, snapshot
@@ -73,6 +74,47 @@ class LossFromHooks(Base):
         self.seen.clear()
         loss = super().training_step(batch, batch_idx)
         return loss + 0.01 * sum(each.square().mean() for each in self.seen)
+
+
+class HooksAtFirstCall(Base):
+    """Collects activations by hooks that the first step registers, and a flag says that it has."""
+
+    hooked = False
+
+    def training_step(self, batch, batch_idx):
+        self.seen = []
+        if not self.hooked:
+            for layer in self.net:
+                layer.register_forward_hook(lambda module, inputs, output: self.seen.append(output))
+            self.hooked = True
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(each.square().mean() / (index + 1) for index, each in enumerate(self.seen))
+
+
+class HookForOneStep(Base):
+    """A hook that each step registers and removes again."""
+
+    def training_step(self, batch, batch_idx):
+        seen = []
+        handle = self.net[1].register_forward_hook(lambda module, inputs, output: seen.append(output))
+        loss = super().training_step(batch, batch_idx)
+        handle.remove()
+        return loss + 0.1 * sum(each.square().mean() for each in seen)
+
+
+class FrozenStem(Base):
+    """Layers that are recomputed behind frozen ones, whose output is told to require a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self.net[0].register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+
+    def training_step(self, batch, batch_idx):
+        x = self.net[0](batch[0])
+        for layer in self.net[1:]:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return F.cross_entropy(x, batch[1])
 
 
 class LowRank(nn.Module):
@@ -181,6 +223,9 @@ KINDS = (
     CompiledInside,
     ValuesFromHooks,
     LossFromHooks,
+    HooksAtFirstCall,
+    HookForOneStep,
+    FrozenStem,
     Adapters,
     FrozenTeacher,
     Siamese,

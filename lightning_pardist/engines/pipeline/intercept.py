@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,66 +58,81 @@ def intercepted(units: dict[str, nn.Module], handler: Handler) -> Iterator[None]
 def undisturbed(root: nn.Module) -> Iterator[None]:
     """Run something and then put back buffers, metric states, other tensors kept in attributes, and RNG states.
 
+    Hooks that a first call of the model registers for good stay, and so do the flags by which it knows that it has.
+
     Args:
         root: The module whose state a trial run may change.
     """
     restorers = [_snapshot(module) for module in root.modules()]
+    hooks = hooks_of(root)
+    lasting = False
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
+        # What was broken off may have left hooks behind that it would have removed.
+        lasting = not hooks_of(root) <= hooks
     finally:
         with torch.no_grad():
             for restore in restorers:
-                restore()
+                restore(lasting)
 
 
-def _snapshot(module: nn.Module) -> Callable[[], None]:
+def hooks_of(root: nn.Module) -> frozenset[tuple[int, int]]:
+    """The hooks of a module and of all modules in it, by registry and number."""
+    registries = (module.__dict__[name] for module in root.modules() for name in HOOKS if name in module.__dict__)
+    return frozenset((id(registry), number) for registry in registries for number in registry)
+
+
+def is_flag(name: str, value: Any) -> bool:
+    """Whether an attribute of a module may say that hooks have been registered."""
+    return type(value) is bool and name != "training"
+
+
+def _snapshot(module: nn.Module) -> Callable[[bool], None]:
     """Remember a module's attributes and buffers; the answer puts them back, keeping every object's identity."""
     attributes = {key: value for key, value in module.__dict__.items() if key not in _REGISTRIES}
     buffers = dict(module._buffers)
-    contents = [_remember(value) for value in (*attributes.values(), *buffers.values())]
+    contents = [_remember(value) for key, value in attributes.items() if key not in HOOKS]
+    contents += [_remember(value) for value in buffers.values()]
+    hooks = [_remember(value) for key, value in attributes.items() if key in HOOKS]
 
-    def restore() -> None:
-        for key in [key for key in module.__dict__ if key not in attributes and key not in _REGISTRIES]:
+    def restore(lasting: bool) -> None:
+        flags = {key: value for key, value in module.__dict__.items() if lasting and is_flag(key, value)}
+        for key in [key for key in module.__dict__ if key not in (attributes | flags) and key not in _REGISTRIES]:
             del module.__dict__[key]
-        module.__dict__.update(attributes)
+        module.__dict__.update(attributes | flags)
         module._buffers.clear()
         module._buffers.update(buffers)
-        for put_back in contents:
+        for put_back in contents if lasting else (*contents, *hooks):
             put_back()
 
     return restore
 
 
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+#: Registries of a module's hooks.
+HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("hooks") or "hooks_" in name)
 
 
-def _remember(value: Any) -> Callable[[], None]:
+def _remember(value: Any, above: tuple[int, ...] = ()) -> Callable[[], None]:
     if isinstance(value, torch.Tensor):
         return _remember_tensor(value)
-    if type(value) is list:
-        items = list(value)
-        inner = [_remember(item) for item in items]
+    if id(value) in above or not isinstance(value, (dict, list, set, deque)):
+        return _nothing
+    kept = dict(value) if isinstance(value, dict) else list(value)
+    inner = [_remember(item, (*above, id(value))) for item in (kept.values() if isinstance(kept, dict) else kept)]
 
-        def restore_list() -> None:
-            value[:] = items
-            for put_back in inner:
-                put_back()
+    def restore() -> None:
+        value.clear()
+        if isinstance(value, (dict, set)):
+            value.update(kept)
+        else:
+            value.extend(kept)
+        for put_back in inner:
+            put_back()
 
-        return restore_list
-    if type(value) is dict:
-        pairs = dict(value)
-        inner = [_remember(item) for item in pairs.values()]
-
-        def restore_dict() -> None:
-            value.clear()
-            value.update(pairs)
-            for put_back in inner:
-                put_back()
-
-        return restore_dict
-    return _nothing
+    return restore
 
 
 def _remember_tensor(tensor: torch.Tensor) -> Callable[[], None]:

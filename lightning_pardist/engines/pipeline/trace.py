@@ -144,7 +144,7 @@ class _Recording:
         self.units = units
         self.tracker = SourceTracker(root)
         self.calls: list[UnitCall] = []
-        self.returned: list[tuple[str, torch.Tensor, bool]] = []
+        self.without_graph: list[tuple[str, torch.Tensor]] = []
 
     def run(self, step: Step, batch: Any, grad: bool, loss_of: Callable[[Any], torch.Tensor | None]) -> Trace:
         with intercepted(self.units, self._call), LookWatcher(self.tracker), self.tracker:
@@ -176,7 +176,8 @@ class _Recording:
         for position, (described, leaf) in enumerate(zip(output.leaves, leaves, strict=True)):
             if isinstance(described, TensorLeaf):
                 tracker.set_value(leaf, Value(index, position))
-                self.returned.append((name, leaf, described.requires_grad))
+                if not (described.requires_grad or torch.is_grad_enabled()):
+                    self.without_graph.append((name, leaf))
         self.calls.append(UnitCall(name, output, needs, flops, free_flops))
         return result
 
@@ -200,8 +201,9 @@ class _Recording:
         return frozenset(needs)
 
     def _refuse_reentrant_checkpoints(self) -> None:
-        for name, tensor, required_grad in self.returned:
-            if tensor.requires_grad and not required_grad:
+        for name, tensor in self.without_graph:
+            # A leaf has been told to require a gradient, as users do in front of frozen layers.
+            if tensor.grad_fn is not None:
                 raise CannotPipelineError(
                     f"Unit {name!r} runs inside torch.utils.checkpoint with use_reentrant=True, which hides its"
                     " autograd graph. Pass use_reentrant=False."

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pardist.engines.pipeline import merge_results
+from lightning_pardist.engines.pipeline.intercept import HOOKS, hooks_of, is_flag
 from lightning_pardist.strategies.parts.pipeline.combining import Place, Rules, Shares
 from lightning_pardist.strategies.parts.pipeline.merging import (
     MetricName,
@@ -192,6 +193,8 @@ class StepEffects:
             with self._numbers.into(record.calls), self._own_buffers(record):
                 result = step(microbatch)
         except BaseException:
+            # A stage is cut off before the step can remove its hooks itself.
+            before.remove_hooks(self.module)
             before.restore(self)
             raise
         finally:
@@ -382,18 +385,19 @@ class StepEffects:
             if key not in _REGISTRIES
         }
         metrics = {name: _freeze_metric(metric) for name, metric in self._metrics.items()}
-        return _State(attributes, metrics)
+        return _State(attributes, metrics, hooks_of(self.module))
 
 
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "log", "training"})
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "log", "training"}) | HOOKS
 
 
 @dataclass
 class _State:
-    """A moment's attributes of free modules and states of metrics."""
+    """A moment's attributes of free modules, states of metrics, and hooks."""
 
     attributes: dict[tuple[str, str], _Frozen]
     metrics: dict[str, dict[str, Any]]
+    hooks: frozenset[tuple[int, int]]
 
     def restore(self, effects: StepEffects) -> None:
         """Put everything back."""
@@ -402,13 +406,22 @@ class _State:
             _thaw_metric(effects._metrics[name], kept)
 
     def restore_attributes(self, effects: StepEffects) -> None:
-        """Put back all but the metrics."""
+        """Put back all but the metrics, and but flags where hooks have been registered for good."""
+        lasting = not hooks_of(effects.module) <= self.hooks
         for name, module in effects._free.items():
             for key in [key for key in module.__dict__ if key not in _REGISTRIES]:
-                if (name, key) not in self.attributes:
+                if (name, key) not in self.attributes and not (lasting and is_flag(key, module.__dict__[key])):
                     del module.__dict__[key]
         for (name, key), frozen in self.attributes.items():
-            effects._free[name].__dict__[key] = frozen.thaw()
+            now = effects._free[name].__dict__.get(key)
+            effects._free[name].__dict__[key] = now if lasting and is_flag(key, now) else frozen.thaw()
+
+    def remove_hooks(self, root: nn.Module) -> None:
+        """Remove the hooks that were registered since."""
+        registries = [module.__dict__[name] for module in root.modules() for name in HOOKS if name in module.__dict__]
+        for registry in registries:
+            for number in [number for number in registry if (id(registry), number) not in self.hooks]:
+                del registry[number]
 
     def compare(self, effects: StepEffects, record: _Record) -> None:
         """Write into a record what has changed since."""
