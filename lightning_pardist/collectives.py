@@ -63,6 +63,14 @@ def all_gather(tensor: Tensor, *, group: dist.ProcessGroup, sync_grads: bool = F
         return torch.stack(differentiable_all_gather(tensor.contiguous(), group))
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, flat: what collectives without arithmetic send, whatever the dtype.
+
+    gloo knows no float8 and no integers of 16 bits, and gathers no complex numbers.
+    """
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def gather_among(tensor: Tensor, *, group: dist.ProcessGroup, ranks: Sequence[int]) -> Tensor:
     """Stack the tensors of some ranks of ``group``. Only ``ranks`` call it: needs no group of their own.
 

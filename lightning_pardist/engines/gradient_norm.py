@@ -101,7 +101,9 @@ def _norms(
         return all(axis.counts(param) for axis in axes)
 
     # A rank may hold gradients of the narrower dtypes only.
-    widest = functools.reduce(torch.promote_types, (param.dtype for params in sets for param in params), torch.float32)
+    widest = functools.reduce(
+        torch.promote_types, (param.dtype.to_real() for params in sets for param in params), torch.float32
+    )
     powers = torch.stack([engine.grad_power(params, norm_type, counts if axes else None).to(widest) for params in sets])
     largest = math.isinf(norm_type)
     for axis in axes:

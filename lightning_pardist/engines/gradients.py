@@ -28,7 +28,7 @@ def sum_of_powers(grads: Sequence[Tensor], norm_type: float, *, device: torch.de
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device)
-    widest = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
+    widest = functools.reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads), torch.float32)
     norms = [
         torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
         for grad in grads

@@ -17,6 +17,8 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: f
         assert got.shape == want.shape, name
         if want.numel() == 0:
             continue
+        if want.is_complex():
+            got, want = torch.view_as_real(got), torch.view_as_real(want)
         scale = max(want.abs().max().item(), 1e-3)
         error = (got.double() - want.double()).abs().max().item() / scale
         if not error <= rtol:

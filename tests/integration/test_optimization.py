@@ -361,6 +361,38 @@ class FreezeByHand(Plain):
         self.first.requires_grad_(batch_idx >= 2)
 
 
+class FollowsBetween(Plain):
+    """A teacher that follows between forward and backward, without a trace in version counters."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.teacher = nn.Linear(8, 1).requires_grad_(False)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        return self.second(hidden) + 0.1 * self.teacher(hidden)
+
+    def on_before_zero_grad(self, optimizer):
+        for teacher, student in zip(self.teacher.parameters(), self.second.parameters(), strict=True):
+            teacher.data.mul_(0.5).add_(student.data, alpha=0.5)
+
+
+class OddNumbers(Plain):
+    """Complex parameters, and buffers of dtypes that gloo does not know, one of which changes."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.mix = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.register_buffer("angles", torch.polar(torch.ones(4), torch.arange(4.0)))
+        self.register_buffer("small", torch.ones(3).to(torch.float8_e4m3fn), persistent=False)
+        self.register_buffer("count", torch.arange(3, dtype=torch.int16))
+
+    def forward(self, x):
+        self.count += 1
+        hidden = torch.view_as_complex(self.first(x).unflatten(1, (4, 2))) * self.angles
+        return self.second(torch.view_as_real(hidden @ self.mix).flatten(1).tanh()) + self.small.float().sum() * 0.01
+
+
 class StepScheduler(Plain):
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self.parameters())
@@ -412,6 +444,8 @@ CASES = {
         {"max_epochs": 2, "callbacks": (Unfreeze,), "accumulate_grad_batches": 3},
     ),
     "freeze_by_hand": (FreezeByHand, {}, {}),
+    "follows_between": (FollowsBetween, {}, {}),
+    "odd_numbers": (OddNumbers, {}, {"gradient_clip_val": 0.05}),
     "step_scheduler": (StepScheduler, {}, {"max_epochs": 2}),
     "plateau_epoch": (Plateau, {"interval": "epoch", "monitor": "train_loss_epoch"}, {"max_epochs": 4}),
     "plateau_step": (Plateau, {"interval": "step", "monitor": "train_loss"}, {"max_epochs": 2}),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.local_tensors import own_part
 
 _CHUNK_BYTES = 64 * 2**20
@@ -108,7 +109,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup, gr
         if not chunk:
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-        dist.broadcast(flat, group_src=group_src, group=group)
+        dist.broadcast(as_bytes(flat), group_src=group_src, group=group)
         for tensor, piece in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
             tensor.copy_(piece.view(tensor.shape))
         chunk.clear()

@@ -366,6 +366,8 @@ class BackwardRuntime:
             for group in unit.groups:
                 _fsdp2.drop_pending_gather(group)
             if unit.resident and not self.inside:
+                # Changed between forward and backward, as by a teacher that follows in on_before_zero_grad.
+                unit.keep_changes()
                 unit.free()
 
     def end_without_backward(self) -> None:

@@ -340,6 +340,7 @@ class FullySharded:
             for unit in self._units:
                 if unit.gathered:
                     # What is still there from a step without backward may be old by now.
+                    unit.keep_changes()
                     unit.free()
                 if unit.resident:
                     unit.gather()

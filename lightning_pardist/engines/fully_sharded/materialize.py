@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.local_tensors import own_part
 
 #: Small tensors are broadcast together, up to this many bytes.
@@ -28,10 +29,10 @@ def sync_from_first_rank(tensors: Sequence[torch.Tensor], groups: Sequence[dist.
             source = dist.get_global_rank(group, 0)
             for bucket in _buckets([own_part(tensor).detach() for tensor in tensors if tensor.numel()]):
                 if len(bucket) == 1 and bucket[0].is_contiguous():
-                    dist.broadcast(bucket[0], source, group=group)
+                    dist.broadcast(as_bytes(bucket[0]), source, group=group)
                     continue
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                dist.broadcast(flat, source, group=group)
+                dist.broadcast(as_bytes(flat), source, group=group)
                 for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                     tensor.copy_(values.view_as(tensor))
 

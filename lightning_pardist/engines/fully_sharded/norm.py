@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -24,9 +25,12 @@ def grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> tor
         norm_type: The p of the p-norm, ``inf`` included.
 
     Returns:
-        0-dim fp32 tensor, the same on every rank; zero if nothing has a gradient.
+        0-dim tensor in fp32, or fp64 if any parameter is, the same on every rank; zero if nothing has a gradient.
     """
     largest = math.isinf(norm_type)
+    parameters = list(parameters)
+    # Of the parameters and not of the gradients, which ranks may not all have.
+    widest = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
     parts: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     meshes: dict[tuple[Any, ...], list[dist.ProcessGroup]] = {}
     device = torch.device("cpu")
@@ -45,10 +49,12 @@ def grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> tor
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         device = local.device
         if local.numel():
-            found.append(torch.linalg.vector_norm(local.detach(), norm_type, dtype=_wide(local.dtype)).float())
-    total = torch.zeros((), device=device)
+            found.append(torch.linalg.vector_norm(local.detach(), norm_type, dtype=_wide(local.dtype)).to(widest))
+    total = torch.zeros((), dtype=widest, device=device)
     for key, norms in parts.items():
-        stacked = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device)
+        stacked = (
+            torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, dtype=widest, device=device)
+        )
         value = stacked.max() if largest else stacked.pow(norm_type).sum()
         for group in meshes.get(key, []):
             dist.all_reduce(value, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)

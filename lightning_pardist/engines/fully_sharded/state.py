@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.local_tensors import over_tensor_ranks, own_part, own_shape, tensor_axis
 
 
@@ -43,7 +44,8 @@ def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
     local = _padded(value, dim, size)
     here = is_rank(writer)
     pieces = [torch.empty_like(local) for _ in range(size)] if here else None
-    dist.gather(local, pieces, dst=writer, group=group)
+    received = None if pieces is None else [as_bytes(piece) for piece in pieces]
+    dist.gather(as_bytes(local), received, dst=writer, group=group)
     if pieces is None:
         return None
     return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).cpu(), value)
@@ -59,7 +61,7 @@ def whole_over_data(value: DTensor) -> torch.Tensor:
     group = value.device_mesh.get_group(sharded[0])
     local = _padded(value, dim, group.size())
     pieces = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(pieces, local, group=group)
+    dist.all_gather([as_bytes(piece) for piece in pieces], as_bytes(local), group=group)
     return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).contiguous(), value)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.local_tensors import own_part, wrapped_like
 from lightning_pardist.engines.pipeline.elsewhere import ElsewhereParameter
 from lightning_pardist.engines.pipeline.plan import PipelinePlan
@@ -148,7 +149,7 @@ class Placement:
             return
         data = tensor.detach()
         packed = data if data.is_contiguous() else data.contiguous()
-        dist.broadcast(packed, src=self._global(owner), group=self.group)
+        dist.broadcast(as_bytes(packed), src=self._global(owner), group=self.group)
         if packed is not data:
             data.copy_(packed)
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_pardist.collectives import all_gather_flat
+from lightning_pardist.collectives import all_gather_flat, as_bytes
 from lightning_pardist.engines.tensor.layout import Layout
 
 #: How many recently entered tensors are remembered: q, k and v of one input share one all-reduce of its gradient.
@@ -76,7 +76,7 @@ class TensorGroup:
         self._count("all_gather", tensor)
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor, group=self.process_group)
+        dist.all_gather([as_bytes(part) for part in parts], as_bytes(tensor), group=self.process_group)
         return parts
 
     def reduce_scatter(self, tensor: Tensor, layout: Layout) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.data_parallel.sparse import sparse_parameters
 from lightning_pardist.engines.fully_sharded.materialize import InitFunction, materialize, on_meta
 from lightning_pardist.engines.local_tensors import over_tensor_ranks
@@ -189,9 +190,9 @@ def _broadcast(tensor: Tensor, runtime: TensorRuntime) -> Tensor:
     source = dist.get_global_rank(runtime.group.process_group, 0)
     if not tensor.is_contiguous():
         whole = tensor.contiguous()
-        dist.broadcast(whole, source, group=runtime.group.process_group)
+        dist.broadcast(as_bytes(whole), source, group=runtime.group.process_group)
         return tensor.copy_(whole)
-    dist.broadcast(tensor, source, group=runtime.group.process_group)
+    dist.broadcast(as_bytes(tensor), source, group=runtime.group.process_group)
     return tensor
 
 
@@ -221,9 +222,10 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     local = tensor.to_local().detach()
     if layout is None:
         return local
+    local = local.contiguous()
     group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, local.contiguous(), group=group)
+    dist.all_gather([as_bytes(part) for part in parts], as_bytes(local), group=group)
     return layout.join(parts)
 
 

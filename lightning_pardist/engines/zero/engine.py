@@ -168,7 +168,7 @@ class ZeroEngine:
             bucket.settle()
         grads = [grad for param in params if counts is None or counts(param) for grad in self._grads_of(param)]
         # A rank's slices may lack the widest dtype that there is.
-        widest = functools.reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
+        widest = functools.reduce(torch.promote_types, (param.dtype.to_real() for param in params), torch.float32)
         total = sum_of_powers(grads, norm_type, device=self._device).to(widest)
         if self.group.size() > 1:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM

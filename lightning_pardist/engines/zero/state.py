@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.data_parallel.bucket import flat_like
 from lightning_pardist.engines.local_tensors import own_part, wrapped_like
 from lightning_pardist.engines.zero.bucket import Piece, ShardedBucket
@@ -131,10 +132,10 @@ def _gather_key(optimizer: Optimizer, bucket: ShardedBucket, key: str, group: di
         if value is not None:
             own[piece.offset : piece.offset + value.numel()] = value
     if group.rank():
-        dist.gather(own, group_dst=0, group=group)
+        dist.gather(as_bytes(own), group_dst=0, group=group)
         return None
     flat = own.new_empty(bucket.shard_numel * bucket.world_size)
-    dist.gather(own, list(flat.split(bucket.shard_numel)), group_dst=0, group=group)
+    dist.gather(as_bytes(own), list(as_bytes(flat).chunk(bucket.world_size)), group_dst=0, group=group)
     return flat.cpu()
 
 
