@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather as differentiable_all_gather
+
+T = TypeVar("T")
 
 #: torch's collectives of flat tensors; since 2.13 the names before are deprecated.
 all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -123,3 +125,22 @@ def reduce_among(
     else:
         raise ValueError(f"reduce_op={op!r} is unknown. Use mean, {', '.join(_OPS)} or a torch ReduceOp.")
     return result.to(tensor.dtype)
+
+
+def barrier(device: torch.device) -> None:
+    """Wait for every rank of the world.
+
+    Args:
+        device: This rank's, on which NCCL meets the others.
+    """
+    if "nccl" in dist.get_backend():
+        dist.barrier(device_ids=[device.index])
+    else:
+        dist.barrier()
+
+
+def broadcast_object(obj: T, src: int) -> T:
+    """The picklable object of global rank ``src``, on every rank. Collective over the world."""
+    objects = [obj]
+    dist.broadcast_object_list(objects, src)
+    return objects[0]

@@ -40,6 +40,26 @@ def world_group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
+def check_backend(setting: str | None) -> None:
+    """Refuse a backend that torch does not know. Not collective.
+
+    Args:
+        setting: ``"gloo"``, say, or one for each kind of device (``"cpu:gloo,cuda:nccl"``); None is always right.
+
+    Raises:
+        ValueError: With the backends that there are.
+    """
+    known = dist.Backend.backend_list
+    for each in (setting or "").split(","):
+        backend = each.rpartition(":")[2].strip().lower()
+        if backend and backend not in known:
+            raise ValueError(
+                f"process_group_backend={setting!r} is not a backend that torch knows."
+                f" Use one of {', '.join(name for name in known if name != 'undefined')}, 'cpu:gloo,cuda:nccl', or"
+                " None to choose by device."
+            )
+
+
 def init_process_group(
     backend: str | None,
     *,

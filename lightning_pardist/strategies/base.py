@@ -2,74 +2,64 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among
-from lightning_pardist.engines import activation_checkpointing, sync_batchnorm
+from lightning_pardist.collectives import barrier, broadcast_object, reduce
+from lightning_pardist.engines import activation_checkpointing
 from lightning_pardist.engines.activation_checkpointing import Checkpointing
 from lightning_pardist.engines.allocator import keep_freed_memory
 from lightning_pardist.engines.api import DataEngine
-from lightning_pardist.engines.data_parallel import BufferSync
 from lightning_pardist.engines.data_parallel.buffers import broadcast_module
-from lightning_pardist.engines.gradient_norm import clip_grad_norm, clip_grad_value
 from lightning_pardist.engines.memory import HeldBytes, held_bytes
-from lightning_pardist.engines.process_group import destroy_alone, init_process_group, job_store, verify_same_module
-from lightning_pardist.engines.watchdog import Watchdog
-from lightning_pardist.environments.find import meeting_point
+from lightning_pardist.engines.process_group import check_backend, verify_same_module, world_group
 from lightning_pardist.mesh import DATA_AXES, DATA_AXIS, ParallelDims
+from lightning_pardist.strategies import layer_sync
+from lightning_pardist.strategies.attachments import Attachments
 from lightning_pardist.strategies.checkpoints import Checkpoints, Form, default_io
+from lightning_pardist.strategies.connection import Connection
 from lightning_pardist.strategies.continuing import Continuing
+from lightning_pardist.strategies.data_axis import DataAxis
 from lightning_pardist.strategies.deepspeed_config import DeepSpeedConfig
-from lightning_pardist.strategies.evaluation import ExactEvaluation
-from lightning_pardist.strategies.gradients import JobWideGradients
+from lightning_pardist.strategies.gradient_access import GradientAccess
 from lightning_pardist.strategies.launchers import (
     MultiProcessLauncher,
     ScriptLauncher,
     StartMethod,
-    available_start_methods,
-    children,
+    choose_start_method,
 )
 from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.parts.by_hand import SplitByHand, is_split_by_hand, note_own_split
-from lightning_pardist.strategies.results import EpochResults
-from lightning_pardist.strategies.resuming import RESUME_MODES, Resume, Resuming
+from lightning_pardist.strategies.resuming import Resume, Resuming
 from lightning_pardist.strategies.sampling import keep_loaders
-from lightning_pardist.strategies.scaling import JobWideScaling
+from lightning_pardist.strategies.settings import one_of, positive
 from lightning_pardist.strategies.skipping import allow_skipped_steps, skipped_if_none
+from lightning_pardist.strategies.states import States
 from lightning_pardist.strategies.stopping import OrderlyStop
 
 T = TypeVar("T")
-
-#: Runs of a Trainer in this process: equal on all ranks, because they run the same program.
-_runs = itertools.count()
 
 
 class PardistStrategy(ParallelStrategy):
@@ -146,32 +136,14 @@ class PardistStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s} is not positive. Use the seconds that a collective may take.")
         if heartbeat_timeout_s < 5:
             raise ValueError(f"heartbeat_timeout_s={heartbeat_timeout_s} is too short. Use 5 seconds or more.")
-        if start_method is None:
-            start_method = "fork" if _IS_INTERACTIVE else "popen"
-        if start_method not in available_start_methods():
-            raise ValueError(
-                f"start_method={start_method!r} is not available here."
-                f" Use one of {', '.join(available_start_methods())}."
-            )
-        if resume not in RESUME_MODES:
-            raise ValueError(f"resume={resume!r} is unknown. Use one of {', '.join(RESUME_MODES)}.")
-        known = dist.Backend.backend_list
-        for setting in (process_group_backend or "").split(","):
-            backend = setting.rpartition(":")[2].strip().lower()
-            if backend and backend not in known:
-                raise ValueError(
-                    f"process_group_backend={process_group_backend!r} is not a backend that torch knows."
-                    f" Use one of {', '.join(name for name in known if name != 'undefined')}, 'cpu:gloo,cuda:nccl', or"
-                    " None to choose by device."
-                )
+        check_backend(process_group_backend)
+        one_of("resume", resume, get_args(Resume))
         self.process_group_backend = process_group_backend
-        self.timeout_s = timeout_s
+        self.timeout_s = positive("timeout_s", timeout_s, "Use the seconds that a collective may take.")
         self.heartbeat_timeout_s = heartbeat_timeout_s
-        self.start_method: StartMethod = start_method
+        self.start_method = choose_start_method(start_method)
         self.sync_metrics = sync_metrics
         self.broadcast_buffers = broadcast_buffers
         self.keep_freed_memory = keep_freed_memory
@@ -184,32 +156,26 @@ class PardistStrategy(ParallelStrategy):
                 part.bind(self)
         #: Settings for the Trainer from a DeepSpeed configuration.
         self.deepspeed: DeepSpeedConfig | None = None
+        self.connection = Connection(self)
+        self.states = States(self)
         self.checkpoints = Checkpoints(self, form=checkpoint, async_save=async_save)
         self.continuing = Continuing(self)
         self.dims = ParallelDims()
-        self._run = 0
-        self.watchdog: Watchdog | None = None
+        #: What keeps gradients right over the data axis, from the first ``fit`` on.
+        self.data_engine: DataEngine | None = None
+        self.data_axis = DataAxis(self)
         self._num_nodes = 1
-        self._owns_group = False
-        self._device_mesh: DeviceMesh | None = None
-        self._data_group: dist.ProcessGroup | None = None
-        self._engine: DataEngine | None = None
-        self._buffer_sync: BufferSync | None = None
-        self._evaluation: ExactEvaluation | None = None
-        self._epoch_results: EpochResults | None = None
-        self._user_gradients: JobWideGradients | None = None
-        self._scaling: JobWideScaling | None = None
-        #: What takes back changes to modules and loops, latest first.
-        self._at_end: list[Callable[[], object]] = []
-        self._restarts: list[Resuming | OrderlyStop] = []
+        self._attached = Attachments()
+        #: Takes back what this run has changed in the module and its loaders, latest first.
+        self._changes = ExitStack()
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The parts that have something to do, in the order in which they transform the module."""
-        return (*self._model_axes, self.data)
+        return (*self.model_axes, self.data)
 
     @property
-    def _model_axes(self) -> tuple[Part, ...]:
+    def model_axes(self) -> tuple[Part, ...]:
         """Those of tensor and pipeline part that split over more than one rank."""
         found = ((self.tensor, self.dims.tensor_parallel), (self.pipeline, self.dims.pipeline_parallel))
         return tuple(part for part, size in found if part is not None and size > 1)
@@ -298,49 +264,15 @@ class PardistStrategy(ParallelStrategy):
             keep_freed_memory()
         reset_seed()
         self.set_world_ranks()
-        if self.cluster_environment is None:
-            raise RuntimeError("The strategy has no cluster environment; construct a Trainer with it first.")
-        self._owns_group = not dist.is_initialized()
-        init_process_group(
-            self.process_group_backend,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            meeting=meeting_point(self.cluster_environment),
-            device=self.root_device,
-            timeout=timedelta(seconds=self.timeout_s),
-        )
-        self._run = next(_runs)
-        if self.world_size > 1:
-            self.watchdog = Watchdog(
-                job_store(),
-                rank=self.global_rank,
-                world_size=self.world_size,
-                run=self._run,
-                heartbeat_timeout_s=self.heartbeat_timeout_s,
-                on_exit=partial(children.end, 0.0),
-            )
-            self.watchdog.start()
-            children.report_to(self.watchdog.blame)
-        self._device_mesh, data_mesh = _mesh(self.dims, self.root_device.type)
-        self._data_group = data_mesh.get_group()
+        self.connection.open()
         if self.lightning_module is not None:
             # What `self.device_mesh` in a module's configure_model refers to.
-            self.lightning_module._device_mesh = self._device_mesh
-            self._attach_restarts(self.lightning_module.trainer)
-
-    def _attach_restarts(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        resuming = Resuming(trainer, self, self.resume)
-        self._restarts = [resuming, OrderlyStop(trainer, self, resuming.save)]
-        for attached in self._restarts:
-            attached.attach()
-
-    def stop_watchdog(self) -> None:
-        """This rank's work is done; its silence means nothing from now on. Not collective."""
-        if self.watchdog is not None:
-            self.watchdog.stop()
-            self.watchdog = None
+            self.lightning_module._device_mesh = self.device_mesh
+            trainer = self.lightning_module.trainer
+            if trainer.state.fn == TrainerFn.FITTING:
+                resuming = Resuming(trainer, self, self.resume)
+                self._attached.attach(resuming)
+                self._attached.attach(OrderlyStop(trainer, self, resuming.save))
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -349,16 +281,16 @@ class PardistStrategy(ParallelStrategy):
         Raises:
             RuntimeError: Before the process group exists, that is before ``configure_model``.
         """
-        if self._device_mesh is None:
-            raise RuntimeError("The device mesh exists once ranks are connected: use it in configure_model or later.")
-        return self._device_mesh
+        return self.connection.mesh
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same parameters and see different samples, this one among them."""
-        if self._data_group is None:
-            raise RuntimeError("Process groups exist once ranks are connected: use them in configure_model or later.")
-        return self._data_group
+        """The ranks that hold the same parameters and see different samples, this one among them.
+
+        Raises:
+            RuntimeError: Before the process group exists, that is before ``configure_model``.
+        """
+        return self.connection.data_group
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -382,27 +314,27 @@ class PardistStrategy(ParallelStrategy):
             part.check(trainer)
         self.checkpoints.check(trainer)
         self.accelerator.setup(trainer)
-        if self.dims.data_parallel == 1 and self._model_axes:
+        if self.dims.data_parallel == 1 and self.model_axes:
             # Tensor ranks draw random numbers of their own: only a seeded sampler shuffles alike on all of them.
-            self._at_end.append(keep_loaders(trainer, shuffled=self.dims.tensor_parallel == 1))
+            self._changes.callback(keep_loaders(trainer, shuffled=self.dims.tensor_parallel == 1))
         fitting = trainer.state.fn == TrainerFn.FITTING
-        verify_same_module(module, group=_world())
+        verify_same_module(module, group=world_group())
         if fitting and self._layer_sync is not None:
-            self._apply_layer_sync()
+            self._changes.callback(layer_sync.apply(self._layer_sync, self, self.model))
         self.data.convert_precision(module)
         for part in self.parts:
             part.materialize(trainer, module)
         self.model_to_device()
         if self.world_size > 1 and not self.data.broadcasts and not self.restore_checkpoint_after_setup:
-            broadcast_module(module, group=_world())
+            broadcast_module(module, group=world_group())
         if self.data is not self._by_hand:
             note_own_split(module)
         for part in self.parts:
             part.observe(trainer, module)
-        for part in self._model_axes:
+        for part in self.model_axes:
             part.transform(trainer, module)
         if fitting and self.activation_checkpointing is not None:
-            self._at_end.append(activation_checkpointing.apply(module, self.activation_checkpointing))
+            self._changes.callback(activation_checkpointing.apply(module, self.activation_checkpointing))
         self.data.transform(trainer, module)
         if fitting:
             self.setup_optimizers(trainer)
@@ -411,41 +343,12 @@ class PardistStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._engine = self.data.make_engine(module, self.optimizers)
-            self.checkpoints.know_names(module)
-            self.precision_plugin.__dict__.update(self._clipping())
-            # No bound method: a deep copy of the module, as averages of weights need, would take the strategy along.
-            module.__dict__["zero_grad"] = lambda set_to_none=True: self._zero_grad(set_to_none)
-            self._user_gradients = JobWideGradients(module, self._engine, self._model_axes)
-            self._user_gradients.attach()
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            if scaler is not None:
-                self._scaling = JobWideScaling(
-                    scaler, self._engine, group=_world(), device=self.root_device, before=self.before_collective
-                )
-                self._scaling.attach()
-            for wrapped in self._lightning_optimizers:
-                # It took over what the optimizer had before the engine came.
-                if "zero_grad" in wrapped._optimizer.__dict__:
-                    wrapped.__dict__["zero_grad"] = wrapped._optimizer.zero_grad
-        self._attach_to(trainer)
-
-    def _apply_layer_sync(self) -> None:
-        if self.model is None or self._layer_sync is None:
-            return
-        if isinstance(self._layer_sync, TorchSyncBatchNorm):
-            # torch's own layer refuses CPU tensors and knows only the whole world.
-            sync_batchnorm.convert(self.model, group=self.data_group)
-        else:
-            self.model = self._layer_sync.apply(self.model)
-
-    def _revert_layer_sync(self) -> None:
-        if self.model is None or self._layer_sync is None:
-            return
-        if isinstance(self._layer_sync, TorchSyncBatchNorm):
-            sync_batchnorm.revert(self.model)
-        elif self._engine is not None:
-            self.model = self._layer_sync.revert(self.model)
+            self.data_engine = self.data.make_engine(module, self.optimizers)
+            self.states.know_names(module)
+            self._attached.attach(GradientAccess(self, module, self.data_engine))
+        if self.world_size > 1:
+            allow_skipped_steps(trainer)
+        self.data_axis.attach(trainer)
 
     @override
     def model_to_device(self) -> None:
@@ -459,23 +362,6 @@ class PardistStrategy(ParallelStrategy):
         self._choose_parts()
         return any(part.loads_after_setup for part in self.parts)
 
-    def _attach_to(self, trainer: pl.Trainer) -> None:
-        if self.world_size > 1:
-            allow_skipped_steps(trainer)
-        if self.dims.data_parallel == 1 or self.lightning_module is None:
-            return
-        if trainer.predicting:
-            loop = trainer.predict_loop
-            loop.run = partial(self._predict, loop, loop.run)  # type: ignore[method-assign]
-            self._at_end.append(partial(loop.__dict__.pop, "run", None))
-        if self.broadcast_buffers:
-            self._buffer_sync = BufferSync(self.lightning_module, group=self.data_group)
-        self._evaluation = ExactEvaluation(trainer, group=self.data_group)
-        self._evaluation.attach()
-        if self.sync_metrics:
-            self._epoch_results = EpochResults(trainer, group=self.data_group, before=self.before_collective)
-            self._epoch_results.attach()
-
     # --- steps --------------------------------------------------------------------------------------------------
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -488,29 +374,25 @@ class PardistStrategy(ParallelStrategy):
 
     def plain(self, tree: Any) -> Any:
         """What a module computed, without the forms in which parts hold tensors: as one process would have it."""
-        for part in self._model_axes:
+        for part in self.model_axes:
             tree = part.plain(tree)
         return tree
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._buffer_sync is not None:
-            self._buffer_sync.before_training_step()
-        output = self.run_step(super().training_step, *args, **kwargs)
-        if self._buffer_sync is not None:
-            self.before_collective()
-            self._buffer_sync.after_training_step()
+        with self.data_axis.training_step():
+            output = self.run_step(super().training_step, *args, **kwargs)
         return skipped_if_none(output, self.lightning_module) if self.world_size > 1 else output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
-        if module is None or self._engine is None:
+        if module is None or self.data_engine is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         # Gradients are complete before post_backward, whose hooks show them to the user.
-        with self._engine.backward(closure_loss, overlap=not is_overridden("backward", module)):
+        with self.data_engine.backward(closure_loss, overlap=not is_overridden("backward", module)):
             run = partial(self.precision_plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
             for part in self.parts:
                 run = partial(part.backward, run)
@@ -523,10 +405,10 @@ class PardistStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Backward inside sends nothing; gradients accumulate until the next one outside."""
-        if self._engine is None:
+        if self.data_engine is None:
             yield
             return
-        with self._engine.no_sync():
+        with self.data_engine.no_sync():
             yield
 
     @override
@@ -538,8 +420,8 @@ class PardistStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         output = super().optimizer_step(optimizer, partial(self._completed, closure), model, **kwargs)  # type: ignore[arg-type]
-        if self._engine is not None:
-            self._engine.step_done()
+        if self.data_engine is not None:
+            self.data_engine.step_done()
         return output
 
     def _completed(self, closure: Callable[[], Any]) -> Any:
@@ -547,13 +429,13 @@ class PardistStrategy(ParallelStrategy):
         result = closure()
         module = self.lightning_module
         if (
-            self._engine is not None
+            self.data_engine is not None
             and module is not None
             and module.automatic_optimization
-            and not self._engine.is_reduced
+            and not self.data_engine.is_reduced
         ):
-            self._engine.reduce()
-            if result is None and self._engine.has_gradients:
+            self.data_engine.reduce()
+            if result is None and self.data_engine.has_gradients:
                 # None tells a gradient scaler to skip this step, which the ranks with a loss will not.
                 return torch.zeros((), device=self.root_device)
         return result
@@ -578,18 +460,9 @@ class PardistStrategy(ParallelStrategy):
         for part in self.parts:
             part.end_evaluation()
 
-    def _predict(self, loop: Any, run: Callable[[], T]) -> T:
-        """A rank without samples leaves at once, without the hooks; others may still need what it holds."""
-        predictions = run()
-        if loop.skip:
-            self._start_evaluation()
-            self._end_evaluation()
-        return predictions
-
     @override
     def on_validation_start(self) -> None:
-        if self._buffer_sync is not None:
-            self._buffer_sync.synchronize()
+        self.data_axis.synchronize_buffers()
         self._start_evaluation()
 
     @override
@@ -614,33 +487,11 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        if self._buffer_sync is not None:
-            self._buffer_sync.synchronize()
+        self.data_axis.synchronize_buffers()
 
     @override
     def on_train_start(self) -> None:
         rank_zero_info(self.describe())
-
-    # --- gradients ----------------------------------------------------------------------------------------------
-
-    def _clipping(self) -> dict[str, Callable[[Optimizer, int | float], None]]:
-        """What stands in for methods of the precision plugin, which sees only what this rank's optimizer holds."""
-        return {"clip_grad_by_norm": self._clip_grad_by_norm, "clip_grad_by_value": self._clip_grad_by_value}
-
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        if self._engine is not None:
-            clip_grad_norm(self._engine, _params(optimizer), float(clip_val), axes=self._model_axes)
-
-    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        if self._engine is not None:
-            clip_grad_value(self._engine, _params(optimizer), float(clip_val))
-
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        """Stands in for the module's ``zero_grad``, which does not know of gradients that the engine keeps."""
-        if self.lightning_module is not None:
-            nn.Module.zero_grad(self.lightning_module, set_to_none)
-        if self._engine is not None:
-            self._engine.zero_grad()
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -675,56 +526,23 @@ class PardistStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of one process, whole at least on the first rank; in shards if so set. Collective."""
         self.checkpoints.begin()
-        state = super().lightning_module_state_dict()
-        if not self._model_axes:
-            return state if self.checkpoints.sharded else self.data.whole_module_state(state)
-        own = state
-        for part in self._model_axes:
-            own = part.own_module_state(own)
-        return own if self.checkpoints.sharded else self.checkpoints.whole_module_state(own, like=state)
+        return self.states.of_module(super().lightning_module_state_dict())
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self.lightning_module is None:
-            raise RuntimeError("A checkpoint is loaded into a module: call a Trainer's fit, validate, test or predict.")
-        state: Mapping[str, Any] = checkpoint["state_dict"]
-        if self.checkpoints.fill_module(state, strict=strict):
-            return
-        for part in (*reversed(self._model_axes), self.data):
-            state = part.local_module_state(state)
-        self.data.load_module_state(self.lightning_module, state, strict=strict)
+        self.states.load_module(checkpoint["state_dict"], strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State as one process would have it, whole at least on the first rank; in shards if so set. Collective."""
-        optimizer = _plain(optimizer)
-        if self.checkpoints.sharded:
-            return self.checkpoints.optimizer_state(optimizer)
-        if self._model_axes:
-            return self.checkpoints.whole_optimizer_state(optimizer)
-        return super().optimizer_state(optimizer) if self._engine is None else self._engine.optimizer_state(optimizer)
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.states.of_optimizer(plain)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.lightning_module is not None:
             self.continuing.settle(self.lightning_module.trainer)
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise ValueError(
-                f"The checkpoint holds {len(states)} optimizer(s), configure_optimizers made {len(self.optimizers)}."
-                " Configure as many as when it was saved."
-            )
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
-            if not self.checkpoints.fill_optimizer(index, optimizer, state):
-                for part in reversed(self._model_axes):
-                    state = part.local_optimizer_state(optimizer, state)
-                # What torch takes as it is would keep a mapped file, and change with whoever writes to it.
-                state = apply_to_collection(state, Tensor, torch.clone)
-                if self._engine is None:
-                    optimizer.load_state_dict(state)
-                    _optimizers_to_device([optimizer], self.root_device)
-                else:
-                    self._engine.load_optimizer_state(optimizer, state)
+        self.states.load_optimizers(checkpoint["optimizer_states"])
 
     # --- collectives --------------------------------------------------------------------------------------------
 
@@ -741,9 +559,7 @@ class PardistStrategy(ParallelStrategy):
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         self.before_collective()
-        if (present := self._present_of(group)) is not None:
-            return reduce_among(tensor, group=self.data_group, ranks=present, op=reduce_op)
-        return reduce(tensor, group=self.data_group if group is None else group, op=reduce_op)
+        return self.data_axis.reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -751,25 +567,14 @@ class PardistStrategy(ParallelStrategy):
         if not dist.is_initialized():
             return tensor
         self.before_collective()
-        if (present := self._present_of(group)) is not None:
-            return gather_among(tensor, group=self.data_group, ranks=present)
-        # LightningModule.all_gather names the world where it means the default.
-        if group is None or group is dist.group.WORLD:
-            group = self.data_group
-        return all_gather(tensor, group=group, sync_grads=sync_grads)
-
-    def _present_of(self, group: Any | None) -> list[int] | None:
-        """In an evaluation step that not all ranks have a batch for: those that have. None anywhere else."""
-        if self._evaluation is None or (group is not None and group is not dist.group.WORLD):
-            return None
-        return self._evaluation.present
+        return self.data_axis.all_gather(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank) of the world decide so. Collective over the world."""
         self.before_collective()
         flag = torch.tensor(int(decision), device=self.root_device)
-        return bool(reduce(flag, group=_world(), op="min" if all else "max"))
+        return bool(reduce(flag, group=world_group(), op="min" if all else "max"))
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -777,10 +582,7 @@ class PardistStrategy(ParallelStrategy):
         if not dist.is_initialized():
             return
         self.before_collective()
-        if "nccl" in dist.get_backend():
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
+        barrier(self.root_device)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -788,16 +590,14 @@ class PardistStrategy(ParallelStrategy):
         if not dist.is_initialized():
             return obj
         self.before_collective()
-        objects: list[T] = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
+        return broadcast_object(obj, src)
 
     # --- for people ---------------------------------------------------------------------------------------------
 
     def held(self) -> HeldBytes:
         """Bytes that this rank holds at this moment, by kind. Not collective."""
         module = self.lightning_module
-        extra = self._engine.held_bytes() if self._engine is not None else 0
+        extra = self.data_engine.held_bytes() if self.data_engine is not None else 0
         return held_bytes([] if module is None else [module], self.optimizers, buckets=extra)
 
     def describe(self) -> str:
@@ -821,62 +621,21 @@ class PardistStrategy(ParallelStrategy):
 
     def _take_down(self) -> None:
         self.continuing.forget()
-        for attached in (self._evaluation, self._epoch_results, self._user_gradients, self._scaling):
-            if attached is not None:
-                attached.detach()
-        self._evaluation = self._epoch_results = self._buffer_sync = None
-        self._user_gradients = self._scaling = None
-        while self._restarts:
-            self._restarts.pop().detach()
-        for part in (self.data, *self._model_axes):
+        self.data_axis.detach()
+        self._attached.detach()
+        for part in (self.data, *self.model_axes):
             part.teardown()
-        while self._at_end:
-            self._at_end.pop()()
-        self._revert_layer_sync()
-        if self._engine is not None:
+        self._changes.close()
+        if self.data_engine is not None:
             # Kept, since a checkpoint after training asks it for the optimizers' state.
-            self._engine.detach()
-            for name in self._clipping():
-                self.precision_plugin.__dict__.pop(name, None)
-            if self.lightning_module is not None:
-                self.lightning_module.__dict__.pop("zero_grad", None)
+            self.data_engine.detach()
         super().teardown()
-        self.stop_watchdog()
-        if self._owns_group:
-            destroy_alone()
+        self.connection.close()
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Names are registered from the table in :mod:`lightning_pardist.registry`, not class by class."""
-
-
-def _params(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _plain(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-#: Meshes over the default process group of this moment.
-_meshes: dict[tuple[ParallelDims, str], tuple[DeviceMesh, DeviceMesh]] = {}
-_meshes_world: dist.ProcessGroup | None = None
-
-
-def _mesh(dims: ParallelDims, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
-    """A mesh for every run with these degrees: each new one would leave process groups and their threads behind."""
-    global _meshes_world
-    if _meshes_world is not _world():
-        _meshes.clear()
-        _meshes_world = _world()
-    if (dims, device_type) not in _meshes:
-        _meshes[dims, device_type] = dims.build(device_type)
-    return _meshes[dims, device_type]
-
-
-def _world() -> dist.ProcessGroup:
-    return dist.distributed_c10d._get_default_group()
 
 
 # Lightning asks `isinstance(strategy, DDPStrategy)` where it means "runs a plain module on several ranks": to allow a

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import lightning
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
@@ -22,18 +21,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch import Tensor
 
 from lightning_pardist._version import __version__
-from lightning_pardist.engines.checkpoint.assemble import assemble_module, assemble_optimizer, merged_small
+from lightning_pardist.engines.checkpoint.assemble import merged_small
 from lightning_pardist.engines.checkpoint.exchange import (
     AloneExchange,
     Exchange,
-    GroupExchange,
     StoreExchange,
     together,
+    world_exchange,
 )
 from lightning_pardist.engines.checkpoint.files import local_path, recover
 from lightning_pardist.engines.checkpoint.folder import FolderReader, FolderSave
@@ -41,18 +38,12 @@ from lightning_pardist.engines.checkpoint.manifest import is_folder, verify_file
 from lightning_pardist.engines.checkpoint.states import (
     ABOUT,
     FolderState,
-    Slots,
-    can_fill,
-    fill_module,
-    fill_optimizer,
     module_shards,
-    optimizer_shards,
-    whole_slots,
 )
-from lightning_pardist.engines.elementwise import is_elementwise
 from lightning_pardist.engines.process_group import job_store
 from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO
 from lightning_pardist.strategies.settings import one_of
+from lightning_pardist.strategies.states import ShardedOptimizerState
 
 if TYPE_CHECKING:
     from lightning_pardist.strategies.base import PardistStrategy
@@ -73,20 +64,6 @@ class SaveReport:
     path: str
     stall_s: float
     write_s: float
-
-
-class ShardedOptimizerState(dict[str, Any]):
-    """An optimizer's state in a sharded checkpoint: everything but the tensors, and where those are.
-
-    Attributes:
-        tensors: What this rank holds, to be saved.
-        reader: The folder to load from.
-    """
-
-    def __init__(self, rest: Mapping[str, Any], *, tensors: Any = None, reader: FolderReader | None = None) -> None:
-        super().__init__(rest)
-        self.tensors: dict[str, Any] = tensors or {}
-        self.reader = reader
 
 
 class Checkpoints:
@@ -111,9 +88,6 @@ class Checkpoints:
         self.form = form
         self.async_save = async_save
         self.reports: list[SaveReport] = []
-        self._names: dict[Tensor, str] = {}
-        #: The state dict that was made whole last, for the save that it is made for.
-        self._whole: dict[str, Any] | None = None
         self._began: float | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
@@ -154,48 +128,12 @@ class Checkpoints:
                     " written yet. Set save_last=True."
                 )
 
-    def know_names(self, module: nn.Module) -> None:
-        """Note the module's parameters: optimizers may keep them when the module no longer does."""
-        self._names = {param: name for name, param in module.named_parameters()}
-
     # --- saving -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A checkpoint is being put together: time counts from here. An earlier one is waited for."""
         self._began = time.perf_counter()
         self.finish()
-
-    def optimizer_state(self, optimizer: Optimizer) -> ShardedOptimizerState:
-        """This rank's part of an optimizer's state, for :meth:`save`. Not collective."""
-        index = self.strategy.optimizers.index(optimizer)
-        tensors, rest = optimizer_shards(index, optimizer, self._slots(optimizer), self._current_names())
-        return ShardedOptimizerState(rest, tensors=tensors)
-
-    def _slots(self, optimizer: Optimizer) -> Slots:
-        engine = self.strategy._engine
-        return whole_slots(optimizer) if engine is None else engine.slots(optimizer)
-
-    def _current_names(self) -> dict[Tensor, str]:
-        module = self.strategy.lightning_module
-        names = dict(self._names)
-        if module is not None:
-            names.update({param: name for name, param in module.named_parameters()})
-        return names
-
-    def whole_module_state(self, own: Mapping[str, Any], *, like: Mapping[str, Any]) -> dict[str, Any]:
-        """The state dict of one process, on the first rank. Collective over the world.
-
-        Args:
-            own: What this rank answers for, tensors of others on ``meta``.
-            like: The state dict of this rank, with all names in their order.
-        """
-        self._whole = assemble_module(own, self._exchange(), like=like)
-        return self._whole
-
-    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of one process, on the first rank. Collective over the world."""
-        index = self.strategy.optimizers.index(optimizer)
-        return assemble_optimizer(index, optimizer, self._slots(optimizer), self._current_names(), self._exchange())
 
     def save(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None) -> None:
         """Write a checkpoint, or begin to. Collective over the world.
@@ -208,7 +146,7 @@ class Checkpoints:
         self._began = None
         self.finish()
         self.strategy.before_collective()
-        whole, self._whole = self._whole, None
+        whole = self.strategy.states.pop_whole()
         done = ("optimizer_states", "state_dict") if self.sharded else ("optimizer_states",)
         # Callbacks add what they keep of the module, averages of its weights say, or put it in the module's place.
         # Ranks may add different things.
@@ -216,12 +154,12 @@ class Checkpoints:
         for part in self.strategy.parts:
             added = part.whole_values(added)
         checkpoint.update(added)
-        if state := self.strategy.continuing.state(self._exchange()):
+        if state := self.strategy.continuing.state(world_exchange()):
             checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
         job = self._sharded_job if self.sharded else self._full_job
         run = job(checkpoint, os.fspath(path), storage_options)
         if not self._in_background:
-            run(self._exchange())
+            run(world_exchange())
             now = time.perf_counter() - began
             self.reports.append(SaveReport(os.fspath(path), now, now))
             return
@@ -316,7 +254,7 @@ class Checkpoints:
         for state in checkpoint.get("optimizer_states", ()):
             tensors.update(state.tensors)
         save = FolderSave(tensors, path, aliases=aliases, about=self._about(checkpoint))
-        exchange = self._exchange()
+        exchange = world_exchange()
         if "optimizer_states" in checkpoint:
             small = exchange.gather([state["small"] for state in checkpoint["optimizer_states"]])
             rest["optimizer_states"] = [
@@ -351,9 +289,6 @@ class Checkpoints:
             },
         }
 
-    def _exchange(self) -> Exchange:
-        return GroupExchange() if self.strategy.world_size > 1 and dist.is_initialized() else AloneExchange()
-
     def _background_exchange(self) -> Exchange:
         self._number += 1
         strategy = self.strategy
@@ -361,7 +296,7 @@ class Checkpoints:
             return AloneExchange()
         return StoreExchange(
             job_store(),
-            name=f"{strategy._run}/{self._number}",
+            name=f"{strategy.connection.run}/{self._number}",
             rank=strategy.global_rank,
             world_size=strategy.world_size,
             timeout_s=strategy.timeout_s,
@@ -378,7 +313,7 @@ class Checkpoints:
             pickle.UnpicklingError: If it holds objects that take code to build, with the classes and two ways out.
         """
         self.finish()
-        strategy, exchange = self.strategy, self._exchange()
+        strategy, exchange = self.strategy, world_exchange()
         strategy.before_collective()
         what = f"Loading {os.fspath(path)}"
 
@@ -420,35 +355,6 @@ class Checkpoints:
             key: value if key in large else apply_to_collection(value, Tensor, torch.clone)
             for key, value in checkpoint.items()
         }
-
-    def fill_module(self, state: Any, *, strict: bool) -> bool:
-        """Load a folder straight into what this rank holds of the module. Not collective.
-
-        Returns:
-            Whether it was done; a module with loading of its own gets whole tensors instead.
-        """
-        module = self.strategy.lightning_module
-        if not isinstance(state, FolderState) or module is None or not can_fill(module):
-            return False
-        fill_module(module, state, strict=strict)
-        return True
-
-    def fill_optimizer(self, index: int, optimizer: Optimizer, state: Any) -> bool:
-        """Load a folder straight into what this rank holds of an optimizer's state. Not collective.
-
-        Returns:
-            Whether it was done; the state dict of a full file is not for this.
-        """
-        if not isinstance(state, ShardedOptimizerState) or state.reader is None:
-            return False
-        engine, slots = self.strategy._engine, self._slots(optimizer)
-        split = any(isinstance(slot.param, DTensor) for members in slots for slot in members)
-        fill_optimizer(
-            index, optimizer, slots, state, state.reader, parts=not split or is_elementwise(optimizer, form="dims")
-        )
-        if engine is not None:
-            engine.settle(optimizer)
-        return True
 
 
 def default_io(io: CheckpointIO | None) -> CheckpointIO:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pardist.engines.checkpoint.exchange import Exchange
 from lightning_pardist.engines.checkpoint.states import ABOUT
+from lightning_pardist.mesh import AXES
 from lightning_pardist.strategies.sampling import Order, Skipping, rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class Continuing:
         return found
 
     def _layout(self) -> list[int]:
-        return [getattr(self.strategy.dims, axis) for axis in _AXES]
+        return [getattr(self.strategy.dims, axis) for axis in AXES]
 
     def _saved_replicas(self) -> int:
         _, replicate, shard, _ = self._saved["layout"]
@@ -220,9 +221,6 @@ class Continuing:
         for name in ("ready", "started", "processed", "completed"):
             setattr(current, name, samples // now)
         return int(samples // now)
-
-
-_AXES = ("pipeline_parallel", "data_replicate", "data_shard", "tensor_parallel")
 
 
 def _loader_states(trainer: pl.Trainer) -> list[Any]:

@@ -117,10 +117,12 @@ class ExactEvaluation:
     Args:
         trainer: Whose loaders are changed, as far as Lightning itself would put a distributed sampler into them.
         group: The data axis' process group.
+        sit_out: Called on a rank that has no samples to predict, and so leaves at once without any hooks.
     """
 
-    def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup) -> None:
+    def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup, sit_out: Callable[[], None]) -> None:
         self.group = group
+        self._sit_out = sit_out
         self.num_replicas = group.size()
         self.rank = group.rank()
         self._trainer = trainer
@@ -136,8 +138,11 @@ class ExactEvaluation:
         self._connector._prepare_dataloader = self._prepare
         for loop in self._loops:
             loop._evaluation_step = partial(self._step, loop, loop._evaluation_step)
-        module = self._trainer.lightning_module
-        if self._trainer.predicting and not module.allow_zero_length_dataloader_with_multiple_devices:
+        if not self._trainer.predicting:
+            return
+        loop, module = self._trainer.predict_loop, self._trainer.lightning_module
+        loop.run = partial(self._predict, loop, loop.run)  # type: ignore[method-assign]
+        if not module.allow_zero_length_dataloader_with_multiple_devices:
             # Where there are fewer samples than ranks, a rank without any has nothing to predict.
             module.allow_zero_length_dataloader_with_multiple_devices = True
             self._told = module
@@ -147,9 +152,17 @@ class ExactEvaluation:
         self._connector.__dict__.pop("_prepare_dataloader", None)
         for loop in self._loops:
             loop.__dict__.pop("_evaluation_step", None)
+        self._trainer.predict_loop.__dict__.pop("run", None)
         if self._told is not None:
             self._told.allow_zero_length_dataloader_with_multiple_devices = False
             self._told = None
+
+    def _predict(self, loop: Any, run: Callable[[], Any]) -> Any:
+        """In place of the loop's run."""
+        predictions = run()
+        if loop.skip:
+            self._sit_out()
+        return predictions
 
     def _step(
         self, loop: Any, original: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any

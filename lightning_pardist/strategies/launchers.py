@@ -27,6 +27,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
     _hydra_subprocess_cmd,
 )
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from torch.multiprocessing.spawn import ProcessException
@@ -138,17 +139,17 @@ def guarded(strategy: PardistStrategy, function: Callable[..., Any], *args: Any,
     try:
         result = function(*args, **kwargs)
     except (KeyboardInterrupt, SystemExit, SIGTERMException, _TunerExitException):
-        strategy.stop_watchdog()
+        strategy.connection.stop_watchdog()
         raise
     except BaseException as exception:
-        watchdog = strategy.watchdog
+        watchdog = strategy.connection.watchdog
         if watchdog is None:
             raise
         first = watchdog.failed(exception)
         if first.rank == strategy.global_rank:
             raise
         raise PeerFailedError(first) from None
-    strategy.stop_watchdog()
+    strategy.connection.stop_watchdog()
     return result
 
 
@@ -290,6 +291,14 @@ def _obituary(local_rank: int, process: subprocess.Popen[bytes]) -> str:
     return f"{who} ended with exit code {code}."
 
 
-def available_start_methods() -> list[str]:
-    """Start methods that this platform offers, ``popen`` first."""
-    return ["popen", *(method for method in mp.get_all_start_methods() if method != "forkserver")]
+def choose_start_method(asked: StartMethod | None) -> StartMethod:
+    """The start method that was asked for; by default ``fork`` in an interactive session, ``popen`` elsewhere.
+
+    Raises:
+        ValueError: If this platform does not have it, with those that it has.
+    """
+    chosen: StartMethod = asked or ("fork" if _IS_INTERACTIVE else "popen")
+    available = ["popen", *(method for method in mp.get_all_start_methods() if method != "forkserver")]
+    if chosen not in available:
+        raise ValueError(f"start_method={chosen!r} is not available here. Use one of {', '.join(available)}.")
+    return chosen

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lightning_pardist.strategies.base import PardistStrategy
 
 Resume = Literal["auto", "always", "never"]
-RESUME_MODES = ("auto", "always", "never")
 
 _FOLDER = "pardist_resume"
 _REMEMBERED = 8

@@ -98,8 +98,8 @@ class OrderlyStop:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked = max(self._asked, _REQUEUE if number == self._requeue_signal() else _STOP)
-        if self._strategy.watchdog is not None:
-            self._strategy.watchdog.ask(self._asked)
+        if self._strategy.connection.watchdog is not None:
+            self._strategy.connection.watchdog.ask(self._asked)
 
     def _handle_until_training(self) -> None:
         """Between here and the first step lie the loading of data and of checkpoints; a signal would end them dead."""
@@ -133,7 +133,7 @@ class OrderlyStop:
         if self._work is not None and self._answer is not None:
             self._work.wait()
             agreed = int(self._answer.item())
-        watchdog = self._strategy.watchdog
+        watchdog = self._strategy.connection.watchdog
         asked = max(self._asked, watchdog.asked if watchdog is not None else _GO_ON)
         device = "cpu" if "gloo" in dist.get_backend_config() else self._strategy.root_device
         self._answer = torch.tensor(asked, dtype=torch.int32, device=device)

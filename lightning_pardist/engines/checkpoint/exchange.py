@@ -75,6 +75,12 @@ class GroupExchange:
         return box[0]
 
 
+def world_exchange() -> Exchange:
+    """Between all ranks, by collectives."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    return AloneExchange() if alone else GroupExchange()
+
+
 class StoreExchange:
     """The job's store, over a connection of its own: needs no collective, and so no agreement with the main thread.
 

@@ -110,7 +110,7 @@ class SplitByHand(DataPart):
     @override
     def start_evaluation(self) -> None:
         module, group = self.strategy.lightning_module, self.strategy.data_group
-        evaluation = self.strategy._evaluation
+        evaluation = self.strategy.data_axis.evaluation
         if module is None or evaluation is None or not sharded_by_units(module):
             return
         batches: list[list[int]] = [[] for _ in range(group.size())]
@@ -131,7 +131,7 @@ class SplitByHand(DataPart):
 
     @override
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        return self.strategy.checkpoints.whole_module_state(state, like=state)
+        return self.strategy.states.whole_module_state(state, like=state)
 
     @override
     @torch.no_grad()

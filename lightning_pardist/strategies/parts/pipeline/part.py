@@ -263,7 +263,7 @@ class PipelinePart(Part):
         return done
 
     def _data_engine_waits(self) -> AbstractContextManager[None]:
-        data_engine = self.strategy._engine
+        data_engine = self.strategy.data_engine
         return nullcontext() if data_engine is None else data_engine.hands_off()
 
     @override
