@@ -6,6 +6,8 @@ same part, so they work on the parts as on any tensor, and hand back DTensors wh
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -46,6 +48,24 @@ def own_shape(tensor: Tensor) -> torch.Size:
     if axis is not None and isinstance(tensor, DTensor) and not tensor.placements[axis].is_replicate():
         shape[tensor.placements[axis].dim] //= tensor.device_mesh.size(axis)  # type: ignore[attr-defined]
     return torch.Size(shape)
+
+
+def tensor_part(whole: Tensor, like: Tensor) -> Tensor:
+    """This tensor rank's part of an ordinary whole tensor; a view where it is one piece.
+
+    Args:
+        whole: Of ``like``'s shape.
+        like: How it is split over the tensor ranks; an ordinary tensor leaves ``whole`` as it is.
+    """
+    axis = tensor_axis(like)
+    if axis is None or not isinstance(like, DTensor) or like.placements[axis].is_replicate():
+        return whole
+    placement: Any = like.placements[axis]
+    dim, size = int(placement.dim), like.device_mesh.size(axis)
+    runs: Tensor = whole.unflatten(dim, (getattr(placement, "split_factor", 1), -1))
+    step = runs.shape[dim + 1] // size
+    part: Tensor = runs.narrow(dim + 1, like.device_mesh.get_local_rank(axis) * step, step).flatten(dim, dim + 1)
+    return part
 
 
 def over_tensor_ranks(part: Tensor, like: Tensor) -> Tensor:

@@ -590,6 +590,21 @@ class Teacher(Base):
         return F.kl_div(self.s(b[0]).log_softmax(-1), ((t - self.c) / 0.5).softmax(-1), reduction="batchmean")
 
 
+class Assigned(Base):
+    """A teacher that follows, and weights that are clipped, by ``p.data = ...`` inside of the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.s, self.t = (nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+        self.t.requires_grad_(False)
+
+    def loss(self, b):
+        for p, q in zip(self.t.parameters(), self.s.parameters(), strict=True):
+            p.data = p.data * 0.9 + q.data * 0.1
+            q.data = q.data.clamp(-0.2, 0.2)
+        return F.mse_loss(self.s(b[0]), self.t(b[0]))
+
+
 class Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

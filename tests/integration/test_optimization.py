@@ -393,6 +393,16 @@ class OddNumbers(Plain):
         return self.second(torch.view_as_real(hidden @ self.mix).flatten(1).tanh()) + self.small.float().sum() * 0.01
 
 
+class StateBeforeSteps(Plain):
+    """An optimizer that makes its state in its constructor, of a layer that is frozen until later as well."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=0.1, initial_accumulator_value=0.1)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.first.requires_grad_(batch_idx >= 2)
+
+
 class StepScheduler(Plain):
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self.parameters())
@@ -446,6 +456,7 @@ CASES = {
     "freeze_by_hand": (FreezeByHand, {}, {}),
     "follows_between": (FollowsBetween, {}, {}),
     "odd_numbers": (OddNumbers, {}, {"gradient_clip_val": 0.05}),
+    "state_before_steps": (StateBeforeSteps, {}, {}),
     "step_scheduler": (StepScheduler, {}, {"max_epochs": 2}),
     "plateau_epoch": (Plateau, {"interval": "epoch", "monitor": "train_loss_epoch"}, {"max_epochs": 4}),
     "plateau_step": (Plateau, {"interval": "step", "monitor": "train_loss"}, {"max_epochs": 2}),

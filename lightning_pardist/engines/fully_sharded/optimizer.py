@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.engines.elementwise import require_elementwise
+from lightning_pardist.engines.local_tensors import own_part
 from lightning_pardist.engines.offload.step import HostStep, follow_schedulers
 
 _MARK = "_pardist_steps_on_shards"
@@ -44,6 +45,8 @@ def step_on_shards(
     require_elementwise(optimizer, form="dims")
     inner = optimizer.step
     twins: dict[nn.Parameter, nn.Parameter] = {}
+    for entry in optimizer.state.values():
+        _local_entry(entry)
 
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         result = None
@@ -60,7 +63,7 @@ def step_on_shards(
                 group["params"] = [_twin(parameter, twins) for parameter in parameters]
                 for parameter, twin in zip(parameters, group["params"], strict=True):
                     if parameter in state:
-                        local_state[twin] = state[parameter]
+                        local_state[twin] = _local_entry(state[parameter])
             self.state = local_state
             (inner if host is None else host.run)(**kwargs)
         finally:
@@ -79,6 +82,14 @@ def step_on_shards(
     follow_schedulers(optimizer, step)
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     setattr(optimizer, _MARK, True)
+
+
+def _local_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """State of a parameter, as local tensors also where the optimizer made it before its first step (Adagrad does)."""
+    for key, value in entry.items():
+        if isinstance(value, DTensor):
+            entry[key] = own_part(value)
+    return entry
 
 
 def _twin(parameter: nn.Parameter, twins: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Sharded parameters that can be given new values as ordinary ones are: ``p.data = ...``."""
+"""Parameters of which ranks hold parts, and that can be given new values as ordinary ones are: ``p.data = ...``."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ def changes_of(parameters: Iterable[Tensor]) -> tuple[int, ...]:
     return (_looks, *(parameter._version for parameter in parameters))
 
 
+@torch.no_grad()
+def assign(parameter: DTensor, value: Tensor) -> None:
+    """Give a parameter of which ranks hold parts new values. Collective if ``value`` is split in another way.
+
+    Args:
+        parameter: Keeps its memory.
+        value: Whole, or split itself; of the parameter's shape.
+    """
+    if isinstance(value, DTensor) and value.placements == parameter.placements:
+        part = value.to_local()
+    else:
+        part = local_part(value.full_tensor() if isinstance(value, DTensor) else value, parameter)
+    parameter._local_tensor.copy_(part)
+
+
 class ShardParameter(DTensor):
     """A sharded parameter whose ``data`` may be assigned to.
 
@@ -48,14 +63,16 @@ class ShardParameter(DTensor):
         if value.shape != self.shape:
             raise ValueError(
                 f"A tensor of shape {tuple(value.shape)} was assigned to .data of a sharded parameter of shape"
-                f" {tuple(self.shape)}. Under ZeRO-3 and FSDP parameters keep their shapes during a run."
+                f" {tuple(self.shape)}. Parameters of which ranks hold parts keep their shapes during a run."
             )
-        with torch.no_grad():
-            if isinstance(value, DTensor) and value.placements == self.placements:
-                part = value.to_local()
-            else:
-                part = local_part(value.full_tensor() if isinstance(value, DTensor) else value, self)
-            self._local_tensor.copy_(part)
+        if type(value).__torch_function__ not in (
+            torch.Tensor.__torch_function__,
+            torch._C._disabled_torch_function_impl,
+        ):
+            # A tensor of another engine's knows itself what to do.
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            return
+        assign(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A sharded parameter as torch makes it."""
@@ -89,10 +106,10 @@ for _name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "conti
 
 
 def make_settable(parameter: Tensor) -> None:
-    """Let ``parameter.data = value`` change a sharded parameter. Ordinary tensors, and those of tensor ranks, stay.
+    """Let ``parameter.data = value`` change a parameter of which ranks hold parts. Ordinary tensors stay.
 
     Args:
-        parameter: Of a module that was sharded.
+        parameter: Of a module that was sharded, or split over tensor ranks.
     """
     if type(parameter) is DTensor:
         parameter.__class__ = ShardParameter

@@ -12,7 +12,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_pardist.collectives import as_bytes
-from lightning_pardist.engines.local_tensors import over_tensor_ranks, own_part, own_shape, tensor_axis
+from lightning_pardist.engines.local_tensors import (
+    over_tensor_ranks,
+    own_part,
+    own_shape,
+    tensor_axis,
+    tensor_part,
+)
 
 
 def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
@@ -95,6 +101,8 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
         whole: Global shape, or this tensor rank's part of it; may be memory-mapped.
         like: Whose mesh and placements count.
     """
+    if not isinstance(whole, DTensor) and whole.shape != own_shape(like):
+        whole = tensor_part(whole, like)
     sharded = sharded_axes(like)
     if len(sharded) == 1 and isinstance(like.placements[sharded[0]], Shard | _StridedShard):
         whole = own_part(whole)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.data_parallel.sparse import sparse_parameters
 from lightning_pardist.engines.fully_sharded.materialize import InitFunction, materialize, on_meta
+from lightning_pardist.engines.fully_sharded.parameters import make_settable
 from lightning_pardist.engines.local_tensors import over_tensor_ranks
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
 from lightning_pardist.engines.tensor.missing_operators import complete_operators
@@ -105,6 +106,7 @@ class _Splitting:
         if id(parameter) not in self.made:
             split = _distribute(self._on_device(parameter.detach()), self.layouts.get(full), self.runtime)
             self.made[id(parameter)] = nn.Parameter(split, requires_grad=parameter.requires_grad)
+            make_settable(self.made[id(parameter)])
             # Kept alive, so that its id is not given to another tensor meanwhile.
             self.wholes[id(parameter)] = parameter
         # By attribute, because RNNs keep a list of their weights that follows assignments.

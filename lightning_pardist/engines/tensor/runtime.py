@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 import lightning_pardist.engines.tensor.rules_matmul
 import lightning_pardist.engines.tensor.rules_nn
 import lightning_pardist.engines.tensor.rules_shape  # noqa: F401  (rules register themselves)
+from lightning_pardist.engines.fully_sharded.parameters import assign
 from lightning_pardist.engines.tensor.calls import (
     GLOBAL_PROPERTIES,
     LOCAL_PROPERTIES,
@@ -257,6 +258,9 @@ class TensorRuntime:
             )
 
         args, kwargs = map_only(SplitTensor, close, (args, kwargs))
+        if plain_name(func)[0] == "set:data":
+            with torch._C.DisableTorchFunction():
+                return assign(*args)
         return func(*args, **kwargs)
 
     def _on_parts(

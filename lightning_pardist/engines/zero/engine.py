@@ -23,7 +23,7 @@ from lightning_pardist.engines.local_tensors import own_part
 from lightning_pardist.engines.offload import HostCopies, HostStep, Offload, StateFile
 from lightning_pardist.engines.zero.bucket import Piece, ShardedBucket
 from lightning_pardist.engines.zero.host import HostSlice
-from lightning_pardist.engines.zero.state import gather_optimizer_state, slice_optimizer_state
+from lightning_pardist.engines.zero.state import gather_optimizer_state, slice_entry, slice_optimizer_state
 from lightning_pardist.engines.zero.transport import ReduceScatter
 
 
@@ -286,7 +286,7 @@ class ZeroEngine:
         for group, params in zip(optimizer.param_groups, originals, strict=True):
             group["params"] = [shard_of[param] for param in params if param in shard_of]
         state: defaultdict[Any, Any] = defaultdict(dict)
-        state.update({shard: outside[param] for param, shard in shard_of.items() if param in outside})
+        state.update({shard: self._entry_of(p, outside[p]) for p, shard in shard_of.items() if p in outside})
         optimizer.state = state
         self._showing.add(optimizer)
         try:
@@ -298,6 +298,10 @@ class ZeroEngine:
             outside.clear()
             outside.update({p: optimizer.state[shard] for p, shard in shard_of.items() if shard in optimizer.state})
             optimizer.state = outside
+
+    def _entry_of(self, param: nn.Parameter, entry: dict[str, Any]) -> dict[str, Any]:
+        pieces = self._pieces.get(param)
+        return slice_entry(entry, param, pieces[0]) if pieces else entry
 
     def _step_on_slices(self, optimizer: Optimizer) -> Callable[[], None]:
         """Let ``step`` update slices and gather parameters, and ``zero_grad`` reach slices; returns the way back."""

@@ -123,6 +123,23 @@ def slice_optimizer_state(
     return {"state": new_state, "param_groups": new_groups}
 
 
+def slice_entry(entry: dict[str, Any], param: nn.Parameter, piece: Piece) -> dict[str, Any]:
+    """State of one parameter, cut in place where it is whole: made by the optimizer in its constructor (Adagrad does).
+
+    Args:
+        entry: State by key.
+        param: Whose.
+        piece: What lies in this rank's slice of it.
+    """
+    shape, shard = own_part(param).shape, piece.shard
+    for key, value in entry.items():
+        whole = own_part(value) if isinstance(value, Tensor) else None
+        if whole is not None and whole.shape == shape and shape != shard.shape:
+            dtype = shard.dtype if whole.is_floating_point() else whole.dtype
+            entry[key] = _part_of(whole, param, piece).to(shard.device, dtype)
+    return entry
+
+
 def _gather_key(optimizer: Optimizer, bucket: ShardedBucket, key: str, group: dist.ProcessGroup) -> Tensor | None:
     """A bucket's state on the group's first rank; the others hold no more than they send."""
     values = [optimizer.state.get(piece.shard, {}).get(key) for piece in bucket.pieces]
