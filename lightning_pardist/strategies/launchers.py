@@ -159,7 +159,6 @@ class Children:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._blame: Callable[[int, str], None] | None = None
-        self._busy: Callable[[], bool] = lambda: False
         #: Whether this process is ending because of an exception, which it shows itself.
         self.failing = False
 

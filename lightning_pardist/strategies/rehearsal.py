@@ -253,9 +253,7 @@ def _stand_in(module: pl.LightningModule) -> None:
 
     made = _Optimizers(module)
     module.__dict__.update(
-        dict.fromkeys(
-            ("log", "log_dict", "print", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"), nothing
-        ),
+        dict.fromkeys(_SILENT, nothing),
         manual_backward=manual_backward,
         optimizers=made.optimizers,
         lr_schedulers=made.schedulers,

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -177,14 +176,6 @@ class Running:
     def wait(self, timeout_s: float = 120.0) -> int:
         """Wait for its end; the exit status."""
         return self._process.wait(timeout=timeout_s)
-
-    def wait_for(self, text: str, timeout_s: float = 120.0) -> None:
-        """Wait until it has printed ``text``."""
-        deadline = time.monotonic() + timeout_s
-        while text not in self.output:
-            assert self._process.poll() is None or text in self.output, self.output
-            assert time.monotonic() < deadline, f"no {text!r} within {timeout_s:.0f} s:\n{self.output}"
-            time.sleep(0.1)
 
 
 def _remove_those_of_the_dead() -> None:

@@ -139,11 +139,6 @@ class FolderSave:
         """Copy what this rank is going to write to host memory, so that training may go on. Not collective."""
         self._work = [(key, replace(part, values=_on_host(part.values, copy=True))) for key, part in self._work]
 
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes that this rank writes."""
-        return sum(part.values.numel() * part.values.element_size() for _, part in self._work)
-
     def write(self, exchange: Exchange, trainer_state: Any) -> None:
         """Write, flush, agree and rename. Collective over the exchange.
 

@@ -29,11 +29,6 @@ def groups_of(module: FSDPModule) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def is_idle(group: Any) -> bool:
-    """Whether the group neither runs forward nor backward."""
-    return bool(group._training_state == type(group._training_state).IDLE)
-
-
 def set_idle(group: Any) -> None:
     """Forget that the group's backward has run, so that the final callback runs it once more."""
     group._training_state = type(group._training_state).IDLE

@@ -50,11 +50,6 @@ class ShardedUnit:
         """Whether the module holds whole parameters now."""
         return bool(self.groups) and all(group.is_unsharded for group in self.groups)
 
-    @property
-    def reduces(self) -> bool:
-        """Whether this backward reduces gradients (it does not while they accumulate unsharded)."""
-        return any(group.reduce_grads for group in self.groups)
-
     def waiting_gradients(self) -> bool:
         """Whether whole gradients wait to be reduced."""
         return any(_fsdp2.has_whole_gradient(parameter) for group in self.groups for parameter in group.fsdp_params)

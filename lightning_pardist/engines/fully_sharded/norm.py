@@ -93,17 +93,6 @@ def clip_by_norm_(
     return norm
 
 
-def clip_by_value_(parameters: Iterable[torch.Tensor], limit: float) -> None:
-    """Clamp every element of the gradients to ``[-limit, limit]``. Not collective.
-
-    Args:
-        parameters: ``DTensor`` or ordinary parameters.
-        limit: Largest absolute value allowed.
-    """
-    for gradient in local_gradients(parameters):
-        gradient.clamp_(-limit, limit)
-
-
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's parts of the gradients, as ordinary tensors that share their memory.
 

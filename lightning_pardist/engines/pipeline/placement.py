@@ -242,10 +242,6 @@ class Placement:
         norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
         return norms.square().sum()
 
-    def state_names(self) -> list[str]:
-        """Names of the module's own state dict, in order."""
-        return list(self.module.state_dict(keep_vars=True))
-
     def gather(self, writer: int = 0, *, state: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
         """The module's state, entry by entry, on one rank. Collective over the pipeline; exhaust it on every rank.
 

@@ -71,7 +71,6 @@ class ZeroEngine:
             raise ValueError(f"zero_stage={zero_stage} is not served by ZeroEngine. Use 1 or 2.")
         self.group = group
         self.zero_stage = zero_stage
-        self._optimizers = list(optimizers)
         self._showing: set[Optimizer] = set()
         self._undo: list[Callable[[], None]] = []
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
