@@ -13,6 +13,12 @@ from recipes.gpt.model import GPT
 from recipes.mnist.model import DigitClassifier
 
 
+def points(length: int) -> TensorDataset:
+    """Six numbers a sample, and the sine of their sum."""
+    x = torch.randn(length, 6, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
 class Base(pl.LightningModule):
     """An optimizer by name, and the loss of every step recorded and logged."""
 

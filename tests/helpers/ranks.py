@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -40,7 +41,9 @@ class RankPool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         context = mp.get_context("spawn")
-        port = free_port()
+        # Listens from here on: a port that is only found free may be somebody else's when a rank takes it.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
         self.inboxes = [context.Queue() for _ in range(world_size)]
         self.outbox: Any = context.Queue()
         self.processes = [
@@ -172,7 +175,9 @@ def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> No
     import lightning_pardist  # noqa: F401  (first, as users are told to)
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=DEFAULT_TIMEOUT_S))
+    timeout = timedelta(seconds=DEFAULT_TIMEOUT_S)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     while True:
         payload = inbox.get()
         if payload is None:

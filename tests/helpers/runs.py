@@ -75,17 +75,21 @@ def train(strategy: Any, devices: int, module_name: str, module_kwargs: dict, tr
         **trainer_kwargs,
     )
     trainer.fit(module, datamodule=Data(module.dataset(BATCH * steps)))
-    losses = torch.stack(losses_of.losses)
-    if devices > 1:
-        # Every rank saw its own samples; the mean over ranks is the loss of the global batch.
-        dist.all_reduce(losses)
-        losses /= dist.get_world_size()
     return {
-        "losses": {"loss": losses},
+        "losses": {"loss": global_losses(losses_of.losses, devices)},
         "weights": snapshot(module),
         "metrics": {k: v.clone() for k, v in trainer.callback_metrics.items() if k.endswith("_epoch")},
         "optimizer": losses_of.optimizer_state,
     }
+
+
+def global_losses(losses: list[Tensor], devices: int) -> Tensor:
+    """The losses of global batches: every rank saw its own samples. Collective over the world, if there is one."""
+    of_steps = torch.stack(losses)
+    if devices > 1:
+        dist.all_reduce(of_steps)
+        of_steps /= dist.get_world_size()
+    return of_steps
 
 
 def _flat_state(states: list[dict[str, Any]]) -> dict[str, Tensor]:

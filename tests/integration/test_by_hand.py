@@ -15,7 +15,7 @@ from lightning_pardist import DDPStrategy, FSDPStrategy, HybridStrategy, Pipelin
 from tests.helpers.checkpoints import Record, whole_states
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import RankFailed, run_ranks
-from tests.helpers.runs import BATCH, Data, quiet_trainer
+from tests.helpers.runs import BATCH, Data, global_losses, quiet_trainer
 
 STEPS, WIDTH = 6, 8
 STRATEGIES = {
@@ -105,10 +105,7 @@ def _fit(strategy, devices, how, *, epochs=2, save=None, resume=None, seed=11, f
     if save:
         trainer.save_checkpoint(save)
     split = sum(isinstance(param, DTensor) for param in module.parameters())
-    losses = torch.stack(record.losses)
-    if devices > 1:
-        dist.all_reduce(losses)
-        losses /= devices
+    losses = global_losses(record.losses, devices)
     with whole_states(trainer.strategy):
         weights = {name: value.clone() for name, value in trainer.strategy.lightning_module_state_dict().items()}
     return {

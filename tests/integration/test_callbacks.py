@@ -16,17 +16,12 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
+from tests.helpers.models import points
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, Data, quiet_trainer
-
-
-def _points(length):
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(length, 6, generator=generator)
-    return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
 
 class Net(pl.LightningModule):
@@ -49,12 +44,12 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
     def train_dataloader(self):
-        return DataLoader(_points(64), batch_size=self.batch_size)
+        return DataLoader(points(64), batch_size=self.batch_size)
 
 
 class Both(Data):
     def val_dataloader(self):
-        return DataLoader(_points(7), batch_size=2)
+        return DataLoader(points(7), batch_size=2)
 
 
 CALLBACKS = {
@@ -72,7 +67,7 @@ def _average(name, strategy="pardist_ddp", devices=2):
         strategy=strategy, devices=devices, use_distributed_sampler=False, max_epochs=3, callbacks=[make(**kwargs)],
         limit_val_batches=0, **trainer_kwargs,
     )  # fmt: skip
-    trainer.fit(module, datamodule=Data(_points(BATCH * 3)))
+    trainer.fit(module, datamodule=Data(points(BATCH * 3)))
     return snapshot(module)
 
 
@@ -94,7 +89,7 @@ def _decide(root, strategy="pardist_ddp", devices=2):
         strategy=strategy, devices=devices, max_epochs=8, callbacks=[stop, best, by_train], num_sanity_val_steps=1,
         enable_checkpointing=True, use_distributed_sampler=True, log_every_n_steps=1,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(_points(24), batch_size=12 // devices), DataLoader(_points(7), batch_size=2))
+    trainer.fit(module, DataLoader(points(24), batch_size=12 // devices), DataLoader(points(7), batch_size=2))
     return trainer.current_epoch, best.best_model_path, sorted(best.best_k_models), by_train.best_model_path
 
 
@@ -138,7 +133,7 @@ def _everything(root):
         callbacks=[LearningRateMonitor(), Timer(duration={"minutes": 5})], enable_model_summary=True,
         enable_checkpointing=True,
     )  # fmt: skip
-    trainer.fit(Net(), datamodule=Both(_points(24)))
+    trainer.fit(Net(), datamodule=Both(points(24)))
     trainer.test_loop  # noqa: B018
     return trainer.log_dir, trainer.checkpoint_callback.best_model_path, trainer.estimated_stepping_batches
 
@@ -162,7 +157,7 @@ def _resume(root, strategy="pardist_ddp", devices=2):
             strategy=strategy, devices=devices, callbacks=[keep], enable_checkpointing=True,
             use_distributed_sampler=False, **kwargs,
         )  # fmt: skip
-        trainer.fit(module, datamodule=Data(_points(BATCH * 3)), ckpt_path=ckpt_path)
+        trainer.fit(module, datamodule=Data(points(BATCH * 3)), ckpt_path=ckpt_path)
         return trainer, snapshot(module)
 
     trainer, _ = fit(max_steps=4, max_epochs=3)
@@ -195,7 +190,7 @@ def _precision(precision, strategy="pardist_ddp", devices=2):
         strategy=strategy, devices=devices, use_distributed_sampler=False, precision=precision, max_epochs=2,
         gradient_clip_val=0.5, limit_val_batches=0,
     )  # fmt: skip
-    trainer.fit(module, datamodule=Data(_points(BATCH * 3)))
+    trainer.fit(module, datamodule=Data(points(BATCH * 3)))
     return snapshot(module)
 
 
@@ -227,7 +222,7 @@ def _scaler(strategy):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
     trainer = quiet_trainer(strategy=strategy, devices=2, plugins=[plugin], limit_val_batches=0, gradient_clip_val=0.1)
-    trainer.fit(module, DataLoader(_points(12), batch_size=2))
+    trainer.fit(module, DataLoader(points(12), batch_size=2))
     return snapshot(module), scaler.get_scale()
 
 

@@ -10,24 +10,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_pardist import PipelineStrategy, TensorParallelStrategy, ZeroStrategy
 from lightning_pardist.engines.gradient_norm import clip_grad_norm
 from lightning_pardist.engines.zero import ZeroEngine
 from lightning_pardist.engines.zero.bucket import ShardedBucket
-from tests.helpers.models import Base
+from tests.helpers.models import Base, points
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, Data, quiet_trainer
 
 STEPS = 4
-
-
-def _points(length):
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(length, 6, generator=generator)
-    return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
 
 class Plain(Base):
@@ -79,7 +73,7 @@ def _fit(strategy, devices, **kwargs):
         use_distributed_sampler=False,
         **kwargs,
     )
-    trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
     return snapshot(module)
 
 
@@ -140,8 +134,8 @@ def _asked(strategy, devices, module_class=Asks):
         val_check_interval=3,
     )
     with mock.patch.object(ShardedBucket, "read_gradients", side_effect=AssertionError("gathered")):
-        data = Data(_points(BATCH * STEPS))
-        data.val_dataloader = lambda: DataLoader(_points(4), batch_size=2)
+        data = Data(points(BATCH * STEPS))
+        data.val_dataloader = lambda: DataLoader(points(4), batch_size=2)
         trainer.fit(module, datamodule=data)
     return {name.replace("_orig_mod.", ""): value for name, value in snapshot(module).items()}
 

@@ -8,15 +8,10 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.models import points
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, Data, quiet_trainer
-
-
-def _points(length):
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(length, 6, generator=generator)
-    return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
 
 class Logs(pl.LightningModule):
@@ -64,14 +59,14 @@ class Logs(pl.LightningModule):
 
 class Both(Data):
     def val_dataloader(self):
-        return DataLoader(_points(12), batch_size=4)
+        return DataLoader(points(12), batch_size=4)
 
 
 def _log(kwargs, strategy="pardist_ddp", devices=2):
     torch.manual_seed(11)
     module = Logs()
     trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, max_epochs=2, **kwargs)
-    trainer.fit(module, datamodule=Both(_points(BATCH * 4)))
+    trainer.fit(module, datamodule=Both(points(BATCH * 4)))
     values = {
         k: torch.as_tensor(v).clone() for k, v in trainer.callback_metrics.items() if k not in ("forked_step", "forked")
     }
@@ -106,7 +101,7 @@ class DifferentKeys(Logs):
 
 def _different():
     trainer = quiet_trainer(strategy="pardist_ddp", devices=2, max_epochs=2)
-    trainer.fit(DifferentKeys(), DataLoader(_points(8), batch_size=2))
+    trainer.fit(DifferentKeys(), DataLoader(points(8), batch_size=2))
     return {key: float(value) for key, value in trainer.callback_metrics.items() if key != "first"}
 
 
@@ -131,7 +126,7 @@ def _gather():
     torch.manual_seed(11)
     module = Gathers()
     trainer = quiet_trainer(strategy="pardist_ddp", devices=2)
-    trainer.fit(module, DataLoader(_points(8), batch_size=2))
+    trainer.fit(module, DataLoader(points(8), batch_size=2))
     return snapshot(module)
 
 

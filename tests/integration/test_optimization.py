@@ -11,21 +11,15 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumu
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_pardist import FSDPStrategy
-from tests.helpers.models import Base, Classifier
+from tests.helpers.models import Base, Classifier, points
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import BATCH, Data, quiet_trainer
+from tests.helpers.runs import BATCH, Data, global_losses, quiet_trainer
 
 STEPS = 4
-
-
-def _points(length):
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(length, 6, generator=generator)
-    return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
 
 class Plain(Base):
@@ -475,14 +469,10 @@ def _fit(strategy, devices, name):
     trainer = quiet_trainer(
         strategy=strategy, devices=devices, use_distributed_sampler=False, callbacks=callbacks, **trainer_kwargs
     )
-    trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
     assert not torch.is_inference_mode_enabled()
-    losses = torch.stack(module.losses)
-    if devices > 1:
-        dist.all_reduce(losses)
-        losses /= dist.get_world_size()
     return {
-        "losses": {"loss": losses},
+        "losses": {"loss": global_losses(module.losses, devices)},
         "weights": snapshot(module),
         "lr": {str(i): torch.tensor(o.param_groups[0]["lr"]) for i, o in enumerate(trainer.optimizers)},
         "steps": {"global_step": torch.tensor(trainer.global_step)},
@@ -554,7 +544,7 @@ def _norms(strategy):
     module = LogsNorms()
     devices = 1 if strategy == "auto" else dist.get_world_size()
     trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
-    trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
     logged = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("grad")}
     return {"norms": module.norms, "logged": logged}
 
@@ -586,7 +576,7 @@ def _fit_weights(strategy, devices, module_class, trainer_kwargs=None, loader=No
     module = module_class()
     trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **(trainer_kwargs or {}))
     if loader is None:
-        trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+        trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
     else:
         trainer.fit(module, loader(trainer.global_rank, trainer.world_size))
     return snapshot(module)
@@ -605,7 +595,7 @@ def test_step_without_loss_on_one_rank(trainer_kwargs):
 
 class Stream(IterableDataset):
     def __init__(self, rank, world_size):
-        self.samples = [s for i, s in enumerate(_points(BATCH * STEPS)) if i % world_size == rank]
+        self.samples = [s for i, s in enumerate(points(BATCH * STEPS)) if i % world_size == rank]
 
     def __iter__(self):
         return iter(self.samples)
@@ -642,7 +632,7 @@ def _count(kwargs):
         strategy="pardist_ddp", devices=2, callbacks=[calls, *kwargs.pop("callbacks", [])], logger=False, **kwargs
     )
     torch.manual_seed(0)
-    trainer.fit(Plain(), DataLoader(_points(14), batch_size=1))
+    trainer.fit(Plain(), DataLoader(points(14), batch_size=1))
     return calls.counts
 
 
@@ -689,7 +679,7 @@ def _seen(strategy="pardist_ddp", devices=2):
     trainer = quiet_trainer(
         strategy=strategy, devices=devices, use_distributed_sampler=False, callbacks=[Looker()], gradient_clip_val=0.1
     )
-    trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
     return dict(enumerate(module.seen))
 
 
@@ -704,9 +694,9 @@ def _fit_again(strategy="pardist_ddp", devices=2):
     torch.manual_seed(11)
     module = Plain()
     trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
-    trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, datamodule=Data(_points(BATCH * STEPS)))
+    trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
     other = Classifier()
     trainer.fit_loop.max_epochs = 3
     trainer.fit(other, datamodule=Data(other.dataset(BATCH * STEPS)))
@@ -729,7 +719,7 @@ def _empty_init():
         # Every rank starts from what lay in memory: the first rank's values are what counts.
         for param in module.parameters():
             param.fill_(0.1 * (1 + trainer.global_rank))
-    trainer.fit(module, DataLoader(_points(8), batch_size=2))
+    trainer.fit(module, DataLoader(points(8), batch_size=2))
     return snapshot(module)
 
 
@@ -741,10 +731,9 @@ def test_init_module_and_one_start_for_all():
 def _overfit(strategy="pardist_ddp", devices=2):
     torch.manual_seed(11)
     module = Plain()
-    module.seen_samples = []
-    points = _points(16)
+    dataset = points(16)
     trainer = quiet_trainer(strategy=strategy, devices=devices, overfit_batches=2, max_epochs=2)
-    trainer.fit(module, DataLoader(points, batch_size=4 // devices, shuffle=True), DataLoader(points, batch_size=2))
+    trainer.fit(module, DataLoader(dataset, batch_size=4 // devices, shuffle=True), DataLoader(dataset, batch_size=2))
     return snapshot(module)
 
 
@@ -762,19 +751,19 @@ def _own_sampler():
             seen.extend(batch[0][:, 0].tolist())
             return super().training_step(batch, batch_idx)
 
-    points = _points(12)
+    dataset = points(12)
     rank = dist.get_rank()
-    own = DistributedSampler(points, num_replicas=2, rank=rank, shuffle=True, seed=4)
+    own = DistributedSampler(dataset, num_replicas=2, rank=rank, shuffle=True, seed=4)
     trainer = quiet_trainer(strategy="pardist_ddp", devices=2)
-    trainer.fit(Records(), DataLoader(points, batch_size=2, sampler=own))
+    trainer.fit(Records(), DataLoader(dataset, batch_size=2, sampler=own))
     assert trainer.train_dataloader.sampler is own
-    expected = [points[i][0][0].item() for i in own]
+    expected = [dataset[i][0][0].item() for i in own]
     assert seen == expected
     seen.clear()
     quiet_trainer(strategy="pardist_ddp", devices=2, use_distributed_sampler=False).fit(
-        Records(), DataLoader(points, batch_size=2)
+        Records(), DataLoader(dataset, batch_size=2)
     )
-    assert seen == [point[0][0].item() for point in points]
+    assert seen == [point[0][0].item() for point in dataset]
     return True
 
 
@@ -805,8 +794,8 @@ def _fit_compiled(part, strategy="pardist_ddp", devices=2):
     fitted = module if part else torch.compile(module, backend="eager")
     strategy = FSDPStrategy(min_unit_size_mb=0) if strategy == "units" else strategy
     trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
-    trainer.fit(fitted, datamodule=Data(_points(BATCH * STEPS)))
-    trainer.validate(fitted, DataLoader(_points(4)), verbose=False)
+    trainer.fit(fitted, datamodule=Data(points(BATCH * STEPS)))
+    trainer.validate(fitted, DataLoader(points(4)), verbose=False)
     return {name.replace("_orig_mod.", ""): value for name, value in snapshot(module).items()}
 
 
