@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -11,6 +11,22 @@ from torch.optim import Optimizer
 
 from lightning_pardist.engines.checkpoint.states import Slots
 from lightning_pardist.engines.gradients import Counts
+
+
+class Turns(Protocol):
+    """What has to know whose forward or backward runs, where those of several micro-batches take turns."""
+
+    def agree(self, count: int) -> int:
+        """The number of micro-batches, given how many this rank can make. Collective over the data axis."""
+        ...
+
+    def begin(self, turn: Hashable) -> None:
+        """What runs from now on belongs to this micro-batch. Not collective."""
+        ...
+
+    def finish(self) -> None:
+        """All have run: complete ``.grad``. Collective over the data axis."""
+        ...
 
 
 class DataEngine(Protocol):
@@ -42,8 +58,12 @@ class DataEngine(Protocol):
         """The optimizer has stepped."""
         ...
 
-    def hands_off(self) -> AbstractContextManager[None]:
-        """Backward passes inside leave their gradients in ``.grad``; the engine learns of them in :meth:`reduce`."""
+    def hands_off(self) -> AbstractContextManager[Turns | None]:
+        """Backward passes inside leave their gradients in ``.grad``; the engine learns of them in :meth:`reduce`.
+
+        Returns:
+            A context of who is to be told whose backward runs; of None if nobody needs to know.
+        """
         ...
 
     def grad_power(

@@ -346,6 +346,8 @@ class PardistStrategy(ParallelStrategy):
             self.data_engine = self.data.make_engine(module, self.optimizers)
             self.states.know_names(module)
             self._attached.attach(GradientAccess(self, module, self.data_engine))
+        for part in self.parts:
+            part.ready(trainer, module)
         if self.world_size > 1:
             allow_skipped_steps(trainer)
         self.data_axis.attach(trainer)
@@ -623,6 +625,8 @@ class PardistStrategy(ParallelStrategy):
         self.continuing.forget()
         self.data_axis.detach()
         self._attached.detach()
+        for part in self.parts:
+            part.release()
         for part in (self.data, *self.model_axes):
             part.teardown()
         self._changes.close()

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_pardist.engines.fully_sharded.engine import Accumulate, Reshard
+from lightning_pardist.engines.fully_sharded.apply import Reshard
+from lightning_pardist.engines.fully_sharded.engine import Accumulate
 from lightning_pardist.engines.fully_sharded.materialize import InitFunction
 from lightning_pardist.engines.fully_sharded.units import MIN_UNIT_BYTES, UnitPolicy
 from lightning_pardist.strategies.base import PardistStrategy

@@ -62,18 +62,13 @@ class HybridStrategy(PardistStrategy):
                     " uses the whole data axis. Leave it out, or use data_parallel='zero3'."
                 )
             settings["data_shard_size"] = data_shard_size
-        if data_parallel == "zero3" and pipeline_parallel_size != 1:
-            raise ValueError(
-                "data_parallel='zero3' would gather each stage's parameters again for every micro-batch of a pipeline."
-                " Use 'zero2', which leaves a stage's parameters whole, or pipeline_parallel_size=1."
-            )
+        pipeline = PipelineSettings(pipeline_parallel_size=_open(pipeline_parallel_size), **(pipeline_settings or {}))
+        pipeline.check_data(data_parallel, settings)
         self._sizes = {"pipeline_parallel": pipeline_parallel_size, "tensor_parallel": tensor_parallel_size}
         super().__init__(
             data=data_part(data_parallel, **settings),
             tensor=TensorParallel(tensor_parallel_size=_open(tensor_parallel_size), **(tensor_settings or {})),
-            pipeline=PipelinePart(
-                PipelineSettings(pipeline_parallel_size=_open(pipeline_parallel_size), **(pipeline_settings or {}))
-            ),
+            pipeline=PipelinePart(pipeline),
             **kwargs,
         )
 

@@ -13,7 +13,7 @@ from lightning_pardist.engines.fully_sharded.materialize import InitFunction
 from lightning_pardist.engines.pipeline.plan import ReadPolicy
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies.base import PardistStrategy
-from lightning_pardist.strategies.parts import data_part
+from lightning_pardist.strategies.parts import DataParallel, data_part
 from lightning_pardist.strategies.parts.pipeline import PipelinePart, PipelineSettings
 
 
@@ -47,7 +47,10 @@ class PipelineStrategy(PardistStrategy):
             the batch's loss (its number of tokens, say), or ``"sum"`` for a loss that is a sum.
         reads: ``"refuse"`` modules that look at values between their blocks (``if x.mean() > 0``); ``"send"`` allows
             it, which is right as long as what they see does not decide which blocks run.
-        data_parallel: What serves the data axis: ``"ddp"``, ``"zero1"`` or ``"zero2"``.
+        data_parallel: What serves the data axis: ``"ddp"`` replicates, ``"zero1"``, ``"zero2"`` and ``"zero3"`` shard.
+            Under ``"zero3"`` a stage is gathered again, unit by unit, for every forward and backward of every
+            micro-batch; ``reshard_after_forward=False`` in ``data_settings`` gathers it once a step and holds it whole
+            that long, ``accumulate="unsharded"`` does the same for gradients.
         data_settings: Settings of that, as ``bucket_size_mb``.
         message_timeout_s: Longest wait for one message between stages, in seconds.
         init: For modules built on ``meta`` (in ``configure_model``, or under ``Trainer.init_module(empty_init=True)``),
@@ -71,31 +74,26 @@ class PipelineStrategy(PardistStrategy):
         split: Sequence[str] | None = None,
         loss_weight: Callable[[Any], float] | Literal["sum"] | None = None,
         reads: ReadPolicy = "refuse",
-        data_parallel: Literal["ddp", "zero1", "zero2"] = "ddp",
+        data_parallel: DataParallel = "ddp",
         data_settings: Mapping[str, Any] | None = None,
         message_timeout_s: float = 600.0,
         init: InitFunction | None = None,
         **kwargs: Any,
     ) -> None:
-        if str(data_parallel) == "zero3":
-            raise ValueError(
-                "data_parallel='zero3' shards the parameters that a pipeline has already distributed. Use 'zero2',"
-                " which leaves each stage's parameters whole, or FSDPStrategy without a pipeline."
-            )
-        pipeline = PipelinePart(
-            PipelineSettings(
-                pipeline_parallel_size=pipeline_parallel_size,
-                num_microbatches=num_microbatches,
-                schedule=schedule,
-                chunks_per_rank=chunks_per_rank,
-                split=split,
-                loss_weight=loss_weight,
-                reads=reads,
-                message_timeout_s=message_timeout_s,
-                init=init,
-            )
+        settings = PipelineSettings(
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            chunks_per_rank=chunks_per_rank,
+            split=split,
+            loss_weight=loss_weight,
+            reads=reads,
+            message_timeout_s=message_timeout_s,
+            init=init,
         )
-        super().__init__(data=data_part(data_parallel, **(data_settings or {})), pipeline=pipeline, **kwargs)
+        settings.check_data(data_parallel, data_settings or {})
+        data = data_part(data_parallel, **(data_settings or {}))
+        super().__init__(data=data, pipeline=PipelinePart(settings), **kwargs)
 
     @contextmanager
     @override

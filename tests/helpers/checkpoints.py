@@ -38,6 +38,9 @@ STRATEGIES = {
     ),
     "pp": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, **kwargs),
     "pp_zero1": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, data_parallel="zero1", **kwargs),
+    "pp_zero3": lambda **kwargs: PipelineStrategy(
+        pipeline_parallel_size=2, data_parallel="zero3", data_settings={"min_unit_size_mb": 0}, **kwargs
+    ),
     # As pardist_3d: two tensor ranks on two, two stages of them on four.
     "3d": lambda **kwargs: HybridStrategy(pipeline_parallel_size="machine", tensor_parallel_size="machine", **kwargs),
     "single": lambda **kwargs: SingleDeviceStrategy(device="cpu"),

@@ -23,7 +23,8 @@ QUICK = [
     (("tp", 2), ("pp", 2), "sharded"),
     (("pp", 2), ("tp_zero1", 4), "sharded"),
     (("tp_zero1", 4), ("pp_zero1", 4), "sharded"),
-    (("pp_zero1", 4), ("3d", 4), "full"),
+    (("pp_zero1", 4), ("pp_zero3", 4), "full"),
+    (("pp_zero3", 4), ("3d", 4), "sharded"),
     (("3d", 4), ("one", 1), "full"),
 ]
 MATRIX = [(source, target, form) for source in LAYOUTS for target in LAYOUTS for form in FORMS]

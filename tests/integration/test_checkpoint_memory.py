@@ -9,7 +9,7 @@ from tests.helpers.scripts import ROOT, run_script
 TENSOR_MB = 1024 * 1024 * 4 / 1e6
 #: Messages, pickles and code that runs for the first time.
 NOISE_MB = 4.0
-ROWS = [("zero2", 2), ("zero3", 2), ("tp", 2), ("pp", 2), ("pp_zero1", 4), ("tp_zero3", 4), ("3d", 4)]
+ROWS = [("zero2", 2), ("zero3", 2), ("tp", 2), ("pp", 2), ("pp_zero1", 4), ("pp_zero3", 4), ("tp_zero3", 4), ("3d", 4)]
 
 
 @pytest.mark.slow

@@ -53,6 +53,42 @@ STRATEGIES = {
     "pp_ddp-4": (functools.partial(PipelineStrategy, pipeline_parallel_size=2, num_microbatches=3), 4),
     "pp_zero1-4": (functools.partial(PipelineStrategy, pipeline_parallel_size=2, data_parallel="zero1"), 4),
     "pp_zero2-4": (functools.partial(PipelineStrategy, pipeline_parallel_size=2, data_parallel="zero2"), 4),
+    "pp_zero3-4": (
+        functools.partial(
+            PipelineStrategy, pipeline_parallel_size=2, data_parallel="zero3", data_settings={"min_unit_size_mb": 0}
+        ),
+        4,
+    ),
+    "pp_zero3_kept-4": (
+        functools.partial(
+            PipelineStrategy,
+            pipeline_parallel_size=2,
+            schedule="gpipe",
+            data_parallel="zero3",
+            data_settings={"min_unit_size_mb": 0, "reshard_after_forward": False, "accumulate": "unsharded"},
+        ),
+        4,
+    ),
+    "pp_hsdp-8": (
+        functools.partial(
+            HybridStrategy,
+            pipeline_parallel_size=2,
+            data_parallel="zero3",
+            data_shard_size=2,
+            data_settings={"min_unit_size_mb": 0},
+        ),
+        8,
+    ),
+    "pp_tp_zero3-8": (
+        functools.partial(
+            HybridStrategy,
+            pipeline_parallel_size=2,
+            tensor_parallel_size=2,
+            data_parallel="zero3",
+            data_settings={"min_unit_size_mb": 0},
+        ),
+        8,
+    ),
 }
 
 #: name of the column -> (modules, module arguments, Trainer arguments)
@@ -103,6 +139,10 @@ QUICK = {
     "pp_ddp-4": (),
     "pp_zero1-4": (),
     "pp_zero2-4": ("clip_norm",),
+    "pp_zero3-4": ("clip_norm",),
+    "pp_zero3_kept-4": ("accumulate",),
+    "pp_hsdp-8": (),
+    "pp_tp_zero3-8": (),
 }
 
 

@@ -325,7 +325,7 @@ def test_refusals_reach_every_rank():
         ({"num_microbatches": 0}, "num_microbatches=0 is not positive"),
         ({"schedule": "mp", "num_microbatches": 4}, "takes no micro-batches"),
         ({"reads": "maybe"}, "reads='maybe' is unknown"),
-        ({"data_parallel": "zero3"}, "already distributed"),
+        ({"data_parallel": "zero3", "schedule": "interleaved_zb"}, "would gather a stage a third time"),
         ({"message_timeout_s": 0}, "message_timeout_s=0 is not positive"),
     ],
 )

@@ -23,6 +23,7 @@ STRATEGIES = {
     "tp": TensorParallelStrategy,
     "pp": PipelineStrategy,
     "pp_zero1": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, data_parallel="zero1", **kwargs),
+    "pp_zero3": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, data_parallel="zero3", **kwargs),
     "tp_zero3": lambda **kwargs: TensorParallelStrategy(tensor_parallel_size=2, data_parallel="zero3", **kwargs),
     "3d": lambda **kwargs: HybridStrategy(pipeline_parallel_size=2, tensor_parallel_size=2, **kwargs),
 }

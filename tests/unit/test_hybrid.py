@@ -34,7 +34,18 @@ def test_the_data_axis_takes_what_the_others_leave():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pipeline_parallel_size": 2, "data_parallel": "zero3"}, "Use 'zero2', which leaves a stage's parameters"),
+        (
+            {
+                "pipeline_parallel_size": 2,
+                "data_parallel": "zero3",
+                "pipeline_settings": {"schedule": "zbv", "chunks_per_rank": 2},
+            },
+            "schedule='zbv' with data_parallel='zero3' would gather a stage a third time",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "data_parallel": "zero3", "data_settings": {"rank_dependent": True}},
+            "rank_dependent=True is not for data_parallel='zero3' under a pipeline",
+        ),
         ({"data_shard_size": 2}, "data_shard_size=2 is for data_parallel='zero3', not 'ddp'"),
         ({"data_parallel": "zero4"}, "data_parallel='zero4' is unknown"),
         ({"data_settings": {"bucket": 1}}, "do not fit data_parallel='ddp'"),

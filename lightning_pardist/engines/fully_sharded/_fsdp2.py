@@ -117,6 +117,13 @@ def end_inner_backward(module: FSDPModule) -> None:
             set_idle(group)
 
 
+def remove_forward_hooks(module: FSDPModule) -> None:
+    """Let a call of the module neither gather nor free it: whoever runs it does so by the state's own methods."""
+    state = state_of(module)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+
+
 def undo(module: FSDPModule) -> None:
     """Take back what ``fully_shard`` did to one module, parameter by parameter. Collective over its mesh."""
     state = state_of(module)

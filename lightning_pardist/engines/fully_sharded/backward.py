@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -32,15 +33,18 @@ class ShardedUnit:
         index: Position in the plan, the same on every rank.
         resident: Stays gathered from the start of a step to the end of its backward: the root, and units whose
             parameters are used outside their module's call.
+        by_forward: Is gathered by its module's ``forward``, and not by the call around it.
     """
 
-    def __init__(self, unit: Unit, index: int, resident: bool) -> None:
+    def __init__(self, unit: Unit, index: int, resident: bool, *, by_forward: bool = False) -> None:
         self.unit = unit
         self.index = index
         self.resident = resident
+        self.by_forward = by_forward
         self.module: FSDPModule = unit.module  # type: ignore[assignment]
         self.groups = _fsdp2.groups_of(self.module)
-        self.open_calls = 0
+        #: Calls whose backward is to come, by the micro-batch that they belong to.
+        self.open_calls: Counter[Hashable] = Counter()
         self.watched = False
         self._gathered: list[_Gathered] = []
         self._seen: tuple[int, ...] = ()
@@ -141,6 +145,9 @@ class BackwardRuntime:
         meeting: Ranks that train together.
         data_size: Ranks over which gradients are averaged.
         check: Compare the order of collectives and the use of parameters after every backward.
+
+    Attributes:
+        turn: Whose forward or backward runs, where those of several micro-batches take turns; None elsewhere.
     """
 
     def __init__(
@@ -164,6 +171,7 @@ class BackwardRuntime:
         self.backwards = 0
         self.agreed: Callable[[], None] = _nothing
         self.sync = True
+        self.turn: Hashable = None
         self.differentiated = False
         self.filled: dict[int, Any] = {}
         self.used: set[int] = set()
@@ -210,8 +218,9 @@ class BackwardRuntime:
             self._final, state._root_post_backward_final_callback
         )
         state._register_pre_backward_hook = functools.partial(self._on_output, unit, state)
-        before = functools.partial(self._before_forward, unit)
-        self.handles.append(unit.unit.module.register_forward_pre_hook(before, prepend=True))
+        if not unit.by_forward:
+            before = functools.partial(self.before_forward, unit)
+            self.handles.append(unit.unit.module.register_forward_pre_hook(before, prepend=True))
         for group in unit.groups:
             group.post_forward = functools.partial(self._post_forward, unit, group, group.post_forward)
             group.post_backward = functools.partial(self._post_backward, unit, group, group.post_backward)
@@ -259,7 +268,8 @@ class BackwardRuntime:
     # -- forward
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _before_forward(self, unit: ShardedUnit, module: nn.Module, args: Any) -> None:
+    def before_forward(self, unit: ShardedUnit, *unused: Any) -> None:
+        """Right before a unit is gathered for its forward, as a hook or called. Collective if it is done here."""
         unit.drop_stale_gather()
         if not unit.watched:
             # Creates the whole parameters outside of inference mode; fully_shard's own hook then finds them there.
@@ -271,7 +281,7 @@ class BackwardRuntime:
         self.watch_gradients(unit)
         new_args, new_kwargs = register(args, kwargs)
         if new_args is not args or new_kwargs is not kwargs:
-            unit.open_calls += 1
+            unit.open_calls[self.turn] += 1
         return new_args, new_kwargs
 
     def _post_forward(
@@ -308,10 +318,10 @@ class BackwardRuntime:
 
     def _post_backward(self, unit: ShardedUnit, group: Any, reduce: Callable[[], None], *unused: Any) -> None:
         if not self.finalizing:
-            unit.open_calls -= 1
+            unit.open_calls[self.turn] -= 1
             if unit.resident:
                 return
-            if unit.open_calls > 0:
+            if unit.open_calls[self.turn] > 0:
                 # A later call of the same module: gradients of all calls arrive at the first one, reduce them there.
                 _fsdp2.set_post_backward(group)
                 group.reshard()
@@ -330,12 +340,12 @@ class BackwardRuntime:
             # Gradients of inputs, which go into the loss: the step's backward is yet to come.
             _fsdp2.end_inner_backward(self.units[-1].module)
             for unit in self.units:
-                unit.open_calls = 0
+                unit.open_calls.pop(self.turn, None)
             return
         self.finalizing = True
         try:
             for unit in self.units:
-                unit.open_calls = 0
+                unit.open_calls.pop(self.turn, None)
                 for group in unit.groups:
                     if _has_work(group):
                         _fsdp2.set_idle(group)
@@ -345,15 +355,18 @@ class BackwardRuntime:
             self.finalizing = False
 
     def finish(self) -> None:
-        """What ends a backward: reductions in flight, agreement, freeing. Collective over the mesh."""
+        """What ends a backward: reductions in flight, agreement, freeing. Collective over the mesh.
+
+        Of micro-batches that take turns, all but reductions waits for the end of the last one.
+        """
         self.backwards += 1
         while self.pending:
             self.pending.pop(0).finish()
-        if self.meeting.active:
+        if self.turn is None and self.meeting.active:
             self.meeting.wait_for_all()
             while self.pending:
                 self.pending.pop(0).finish()
-        if self.sync:
+        if self.turn is None and self.sync:
             self._agree()
             self._reduce_replicated()
             self.agreed()

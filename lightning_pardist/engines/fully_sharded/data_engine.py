@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.engines.api import Turns
 from lightning_pardist.engines.checkpoint.states import Slots, whole_slots
 from lightning_pardist.engines.fully_sharded.engine import Accumulate, FullySharded
 from lightning_pardist.engines.fully_sharded.norm import grad_norm, local_gradients
@@ -102,10 +103,9 @@ class ShardedDataEngine:
         """The optimizer has stepped."""
         self._is_reduced = False
 
-    @contextmanager
-    def hands_off(self) -> Iterator[None]:
-        """Gradients are reduced as they come, since there is no place for whole ones."""
-        yield
+    def hands_off(self) -> AbstractContextManager[Turns]:
+        """Gradients are reduced inside, since there is no place for whole ones."""
+        return self.sharded.microbatches(self.accumulate)
 
     def grad_power(
         self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None

@@ -1,4 +1,4 @@
-"""ZeRO-3, FSDP and HSDP of any module on torch's ``fully_shard``: shard it, enter it, train it."""
+"""ZeRO-3, FSDP and HSDP of any module on torch's ``fully_shard``: what a sharded module does in a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -15,222 +15,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.fully_sharded import _fsdp2
 from lightning_pardist.engines.fully_sharded.backward import BackwardRuntime, ShardedUnit
-from lightning_pardist.engines.fully_sharded.materialize import (
-    InitFunction,
-    materialize,
-    on_meta,
-    restore_random_state,
-    share_random_state,
-    sync_from_first_rank,
-)
+from lightning_pardist.engines.fully_sharded.interleaving import ShardedTurns, UnitForward
 from lightning_pardist.engines.fully_sharded.meeting import Meeting
 from lightning_pardist.engines.fully_sharded.norm import clip_by_norm_, grad_norm
 from lightning_pardist.engines.fully_sharded.optimizer import step_on_shards
-from lightning_pardist.engines.fully_sharded.parameters import make_settable
 from lightning_pardist.engines.fully_sharded.skipping import LossBoard
-from lightning_pardist.engines.fully_sharded.tiling import find_tiled, shard_rows, weights
-from lightning_pardist.engines.fully_sharded.units import (
-    Unit,
-    describe_units,
-    find_units,
-    format_units,
-    parameter_owners,
-    shardable,
-)
+from lightning_pardist.engines.fully_sharded.units import Unit, format_units
 from lightning_pardist.engines.fully_sharded.watch import DirectUse
-from lightning_pardist.engines.local_tensors import own_part
 from lightning_pardist.engines.offload import HostStep
 
 #: Backward of these needs their inputs, not their weights.
 _READ_IN_FORWARD_ONLY = (nn.Embedding.forward,)
 
 Result = TypeVar("Result")
-Reshard = bool | int | Literal["auto"]
 #: Where gradients of all but the last micro-batch stay.
 Accumulate = Literal["sharded", "unsharded"]
 
 
-def shard(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    units: Sequence[Unit] | None = None,
-    reshard_after_forward: Reshard = "auto",
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    ignored: Collection[nn.Parameter] = (),
-    init: InitFunction | None = None,
-    sync_values: bool = True,
-    rank_dependent: bool = False,
-    watch: Literal["first", "always", "never"] = "first",
-    check: bool = True,
-    tile_above_bytes: float | None = None,
-) -> FullySharded:
-    """Shard a module's parameters in place. Collective over the mesh; call once, before optimizers are made.
-
-    The life of a unit: its shards rest on every rank. Right before its module runs, they are gathered; after forward
-    the whole is freed and gathered again in backward, after which gradients are averaged and scattered. Per step a
-    rank sends 3 Psi (N-1)/N (ZeRO, arXiv 1910.02054, stage 3) and holds 1/N of parameters, gradients and optimizer
-    state. Parameters are ``DTensor``s under their own names from here on; scalars and empty ones stay ordinary.
-
-    Args:
-        module: Any module, on the host, on the mesh's device or on ``meta``; its class is kept below a new one.
-        mesh: 1D (sharded), or 2D (replicated over the first axis, sharded over the second: HSDP).
-        units: From :func:`find_units`; found with its defaults if not given.
-        reshard_after_forward: ``True`` frees units after forward; ``False`` keeps them until backward, which sends
-            2 Psi (N-1)/N; ``"auto"`` is ``True`` but for gathers that save nothing: the last unit is kept, which
-            backward needs at once, and embeddings are not gathered in backward, which does not read them; a number
-            reshards to so many ranks, as ``fully_shard`` has it. What the root owns is kept through a step.
-        mp_policy: dtype of gathered parameters and of reductions; the shards keep their own.
-        offload_policy: Where the shards rest.
-        ignored: Parameters that this engine leaves alone entirely.
-        init: For modules on ``meta``: initializes the own parameters of one module.
-        sync_values: Start from the first rank's parameters and buffers.
-        rank_dependent: Ranks may use different units in a step; costs a small exchange for each collective.
-        watch: When to look for parameters used outside their module's call: in the ``"first"`` run of each step
-            function, ``"always"`` or ``"never"``.
-        check: Compare after every backward what ranks did, in one small reduction.
-        tile_above_bytes: Linear layers with larger weights run in tiles of up to this many bytes, each gathered alone,
-            see :mod:`~.tiling`. Their weights are in no unit.
-
-    Returns:
-        The handle to run, accumulate, clip and save with.
-
-    Raises:
-        ValueError: If the mesh has more than two axes, the module was sharded before, or values on ``meta`` are
-            unknown.
-    """
-    if mesh.ndim > 2:
-        raise ValueError(f"The mesh has {mesh.ndim} axes. Pass the data axes only: one, or (replicate, shard).")
-    if any(True for _ in _fsdp2.all_fsdp_modules(module)):
-        raise ValueError("The module contains parts that are sharded already. Shard it once, as it was written.")
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    tiled = {} if tile_above_bytes is None else find_tiled(module, tile_above_bytes, ignored=ignored)
-    in_tiles = set(weights(tiled.values()))
-    if units is None:
-        units = find_units(module, ignored={*ignored, *in_tiles})
-    chosen = {unit.module: unit.reason for unit in units if unit.module is not module}
-    whole = _whole_parameters(module, chosen, {*ignored, *in_tiles})
-    plan = describe_units(module, chosen, {*ignored, *whole, *in_tiles})
-    settings = _Settings(module, mesh, chosen, {*ignored, *whole}, reshard_after_forward, mp_policy, offload_policy)
-    settings.tiled = {layer: f"{name}.weight" for name, layer in tiled.items()}
-    settings.planned = {unit.module for unit in plan}
-    whole_names = [name for name, parameter in module.named_parameters() if any(parameter is w for w in whole)]
-    if on_meta(module):
-        own_state = share_random_state(groups)
-        settings.ignored_names = set(whole_names) | {
-            name for name, p in module.named_parameters() if any(p is other for other in ignored)
-        }
-        materialize(module, settings.apply, is_unit=settings.is_unit, init=init)
-        restore_random_state(own_state)
-    else:
-        if sync_values:
-            sync_from_first_rank([*module.parameters(), *module.buffers()], groups)
-        for layer in tiled.values():
-            settings.tile(layer)
-        for unit in plan:
-            settings.apply(unit.module)
-    device = _device_of(mesh)
-    parameters = dict(module.named_parameters())
-    for name in whole_names:
-        if parameters[name].device != device:
-            parameters[name].data = parameters[name].data.to(device)
-    for parameter in parameters.values():
-        make_settable(parameter)
-    runtime_units = [ShardedUnit(unit, index, unit.module is module) for index, unit in enumerate(plan)]
-    return FullySharded(
-        module,
-        mesh,
-        runtime_units,
-        {name: parameters[name] for name in whole_names},
-        rank_dependent=rank_dependent,
-        watch=watch,
-        check=check,
-        save_gathers=reshard_after_forward == "auto",
-        tiled=tiled,
-        tile_bytes=tile_above_bytes or 0.0,
-        mp_policy=mp_policy,
-    )
-
-
-class _Settings:
-    """How ``fully_shard`` is applied to one unit."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        chosen: dict[nn.Module, str],
-        ignored: set[nn.Parameter],
-        reshard: Reshard,
-        mp_policy: MixedPrecisionPolicy | None,
-        offload_policy: OffloadPolicy | None,
-    ) -> None:
-        self.module = module
-        self.mesh = mesh
-        self.units = {*chosen, module}
-        self.ignored = ignored
-        self.ignored_names: set[str] = set()
-        #: Layers in tiles, with the names of their weights; and units that own parameters.
-        self.tiled: dict[nn.Linear, str] = {}
-        self.planned: set[nn.Module] = set()
-        self.rests_on_host = isinstance(offload_policy, CPUOffloadPolicy)
-        self.reshard = reshard
-        self.options: dict[str, Any] = {"mesh": mesh}
-        if mp_policy is not None:
-            self.options["mp_policy"] = mp_policy
-        if offload_policy is not None:
-            self.options["offload_policy"] = offload_policy
-
-    def is_unit(self, module: nn.Module) -> bool:
-        return module in self.units or module in self.tiled
-
-    def tile(self, layer: nn.Linear) -> None:
-        """Shard the weight of a layer that runs in tiles."""
-        device = torch.device("cpu") if self.rests_on_host else _device_of(self.mesh)
-        self.ignored.add(shard_rows(layer, self.mesh, device))
-
-    def apply(self, unit: nn.Module) -> None:
-        """Shard what this unit owns and no inner unit has taken. Called inner before outer."""
-        if isinstance(unit, nn.Linear) and unit in self.tiled and not isinstance(unit.weight, DTensor):
-            self.tile(unit)
-        if unit not in self.planned:
-            return
-        owners = parameter_owners(self.module, self.units)
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        foreign = {
-            parameter
-            for parameter in unit.parameters()
-            if owners[parameter] is not unit or parameter in self.ignored or names[parameter] in self.ignored_names
-        }
-        mine = [parameter for parameter in unit.parameters() if parameter not in foreign]
-        for parameter in mine:
-            if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()
-        reshard = True if self.reshard == "auto" else self.reshard
-        fully_shard(
-            unit,
-            **self.options,
-            reshard_after_forward=False if unit is self.module else reshard,
-            shard_placement_fn=functools.partial(_placement, self.mesh.size(self.mesh.ndim - 1)),
-            ignored_params=foreign or None,
-        )
-
-
 class FullySharded:
-    """A sharded module at run time. Made by :func:`shard`.
+    """A sharded module at run time. Made by :func:`~.apply.shard`.
 
     Attributes:
         module: The module, sharded in place.
@@ -254,6 +63,7 @@ class FullySharded:
         tiled: dict[str, nn.Linear],
         tile_bytes: float,
         mp_policy: MixedPrecisionPolicy | None,
+        interleaved: bool,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -264,7 +74,9 @@ class FullySharded:
         self._watched: set[str] = set()
         self._save_gathers = save_gathers
         self._first: ShardedUnit | None = None
-        self._order: list[ShardedUnit] | None = []
+        # Micro-batches mix the order of a step: nothing is to be learned from it.
+        self._order: list[ShardedUnit] | None = None if interleaved else []
+        self._kept: Accumulate | None = None
         self._backwards_before = 0
         data_group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten(_flat_name(mesh)).get_group()
         #: Global rank that gets whole tensors, first of those that hold the same part of the module.
@@ -278,8 +90,9 @@ class FullySharded:
         for name, layer in tiled.items():
             self._runtime.add_tiled(name, layer, mesh, tile_bytes=tile_bytes, policy=mp_policy)
         self._root.module.set_reshard_after_backward(False, recurse=False)
-        self._handles = [
+        self._handles: list[RemovableHandle | UnitForward] = [
             *(unit.unit.module.register_forward_hook(functools.partial(self._after_forward, unit)) for unit in units),
+            *(UnitForward(unit, self._runtime) for unit in units if unit.by_forward),
             module.register_forward_pre_hook(self._enter_by_call, prepend=True),
             module.register_forward_hook(self._leave_by_call, always_call=True),
         ]
@@ -301,6 +114,20 @@ class FullySharded:
 
     def __str__(self) -> str:
         return "\n".join([format_units(self.units), *map(str, self._runtime.tiled)])
+
+    def sent_bytes(self, microbatches: int, keep: Accumulate = "sharded") -> float:
+        """Bytes that this rank sends for gathers and reductions in a step of so many micro-batches, at most.
+
+        Args:
+            microbatches: Each has a forward and a backward of its own.
+            keep: As for :meth:`microbatches`.
+        """
+        ranks = self.mesh.size(self.mesh.ndim - 1)
+        reductions = microbatches if keep == "sharded" else 1
+        times = sum(
+            unit.unit.nbytes * ((1 if unit.resident else 2 * microbatches) + reductions) for unit in self._units
+        )
+        return times * (ranks - 1) / ranks
 
     # -- a step
 
@@ -329,9 +156,12 @@ class FullySharded:
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
         self._enter()
+        depth = self._runtime.inside
         try:
             yield
         finally:
+            # A stage's run may be cut off in a call of the module, of which hooks learn nothing.
+            self._runtime.inside = depth
             self._leave()
 
     def _enter(self) -> None:
@@ -450,25 +280,54 @@ class FullySharded:
             keep: ``"sharded"`` reduces every micro-batch and adds up shards (HSDP: within the shard group only);
                 ``"unsharded"`` sends nothing and holds whole gradients until the last one.
         """
-        root = self._root.module
-        if keep == "sharded":
-            # fully_shard keeps partial sums of HSDP apart from .grad; all-reducing them at the boundary is enough.
-            root.set_requires_all_reduce(self.mesh.ndim == 1)
-            self._runtime.sync = self.mesh.ndim == 1
-        else:
-            root.set_requires_gradient_sync(False)
-            self._runtime.sync = False
+        before = self._kept
+        self._keep_gradients(keep)
         try:
             yield
         finally:
-            root.set_requires_gradient_sync(True)
-            self._runtime.sync = True
+            self._keep_gradients(before)
+
+    def _keep_gradients(self, keep: Accumulate | None) -> None:
+        """What backward does with gradients from now on; None reduces them."""
+        self._kept = keep
+        one_axis = self.mesh.ndim == 1
+        root = self._root.module
+        root.set_requires_gradient_sync(keep != "unsharded")
+        if keep == "sharded":
+            # fully_shard keeps partial sums of HSDP apart from .grad; all-reducing them at the boundary is enough.
+            root.set_requires_all_reduce(one_axis)
+        self._runtime.sync = keep is None or (keep == "sharded" and one_axis)
+
+    @contextlib.contextmanager
+    def microbatches(self, keep: Accumulate = "sharded") -> Iterator[ShardedTurns]:
+        """Around a step whose forwards and backwards of several micro-batches take turns.
+
+        Whatever :meth:`accumulate` says outside, gradients are reduced when the turns are finished, and added to
+        ``.grad``. Collective over the mesh, and every rank has to take the same turns.
+
+        Args:
+            keep: Where gradients stay until then, as for :meth:`accumulate`.
+
+        Yields:
+            Who is told whose turn it is.
+        """
+        before = self._kept
+        self._keep_gradients(keep)
+        try:
+            yield ShardedTurns(self._runtime, self._finish_turns)
+        finally:
+            self._runtime.turn = None
+            self._keep_gradients(before)
+
+    def _finish_turns(self) -> None:
+        self._keep_gradients(None)
+        self._runtime.end_without_backward()
 
     def attach(self, optimizer: torch.optim.Optimizer, *, host: HostStep | None = None) -> None:
         """Let an optimizer step on shards, and the module see its new values at once (manual optimization).
 
         Args:
-            optimizer: Made from the module's parameters after :func:`shard`.
+            optimizer: Made from the module's parameters after :func:`~.apply.shard`.
             host: Steps in place of the optimizer, where its state is offloaded.
 
         Raises:
@@ -583,7 +442,7 @@ class FullySharded:
             other.grad = None
 
     def dissolve(self) -> None:
-        """Make the module what it was before :func:`shard`, with whole parameters on every rank. Collective.
+        """Make the module what it was before :func:`~.apply.shard`, with whole parameters on every rank. Collective.
 
         New parameters take the place of the shards, which optimizers keep. The handle cannot be used afterwards.
         """
@@ -604,40 +463,13 @@ class FullySharded:
         self.losses = self._new_board()
         if self._order is not None:
             self._order = []
+        self._runtime.turn = None
         _fsdp2.reset_iteration(self._root.module)
         for unit in self._units:
-            unit.open_calls = 0
+            unit.open_calls.clear()
             unit.free()
         self.zero_grad()
         self._runtime.forget()
-
-
-def _whole_parameters(
-    module: nn.Module, chosen: dict[nn.Module, str], ignored: Collection[nn.Parameter]
-) -> list[nn.Parameter]:
-    """Parameters that stay whole on every rank: scalars, empty ones, and a rarer dtype inside one module."""
-    owners = parameter_owners(module, {*chosen, module})
-    sizes: dict[nn.Module, dict[torch.dtype, int]] = {}
-    for parameter, owner in owners.items():
-        if parameter not in ignored and shardable(parameter):
-            tally = sizes.setdefault(owner, {})
-            tally[parameter.dtype] = tally.get(parameter.dtype, 0) + parameter.numel() * parameter.element_size()
-    main = {owner: max(tally, key=lambda dtype: tally[dtype]) for owner, tally in sizes.items()}
-    return [
-        parameter
-        for parameter, owner in owners.items()
-        if parameter not in ignored and (not shardable(parameter) or parameter.dtype != main[owner])
-    ]
-
-
-def _placement(shards: int, parameter: torch.Tensor) -> Shard | None:
-    """The first dim that divides evenly, if rows do not and padding would waste more than a hundredth."""
-    parameter = own_part(parameter)
-    rows = parameter.size(0)
-    padded = -(-rows // shards) * shards
-    if padded <= 1.01 * rows or parameter.numel() < 1024:
-        return None
-    return next((Shard(dim) for dim in range(1, parameter.dim()) if parameter.size(dim) % shards == 0), None)
 
 
 def _trampoline(root: FSDPModule) -> Callable[..., Any]:
@@ -685,9 +517,3 @@ def _storage(value: Any) -> int:
     if not isinstance(value, torch.Tensor) or value.untyped_storage().size() == 0:
         return 0
     return value.numel() * value.element_size()
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

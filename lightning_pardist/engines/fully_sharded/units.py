@@ -25,7 +25,8 @@ class Unit:
     Attributes:
         name: The module's name from the root; empty for the root itself.
         module: The module whose call gathers the unit.
-        reason: ``"block"`` (repeated), ``"large"`` (one big layer), ``"policy"``, ``"dtype"`` or ``"root"``.
+        reason: ``"block"`` (repeated), ``"large"`` (one big layer), ``"policy"``, ``"dtype"``, ``"stage"`` (what a
+            pipeline runs as one) or ``"root"``.
         parameters: Names of the parameters, from the root.
         numel: Elements in all of them.
         nbytes: Bytes of all of them, whole.
@@ -51,6 +52,7 @@ def find_units(
     min_unit_bytes: int = MIN_UNIT_BYTES,
     max_unit_share: float = MAX_UNIT_SHARE,
     ignored: Collection[nn.Parameter] = (),
+    boundaries: Collection[nn.Module] | None = None,
 ) -> list[Unit]:
     """Split a module into units; what no unit owns belongs to the root, which comes last. Not collective.
 
@@ -64,6 +66,7 @@ def find_units(
         min_unit_bytes: Candidates with fewer bytes stay with their parent. Not applied to a policy.
         max_unit_share: A repeated block with more than this share of all bytes is split at its inner blocks.
         ignored: Parameters that are nobody's (kept whole on every rank).
+        boundaries: If given, units are these modules, or lie inside of one of them.
 
     Returns:
         Units in the order of ``module.named_modules()``, inner before outer, the root last.
@@ -75,8 +78,10 @@ def find_units(
     chosen = (
         _by_policy(module, policy) if policy is not None else _by_search(module, skip, min_unit_bytes, max_unit_share)
     )
+    if boundaries is not None:
+        _keep_inside(chosen, boundaries, skip, None if policy is not None else min_unit_bytes)
     _dissolve_tied(module, chosen, skip)
-    _split_dtypes(module, chosen, skip)
+    _split_dtypes(module, chosen, skip, boundaries)
     return describe_units(module, chosen, skip)
 
 
@@ -260,6 +265,29 @@ def _by_search(
     return chosen
 
 
+def _keep_inside(
+    chosen: dict[nn.Module, str],
+    boundaries: Collection[nn.Module],
+    skip: set[nn.Parameter],
+    min_unit_bytes: int | None,
+) -> None:
+    """Take back units that span several boundaries; one that was inside of such a unit becomes a unit itself."""
+    inside = _below(boundaries)
+    for unit in list(chosen):
+        if unit not in inside:
+            del chosen[unit]
+    if min_unit_bytes is None:
+        return
+    for boundary in boundaries:
+        has_units = any(inner in chosen for inner in boundary.modules())
+        if not has_units and can_be_called(boundary) and _size(boundary, skip) >= max(1, min_unit_bytes):
+            chosen[boundary] = "stage"
+
+
+def _below(modules: Collection[nn.Module]) -> set[nn.Module]:
+    return {inner for module in modules for inner in module.modules()}
+
+
 def _repeated_items(parent: nn.Module) -> set[nn.Module]:
     if not isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         return set()
@@ -318,8 +346,14 @@ def _dissolve_tied(module: nn.Module, chosen: dict[nn.Module, str], skip: set[nn
             del chosen[unit]
 
 
-def _split_dtypes(module: nn.Module, chosen: dict[nn.Module, str], skip: set[nn.Parameter]) -> None:
+def _split_dtypes(
+    module: nn.Module,
+    chosen: dict[nn.Module, str],
+    skip: set[nn.Parameter],
+    boundaries: Collection[nn.Module] | None,
+) -> None:
     """Make submodules of a unit's rarer dtypes units: ``fully_shard`` reduces one dtype a unit."""
+    inside = _below([module] if boundaries is None else boundaries)
     for unit in [*chosen, module]:
         owners = parameter_owners(module, {*chosen, module})
         tally: Counter[torch.dtype] = Counter()
@@ -335,7 +369,8 @@ def _split_dtypes(module: nn.Module, chosen: dict[nn.Module, str], skip: set[nn.
             tied = any(_places(module, parameter) > 1 for parameter in own)
             one_dtype = len({parameter.dtype for parameter in own}) == 1
             single = can_be_called(child) and not any(True for _ in child.children())
-            if child is not unit and child not in chosen and own and alone and one_dtype and not tied and single:
+            free = child is not unit and child not in chosen and child in inside
+            if free and own and alone and one_dtype and not tied and single:
                 chosen[child] = "dtype"
 
 

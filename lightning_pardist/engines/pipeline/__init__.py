@@ -27,6 +27,7 @@ from lightning_pardist.engines.pipeline.plan import PipelinePlan, StageCost, pla
 from lightning_pardist.engines.pipeline.records import Trace
 from lightning_pardist.engines.pipeline.schedule import (
     SCHEDULES,
+    SPLIT_BACKWARD,
     Action,
     ActionLists,
     Kind,
@@ -39,6 +40,7 @@ from lightning_pardist.engines.pipeline.trace import find_loss, trace
 
 __all__ = [
     "SCHEDULES",
+    "SPLIT_BACKWARD",
     "Action",
     "ActionLists",
     "CannotPipelineError",

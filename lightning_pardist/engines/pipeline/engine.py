@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pardist.engines.api import Turns
 from lightning_pardist.engines.pipeline.clock import TimedAction, Timeline
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
 from lightning_pardist.engines.pipeline.messages import Wire
@@ -176,25 +177,32 @@ class PipelineEngine:
         """
         return self.placement.free(replaced)
 
-    def train_step(self, step: Callable[[Any], Any], batch: Any, *, scale: float = 1.0) -> StepResult:
+    def train_step(
+        self, step: Callable[[Any], Any], batch: Any, *, scale: float = 1.0, turns: Turns | None = None
+    ) -> StepResult:
         """Forward and backward of one batch. Collective over the pipeline.
 
         Args:
             step: The user's step; called with a micro-batch, for every stage of this rank.
             batch: The whole batch, the same on every rank of the pipeline.
             scale: Factor on the gradients: ``1 / accumulate``, or a loss scale for fp16.
+            turns: Told whose forward or backward runs; completes the gradients of all in the end.
 
         Raises:
             CannotPipelineError: If the step does not do what the recorded run did.
             PipelineTimeoutError: If a message does not come in time.
         """
         parts, weights = self._parts(batch, self.options.num_microbatches)
-        lists = self._training_lists(len(parts))
+        count = len(parts) if turns is None else turns.agree(len(parts))
+        lists = self._training_lists(count)
         if lists.num_microbatches != len(parts):
             parts, weights = self._parts(batch, lists.num_microbatches)
             lists = self._training_lists(len(parts))
         with self._tied_aside():
-            done = self._run(self._train, lists, step, parts, [weight * scale for weight in weights], grad=True)
+            shares = [weight * scale for weight in weights]
+            done = self._run(self._train, lists, step, parts, shares, grad=True, turns=turns)
+            if turns is not None:
+                turns.finish()
             self.placement.reduce_tied()
         return self._result(done, parts, weights, grad=True)
 
@@ -234,6 +242,7 @@ class PipelineEngine:
         weights: list[float],
         *,
         grad: bool,
+        turns: Turns | None = None,
     ) -> Finished:
         self._steps += 1
         self._running = program.replay
@@ -242,7 +251,7 @@ class PipelineEngine:
         work = Work(step, parts, weights, signatures, self._seed + self._steps, grad, self.options.loss_of)
         stages = lists.stages_of(self.rank)
         parameters = {stage: self.placement.stage_parameters(stage) for stage in stages}
-        runtime = Runtime(program.replay, program.wire, lists, self.rank, parameters)
+        runtime = Runtime(program.replay, program.wire, lists, self.rank, parameters, turns)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), program.replay.stub_parameters():
             return runtime.run(work)

@@ -45,6 +45,17 @@ class Placement:
         }
         self._first_name = {name: first for first, info in plan.trace.parameters.items() for name in info.names}
         self._units = sorted(plan.unit_stages, key=len, reverse=True)
+        self._remembered: dict[str, nn.Parameter] | None = None
+
+    def remember(self) -> None:
+        """Take the parameters that the module has now for its own until :meth:`restore`. Not collective.
+
+        A data axis that shards them puts others in their places for the time of a step.
+        """
+        self._remembered = dict(self.module.named_parameters())
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters()) if self._remembered is None else self._remembered
 
     def owner_of(self, name: str) -> int:
         """The rank that answers for a parameter or buffer: its lowest holder.
@@ -71,12 +82,12 @@ class Placement:
 
     def stage_parameters(self, stage_index: int) -> list[nn.Parameter]:
         """The parameters that a stage of this rank computes with."""
-        own = dict(self.module.named_parameters())
+        own = self._parameters()
         return [own[name] for name, stages in self.plan.parameter_stages.items() if stage_index in stages]
 
     def owned(self) -> list[nn.Parameter]:
         """Parameters that this rank answers for: over all ranks, every parameter once."""
-        own = dict(self.module.named_parameters())
+        own = self._parameters()
         return [own[name] for name, holders in self.holders.items() if holders[0] == self.rank]
 
     def free(self, replaced: dict[nn.Parameter, nn.Parameter] | None = None) -> int:
@@ -117,6 +128,7 @@ class Placement:
         Returns:
             Each stand-in and the parameter in its place.
         """
+        self._remembered = None
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         own = dict(self.module.named_parameters())
         for name, holders in self.holders.items():
@@ -155,7 +167,7 @@ class Placement:
 
     def tied(self) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
         """Trainable parameters that several ranks hold, this rank among them: name, parameter, ranks."""
-        own = dict(self.module.named_parameters())
+        own = self._parameters()
         found = [(name, own[name], ranks) for name, ranks in self.holders.items() if len(ranks) > 1]
         return [item for item in found if self.rank in item[2] and item[1].requires_grad]
 
@@ -214,7 +226,7 @@ class Placement:
             For :meth:`add_gradients`.
         """
         taken = []
-        for parameter in self.module.parameters():
+        for parameter in self._parameters().values():
             if parameter.grad is not None:
                 taken.append((parameter, parameter.grad))
                 parameter.grad = None

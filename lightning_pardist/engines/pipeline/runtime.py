@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pardist.engines.api import Turns
 from lightning_pardist.engines.pipeline.clock import TimedAction
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
 from lightning_pardist.engines.pipeline.messages import PendingValues, Wire
@@ -92,6 +93,7 @@ class Runtime:
         lists: The schedule.
         rank: This rank, in the pipeline.
         stage_parameters: Parameters of each of this rank's stages, for the split backward.
+        turns: Told which forward or backward is about to run.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Runtime:
         lists: ActionLists,
         rank: int,
         stage_parameters: Mapping[int, Sequence[nn.Parameter]],
+        turns: Turns | None = None,
     ) -> None:
         self.replay = replay
         self.plan = replay.plan
@@ -108,6 +111,7 @@ class Runtime:
         self.lists = lists
         self.rank = rank
         self.stage_parameters = stage_parameters
+        self.turns = turns
         self.several = len(lists.stages_of(rank)) > 1
         self._coming: dict[Place, PendingValues] = {}
         self._arrived: dict[Place, tuple[list[torch.Tensor], list[Output]]] = {}
@@ -137,6 +141,8 @@ class Runtime:
     def _perform(self, action: Action, work: Work, done: Finished) -> float:
         """Do one action; the seconds it waited for messages."""
         stage, index = action.stage_index, action.microbatch_index
+        if self.turns is not None and action.kind in COMPUTES:
+            self.turns.begin((stage, index))
         if action.kind is Kind.FORWARD:
             return self._forward(stage, index, work, done)
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):

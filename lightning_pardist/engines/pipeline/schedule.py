@@ -23,6 +23,8 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
 
 SCHEDULES = ("mp", "gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv")
+#: Those that put off the parameters' half of backward.
+SPLIT_BACKWARD = ("interleaved_zb", "zbv")
 
 
 class Kind(str, Enum):

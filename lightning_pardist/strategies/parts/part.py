@@ -85,6 +85,19 @@ class Part:
         Collective over the world.
         """
 
+    def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Every part has transformed the module, and optimizers exist if there are any. Collective over the world."""
+
+    @property
+    def boundaries(self) -> Sequence[nn.Module] | None:
+        """Modules that this part runs one by one, by their ``forward``; None if steps run as they were written."""
+        return None
+
+    @property
+    def runs_a_step(self) -> int:
+        """How often a training step runs forward and backward of the module."""
+        return 1
+
     # --- steps --------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:
@@ -157,6 +170,9 @@ class Part:
     def describe(self) -> str:
         """What is split over what, in lines for the log; empty if there is nothing to say."""
         return ""
+
+    def release(self) -> None:
+        """Take back what :meth:`ready` did, before any part is torn down. Not collective."""
 
     def teardown(self) -> None:
         """The run has ended, well or not. Not collective, unless :meth:`ended_well`."""

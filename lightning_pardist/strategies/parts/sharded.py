@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -24,11 +25,13 @@ from typing_extensions import override
 
 from lightning_pardist.engines.api import DataEngine
 from lightning_pardist.engines.fully_sharded import FullySharded, ShardedDataEngine, find_units, shard
-from lightning_pardist.engines.fully_sharded.engine import Accumulate, Reshard
+from lightning_pardist.engines.fully_sharded.apply import Reshard
+from lightning_pardist.engines.fully_sharded.engine import Accumulate
 from lightning_pardist.engines.fully_sharded.materialize import InitFunction, on_meta
 from lightning_pardist.engines.fully_sharded.state import full_state, load_full_state
 from lightning_pardist.engines.fully_sharded.tiling import find_tiled, weights
 from lightning_pardist.engines.fully_sharded.units import MIN_UNIT_BYTES, UnitPolicy
+from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies.parts.offloading import OffloadSetting
 from lightning_pardist.strategies.parts.part import DataPart, refuse_pruning
@@ -114,7 +117,7 @@ class FullyShardedData(DataPart):
     @property
     @override
     def broadcasts(self) -> bool:
-        return True
+        return not self._pipelined
 
     @property
     @override
@@ -124,7 +127,7 @@ class FullyShardedData(DataPart):
     @override
     def convert_precision(self, module: pl.LightningModule) -> None:
         plugin = self.strategy.precision_plugin
-        if not isinstance(plugin, HalfPrecision):
+        if not isinstance(plugin, HalfPrecision) or self._pipelined:
             super().convert_precision(module)
             return
         # The optimizer updates fp32 shards; what is gathered is half of that.
@@ -136,16 +139,38 @@ class FullyShardedData(DataPart):
 
     @override
     def to_device(self, module: nn.Module) -> None:
-        """Units move when they are sharded, so that no device holds the whole."""
+        """Units move when they are sharded, so that no device holds the whole; a pipeline runs it before."""
+        if self._pipelined:
+            super().to_device(module)
+
+    @property
+    def _pipelined(self) -> bool:
+        return self.strategy.dims.pipeline_parallel > 1
 
     @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if not self._pipelined or trainer.state.fn != TrainerFn.FITTING:
+            self._transform(module)
+
+    @override
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        """Shard what a pipeline has left here, which it finds out with optimizers made from the whole module."""
+        if not self._pipelined:
+            return
+        module = trainer.lightning_module
+        before = dict(module.named_parameters())
+        self._transform(module)
+        sharded = dict(module.named_parameters())
+        replace_in(optimizers, {param: sharded[name] for name, param in before.items()})
+
+    def _transform(self, module: pl.LightningModule) -> None:
         if self._sharded is not None and self._sharded.module is module:
             # Left sharded by the run before.
             self._sharded.reset()
             self._sharded.meeting.active = self.rank_dependent
         else:
-            self._built_on_meta = on_meta(module)
+            # A pipeline leaves what other stages hold on meta.
+            self._built_on_meta = on_meta(module) and not self._pipelined
             self._sharded = self._shard(module)
         device = self.strategy.root_device
         _move_torchmetrics_to_device(module, device)
@@ -172,15 +197,18 @@ class FullyShardedData(DataPart):
         dims, plugin = self.strategy.dims, self.strategy.precision_plugin
         axes = ("data_shard",) if dims.data_replicate == 1 else ("data_replicate", "data_shard")
         policy = self.mp_policy
-        if policy is None and isinstance(plugin, HalfPrecision):
+        if policy is None and isinstance(plugin, HalfPrecision) and not self._pipelined:
             policy = MixedPrecisionPolicy(param_dtype=plugin._desired_input_dtype, reduce_dtype=torch.float32)
         tile_bytes = None if self.tile_linear_above_mb is None else self.tile_linear_above_mb * _MIB
         tiled = {} if tile_bytes is None else find_tiled(module, tile_bytes)
+        elsewhere = {param for param in module.parameters() if param.is_meta} if self._pipelined else set()
+        boundaries = next((part.boundaries for part in self.strategy.parts if part.boundaries is not None), None)
         units = find_units(
             module,
             policy=self.units,
             min_unit_bytes=int(self.min_unit_size_mb * _MIB),
-            ignored=weights(tiled.values()),
+            ignored={*weights(tiled.values()), *elsewhere},
+            boundaries=boundaries,
         )
         return shard(
             module,
@@ -191,6 +219,9 @@ class FullyShardedData(DataPart):
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if self._shards_rest_on_host else None,
             init=self.init,
+            ignored=elsewhere,
+            boundaries=boundaries,
+            sync_values=not self._pipelined,
             rank_dependent=self.rank_dependent,
             watch=self.watch,
         )
@@ -262,7 +293,19 @@ class FullyShardedData(DataPart):
 
     @override
     def describe(self) -> str:
-        return "" if self._sharded is None else str(self._sharded)
+        if self._sharded is None:
+            return ""
+        runs = max(part.runs_a_step for part in self.strategy.parts)
+        if runs == 1:
+            return str(self._sharded)
+        sent = self._sharded.sent_bytes(runs, self.accumulate) / 1e6
+        lines = [str(self._sharded), f"Up to {sent:.1f} MB sent by this rank a step, for {runs} micro-batches."]
+        if self.reshard_after_forward is not False or self.accumulate == "sharded":
+            lines.append(
+                "reshard_after_forward=False would gather parameters once a step and accumulate='unsharded' reduce"
+                " gradients once, and hold those of the stage whole that long."
+            )
+        return "\n".join(lines)
 
     @override
     def teardown(self) -> None:
@@ -277,7 +320,8 @@ class FullyShardedData(DataPart):
             module.__dict__.pop(name, None)
         # One rank needs nobody to be whole again, and shards over its group cannot be touched once that is gone.
         alone = self.strategy.world_size == 1
-        if self._sharded is not None and (alone or (self.ended_well() and self._is_small(module))):
+        whole = self._pipelined or self._is_small(module)
+        if self._sharded is not None and (alone or (self.ended_well() and whole)):
             self._sharded.dissolve()
             self._sharded = None
 

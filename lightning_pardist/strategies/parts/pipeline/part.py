@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_pardist.engines.api import Turns
 from lightning_pardist.engines.data_parallel.buffers import broadcast_module
 from lightning_pardist.engines.fully_sharded.materialize import on_meta, restore_random_state
 from lightning_pardist.engines.fully_sharded.materialize import share_random_state as take_random_state
@@ -177,11 +178,42 @@ class PipelinePart(Part):
             optimizer: [not param.is_meta for settings in optimizer.param_groups for param in settings["params"]]
             for optimizer in optimizers
         }
-        self._counted = set(self.engine.placement.owned())
         for placement in placements_of_copies(trainer, self.engine.placement):
             placement.free()
-        if group.size() > 1:
-            self._outside = OutsideCalls(self.engine.placement, device, _group_for_outside(self.strategy.device_mesh))
+
+    @property
+    @override
+    def boundaries(self) -> list[nn.Module] | None:
+        """The units of this rank's stages, but those whose parameters are read outside of their ``forward``."""
+        if self.engine is None:
+            return None
+        module, placement = self.engine.module, self.engine.placement
+        recorded = placement.plan.trace
+        read_outside = {recorded.parameters[name].unit for name in recorded.free_parameters}
+        units = {
+            name: module.get_submodule(name)
+            for name, stages in placement.plan.unit_stages.items()
+            if any(placement.stage_ranks[stage] == placement.rank for stage in stages)
+        }
+        return [unit for name, unit in units.items() if name not in read_outside]
+
+    @property
+    @override
+    def runs_a_step(self) -> int:
+        return 1 if self.engine is None else self.engine.options.num_microbatches
+
+    @override
+    def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Answer calls outside of steps. Collective over the world."""
+        if self.engine is None:
+            return
+        placement = self.engine.placement
+        placement.remember()
+        self._counted = set(placement.owned())
+        if self.group.size() > 1:
+            self._outside = OutsideCalls(
+                placement, self.strategy.root_device, _group_for_outside(self.strategy.device_mesh)
+            )
             self._outside.install()
 
     def _warn_of_losses(self) -> None:
@@ -253,16 +285,16 @@ class PipelinePart(Part):
         scaler = self._scaler()
         scale = (1.0 if scaler is None else float(scaler.get_scale())) / self._trainer.accumulate_grad_batches
         # Lightning zeroes gradients between training_step and backward: those made here wait for backward.
-        with self._data_engine_waits():
+        with self._data_engine_waits() as turns:
             earlier = engine.placement.take_gradients()
             try:
-                done = engine.train_step(run, batch, scale=scale)
+                done = engine.train_step(run, batch, scale=scale, turns=turns)
                 self._taken = engine.placement.take_gradients()
             finally:
                 engine.placement.add_gradients(earlier)
         return done
 
-    def _data_engine_waits(self) -> AbstractContextManager[None]:
+    def _data_engine_waits(self) -> AbstractContextManager[Turns | None]:
         data_engine = self.strategy.data_engine
         return nullcontext() if data_engine is None else data_engine.hands_off()
 
@@ -359,10 +391,13 @@ class PipelinePart(Part):
         return f"{head}\n{self.engine.plan.describe()}"
 
     @override
-    def teardown(self) -> None:
+    def release(self) -> None:
         if self._outside is not None:
             self._outside.remove()
             self._outside = None
+
+    @override
+    def teardown(self) -> None:
         for metric in self._metrics:
             metric.process_group = None
         self._metrics.clear()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning_pardist.engines.fully_sharded.materialize import InitFunction
-from lightning_pardist.engines.pipeline import SCHEDULES, stage_ranks
+from lightning_pardist.engines.pipeline import SCHEDULES, SPLIT_BACKWARD, stage_ranks
 from lightning_pardist.engines.pipeline.plan import ReadPolicy
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies.settings import one_of, positive
@@ -56,6 +56,26 @@ class PipelineSettings:
                 f"schedule='mp' takes no micro-batches, not num_microbatches={self.num_microbatches}."
                 " Use schedule='1f1b', or leave num_microbatches out."
             )
+
+    def check_data(self, data_parallel: str, data_settings: Mapping[str, Any]) -> None:
+        """Refuse what makes no sense with a data axis of this kind.
+
+        Raises:
+            ValueError: With what was set and what to set in its place.
+        """
+        if data_parallel != "zero3" or self.pipeline_parallel_size == 1:
+            return
+        if self.schedule in SPLIT_BACKWARD:
+            raise ValueError(
+                f"schedule={self.schedule!r} with data_parallel='zero3' would gather a stage a third time, for the half"
+                " of backward that it puts off. Use schedule='1f1b' or 'interleaved', or data_parallel='zero2'."
+            )
+        for name in ("rank_dependent", "tile_linear_above_mb"):
+            if data_settings.get(name):
+                raise ValueError(
+                    f"{name}={data_settings[name]} is not for data_parallel='zero3' under a pipeline, whose schedule"
+                    " fixes what is gathered when. Leave it out, or set pipeline_parallel_size=1."
+                )
 
     def microbatches(self, num_ranks: int) -> int:
         """Micro-batches a step over this many ranks."""
