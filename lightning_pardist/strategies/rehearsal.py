@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +13,13 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer, _configure_optimizers
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils._pytree import tree_unflatten
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
-from torch.utils.data import SequentialSampler as _Sequential
 
 from lightning_pardist.strategies.keepsake import Keepsake
 
 #: Hooks of the module that come before the first step of each kind, and may prepare what the step uses.
-_HOOKS = {
+HOOKS = {
     "training_step": ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"),
     "validation_step": ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"),
     "test_step": ("on_test_start", "on_test_epoch_start", "on_test_batch_start"),
@@ -35,13 +30,6 @@ _HOOKS = {
 _SILENT = ("log", "log_dict", "print", "clip_gradients", "toggle_optimizer", "untoggle_optimizer")
 
 
-class NoSample(Exception):
-    """A batch could not be had without changing what training will see; the message says why."""
-
-
-# --- the batch --------------------------------------------------------------------------------------------------
-
-
 def step_name(trainer: pl.Trainer) -> str:
     """The step function that the Trainer is about to run."""
     return {
@@ -50,105 +38,6 @@ def step_name(trainer: pl.Trainer) -> str:
         TrainerFn.TESTING: "test_step",
         TrainerFn.PREDICTING: "predict_step",
     }[trainer.state.fn or TrainerFn.FITTING]
-
-
-def first_batch(trainer: pl.Trainer) -> Any:
-    """A batch as the Trainer's first step will see it, on this rank's device. The loaders are left as they were.
-
-    The loader hook is called once more than the Trainer calls it. Its data set is read in the same way, and no sampler
-    of the user's advances: the samples are the data set's first ones. A stream is read from a copy.
-
-    Raises:
-        NoSample: If there is no data, or a stream can be read only once.
-    """
-    loop: Any = {
-        "training_step": trainer.fit_loop,
-        "validation_step": trainer.validate_loop,
-        "test_step": trainer.test_loop,
-        "predict_step": trainer.predict_loop,
-    }[step_name(trainer)]
-    source = loop._data_source
-    if source.instance is None or not source.is_defined():
-        raise NoSample("no data loader is defined")
-    loaders = source.dataloader()
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "sequential")
-    if combined._mode == "sequential" and step_name(trainer) != "training_step":
-        batch = _sample_of(combined.flattened[0])
-    else:
-        batch = tree_unflatten([_sample_of(loader) for loader in combined.flattened], combined._spec)
-    return on_device(trainer, batch)
-
-
-def on_device(trainer: pl.Trainer, batch: Any) -> Any:
-    """A batch in the Trainer's precision and on its device, as the module's transfer hooks have it."""
-    module = trainer.lightning_module
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-
-def _sample_of(loader: Any) -> Any:
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return _first_of(_copied(loader, type(loader).__name__))
-    if not isinstance(loader.dataset, IterableDataset):
-        indices = _first_indices(loader)
-        if not indices:
-            raise NoSample("the data set is empty")
-        sampling: dict[str, Any] = {"batch_sampler": [indices]}
-        if loader.batch_sampler is None:
-            sampling = {"sampler": indices[:1], "batch_size": None}
-        dataset = loader.dataset
-    else:
-        sampling = {"batch_size": loader.batch_size}
-        # Workers are processes of their own, with copies of the data set; in this process it is copied here.
-        dataset = loader.dataset if loader.num_workers else _copied(loader.dataset, type(loader.dataset).__name__)
-    workers = min(1, loader.num_workers)
-    return _first_of(
-        DataLoader(
-            dataset,
-            **sampling,
-            collate_fn=loader.collate_fn,
-            num_workers=workers,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context if workers else None,
-            timeout=loader.timeout if workers else 0,
-        )
-    )
-
-
-def _first_indices(loader: DataLoader[Any]) -> list[Any]:
-    batch_sampler = loader.batch_sampler
-    sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
-    plain = type(sampler) in (RandomSampler, _Sequential, DistributedSampler)
-    if plain and (batch_sampler is None or type(batch_sampler) is BatchSampler):
-        size = batch_sampler.batch_size if isinstance(batch_sampler, BatchSampler) else 1
-        return list(range(min(size, len(loader.dataset))))  # type: ignore[arg-type]
-    own: Any = sampler if batch_sampler is None else batch_sampler
-    found: Any = []
-    generators = [g for g in (getattr(s, "generator", None) for s in (loader, batch_sampler, sampler)) if g is not None]
-    states = [generator.get_state() for generator in generators]
-    try:
-        found = next(iter(own), found)
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-    return [found] if batch_sampler is None else list(found)
-
-
-def _copied(value: Any, name: str) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception as error:
-        raise NoSample(f"{name} can be read only once ({type(error).__name__}: {error})") from error
-
-
-def _first_of(batches: Any) -> Any:
-    for batch in batches:
-        return batch
-    raise NoSample("the data loader has no batch")
-
-
-# --- the run ----------------------------------------------------------------------------------------------------
 
 
 def arguments(module: pl.LightningModule, name: str, batch: Any) -> tuple[Any, ...]:
@@ -196,7 +85,7 @@ def run(module: pl.LightningModule, name: str, batch: Any, trainer: pl.Trainer |
     try:
         return _step(module, name, batch, trainer)
     except Exception:
-        hooks = [hook for hook in _HOOKS[name] if is_overridden(hook, module, pl.LightningModule)]
+        hooks = [hook for hook in HOOKS[name] if is_overridden(hook, module, pl.LightningModule)]
         if not hooks:
             raise
     # What the step uses may be made by hooks that run before it.

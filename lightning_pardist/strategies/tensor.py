@@ -41,7 +41,7 @@ class TensorParallelStrategy(PardistStrategy):
             same, and holds ``1/t`` of them.
         data_parallel: What the data axis does: ``"ddp"`` replicates, ``"zero1"``, ``"zero2"`` and ``"zero3"`` shard.
         data_settings: Settings of the data axis' own strategy, ``{"bucket_size_mb": 50}`` say.
-        sample: A batch to run the step on, or a function that makes one. By default the first one of the data set, or
+        sample: A batch to run the step on, or a function that makes one. By default the first one of its loader, or
             the module's ``example_input_array`` where that cannot be read unnoticed.
         init: Gives values to the own parameters of one submodule that was built on ``meta``, in place of its
             ``reset_parameters``. Such a module is created layer by layer, of which each rank keeps its part.

@@ -177,9 +177,29 @@ class Endless(IterableDataset):
             yield torch.randn(32, generator=generator)
 
 
+class GoesOn(IterableDataset):
+    """Begins where it has been read to."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self):
+        while True:
+            yield torch.randn(32, generator=self.generator)
+
+
 class Stream(Boring):
     def train_dataloader(self):
         return DataLoader(Endless(), batch_size=3)
+
+
+class StreamGoesOn(Boring):
+    def __init__(self):
+        super().__init__()
+        self.stream = GoesOn()
+
+    def train_dataloader(self):
+        return DataLoader(self.stream, batch_size=3)
 
 
 class NoBatch(Boring):
@@ -233,6 +253,7 @@ HABITS = {
     "skips": (Skips, {"accumulate_grad_batches": 2}),
     "skips_at_once": (SkipsAtOnce, {"max_epochs": 2}),
     "stream": (Stream, {"max_steps": 4, "val_check_interval": 2}),
+    "stream_goes_on": (StreamGoesOn, {"max_steps": 4, "val_check_interval": 2}),
     "no_batch": (NoBatch, {}),
     "sequence": (Sequence, {"max_epochs": 2}),
     "stops": (Metric, {"max_epochs": 4, "enable_checkpointing": True}),

@@ -45,6 +45,7 @@ from lightning_pardist.strategies import rehearsal
 from lightning_pardist.strategies.parts.copies import copies_of
 from lightning_pardist.strategies.parts.part import Part, refuse_pruning
 from lightning_pardist.strategies.parts.pipeline.meta import stand_ins
+from lightning_pardist.strategies.samples import NoSampleError, first_batch, on_device
 from lightning_pardist.strategies.settings import one_of
 
 TensorParallelSize = int | Literal["auto", "node"]
@@ -158,7 +159,7 @@ class TensorParallel(Part):
         with rehearsal.without_trace(module, trainer):
             try:
                 batch = self._batch(trainer)
-            except rehearsal.NoSample as problem:
+            except NoSampleError as problem:
                 example = module.example_input_array
                 if example is None:
                     raise ValueError(
@@ -166,7 +167,7 @@ class TensorParallel(Part):
                         f" {problem}. Set {type(self.strategy).__name__}(sample=batch), or example_input_array in the"
                         " module."
                     ) from problem
-                batch = rehearsal.on_device(trainer, example)
+                batch = on_device(trainer, example)
 
                 def step() -> Any:
                     return _call(module, batch)
@@ -179,8 +180,8 @@ class TensorParallel(Part):
 
     def _batch(self, trainer: pl.Trainer) -> Any:
         if self.sample is None:
-            return rehearsal.first_batch(trainer)
-        return rehearsal.on_device(trainer, self.sample() if callable(self.sample) else self.sample)
+            return first_batch(trainer)
+        return on_device(trainer, self.sample() if callable(self.sample) else self.sample)
 
     def find_plan(self, module: nn.Module, step: Callable[[], Any], *, tp_size: int) -> TensorParallelPlan:
         """Derive the plan from one run of ``step``. Not collective.

@@ -41,8 +41,9 @@ from lightning_pardist.strategies.parts.pipeline.combining import (
 )
 from lightning_pardist.strategies.parts.pipeline.effects import StepEffects
 from lightning_pardist.strategies.parts.pipeline.merging import change_of
-from lightning_pardist.strategies.parts.pipeline.samples import sample_batches
 from lightning_pardist.strategies.parts.pipeline.settings import PipelineSettings
+from lightning_pardist.strategies.rehearsal import HOOKS
+from lightning_pardist.strategies.samples import NoSampleError, sample_batches
 
 STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -146,9 +147,19 @@ class StepRecorder:
         count = self.settings.microbatches(self.num_ranks)
         for stage in stages:
             with self._as_in(stage):
-                batches = sample_batches(trainer, stage)
+                batches = self._batches(stage)
             for index, batch in enumerate(batches):
                 yield _Sample(stage, index, len(batches), batch, split_batch(batch, count)[0].value)
+
+    def _batches(self, stage: RunningStage) -> list[Any]:
+        try:
+            return sample_batches(self.trainer, stage)
+        except NoSampleError as problem:
+            raise NoSampleError(
+                f"{type(self.trainer.strategy).__name__} records a run of {STEPS[stage]} before it starts, and has no"
+                f" batch for it: {problem}. Let the loader give a batch whenever it is asked, or turn that loop off"
+                " (limit_val_batches=0)."
+            ) from problem
 
     def _record(self, sample: _Sample) -> Trace:
         training = sample.stage == RunningStage.TRAINING
@@ -333,7 +344,7 @@ class StepRecorder:
         versions = [parameter._version for parameter in module.parameters()]
         with undisturbed(module):
             module.__dict__["log"] = lambda *args, **kwargs: None
-            for name in _HOOKS[STEPS[sample.stage]]:
+            for name in HOOKS[STEPS[sample.stage]]:
                 module._current_fx_name = name
                 rest = [0, sample.dataloader_idx] if sample.num_dataloaders > 1 else [0]
                 getattr(module, name)(*([sample.batch, *rest] if name.endswith("batch_start") else []))
@@ -363,12 +374,6 @@ class StepRecorder:
                 each.training = mode
 
 
-_HOOKS = {
-    "training_step": ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"),
-    "validation_step": ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"),
-    "test_step": ("on_test_start", "on_test_epoch_start", "on_test_batch_start"),
-    "predict_step": ("on_predict_start", "on_predict_epoch_start", "on_predict_batch_start"),
-}
 _CONTEXTS = {
     "training_step": "train_step_context",
     "validation_step": "val_step_context",
