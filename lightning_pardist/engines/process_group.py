@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import gc
 import hashlib
 import itertools
 import os
@@ -89,6 +91,7 @@ def init_process_group(
         TimeoutError: If ranks do not find each other, with the address and what to check.
     """
     global _store
+    _spare_forked_children()
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
@@ -122,6 +125,16 @@ def init_process_group(
         timeout=timeout,
         device_id=device_id,
     )
+
+
+@functools.cache
+def _spare_forked_children() -> None:
+    """Keep children by fork, loaders' workers say, from collecting what they inherit as garbage.
+
+    The end of a gloo group waits for its threads, which a child does not have: of a group that is garbage by then, a
+    run's that ended, the child would hang in the middle of whatever it does.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _await_everybody(store: Store, world_size: int, timeout: timedelta) -> None:

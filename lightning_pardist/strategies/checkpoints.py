@@ -153,11 +153,12 @@ class Checkpoints:
         added = {key: value for key, value in checkpoint.items() if key not in done and value is not whole}
         for part in self.strategy.parts:
             added = part.whole_values(added)
-        checkpoint.update(added)
+        # Hooks may have kept the Trainer's own.
+        checkpoint = {**checkpoint, **added}
         if state := self.strategy.continuing.state(world_exchange()):
             checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
         job = self._sharded_job if self.sharded else self._full_job
-        run = job(checkpoint, os.fspath(path), storage_options)
+        run = job(checkpoint, path, storage_options)
         if not self._in_background:
             run(world_exchange())
             now = time.perf_counter() - began
@@ -232,7 +233,7 @@ class Checkpoints:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pardist-checkpoint")
         self._pending.append(self._executor.submit(job))
 
-    def _full_job(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> Callable[[Exchange], None]:
+    def _full_job(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any) -> Callable[[Exchange], None]:
         io = self.strategy.checkpoint_io
         if self._in_background and self.strategy.is_global_zero:
             checkpoint = apply_to_collection(checkpoint, Tensor, _Staging())
@@ -246,14 +247,14 @@ class Checkpoints:
 
         return run
 
-    def _sharded_job(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> Callable[[Exchange], None]:
+    def _sharded_job(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any) -> Callable[[Exchange], None]:
         if storage_options is not None:
             raise TypeError(f'storage_options={storage_options!r} is not supported by checkpoint="sharded".')
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         tensors, aliases, extra = module_shards(checkpoint["state_dict"])
         for state in checkpoint.get("optimizer_states", ()):
             tensors.update(state.tensors)
-        save = FolderSave(tensors, path, aliases=aliases, about=self._about(checkpoint))
+        save = FolderSave(tensors, os.fspath(path), aliases=aliases, about=self._about(checkpoint))
         exchange = world_exchange()
         if "optimizer_states" in checkpoint:
             small = exchange.gather([state["small"] for state in checkpoint["optimizer_states"]])

@@ -112,6 +112,7 @@ class Connection:
         self.stop_watchdog()
         if self._owns_group:
             destroy_alone()
+            _forget_past_meshes()
 
 
 #: Meshes over the default process group of this moment, each with the one of its data axes.
@@ -122,9 +123,16 @@ _meshes_world: dist.ProcessGroup | None = None
 def _meshes_for(dims: ParallelDims, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
     """One mesh for all runs with these degrees: each new one would leave process groups and their threads behind."""
     global _meshes_world
-    if _meshes_world is not world_group():
-        _meshes.clear()
-        _meshes_world = world_group()
+    _forget_past_meshes()
+    _meshes_world = world_group()
     if (dims, device_type) not in _meshes:
         _meshes[dims, device_type] = dims.build(device_type)
     return _meshes[dims, device_type]
+
+
+def _forget_past_meshes() -> None:
+    """Let go of a destroyed group in the process that made it: in a child by fork its destructor would hang."""
+    global _meshes_world
+    if not dist.is_initialized() or _meshes_world is not world_group():
+        _meshes.clear()
+        _meshes_world = None

@@ -74,9 +74,9 @@ class Continuing:
 
     # --- loading ------------------------------------------------------------------------------------------------
 
-    def take(self, checkpoint: Mapping[str, Any]) -> None:
-        """Note what a checkpoint says of its ranks. Not collective."""
-        self._saved = dict(checkpoint.get(ABOUT, {}))
+    def take(self, checkpoint: dict[str, Any]) -> None:
+        """Note what a checkpoint says of its ranks, and leave what Lightning's own hold. Not collective."""
+        self._saved = dict(checkpoint.pop(ABOUT, {}))
 
     def settle(self, trainer: pl.Trainer) -> None:
         """Set the restored counters to what a run that was never interrupted has there. Not collective.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_pardist.engines.api import DataEngine
 from lightning_pardist.engines.gradient_norm import clip_grad_norm, clip_grad_value
 from lightning_pardist.engines.process_group import world_group
-from lightning_pardist.strategies.attachments import Attachments
+from lightning_pardist.strategies.attachments import Attachments, Replaced
 from lightning_pardist.strategies.gradients import JobWideGradients
 from lightning_pardist.strategies.scaling import JobWideScaling
 
@@ -40,11 +42,10 @@ class GradientAccess:
         """Replace them. Not collective."""
         strategy = self.strategy
         # The plugin's own see only what this rank's optimizer holds.
-        strategy.precision_plugin.__dict__.update(
-            clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value
-        )
-        # No bound method: a deep copy of the module, as averages of weights need, would take the strategy along.
-        self.module.__dict__["zero_grad"] = lambda set_to_none=True: self._zero_grad(set_to_none)
+        plugin = strategy.precision_plugin
+        self._attached.attach(Replaced(plugin, "clip_grad_by_norm", self._clip_by_norm))
+        self._attached.attach(Replaced(plugin, "clip_grad_by_value", self._clip_by_value))
+        self._attached.attach(Replaced(self.module, "zero_grad", self._zero_grad_after(self.module.zero_grad)))
         self._attached.attach(JobWideGradients(self.module, self.engine, strategy.model_axes))
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         if scaler is not None:
@@ -65,9 +66,6 @@ class GradientAccess:
     def detach(self) -> None:
         """Give everything back. Not collective."""
         self._attached.detach()
-        self.module.__dict__.pop("zero_grad", None)
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            self.strategy.precision_plugin.__dict__.pop(name, None)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_norm(self.engine, _params(optimizer), float(clip_val), axes=self.strategy.model_axes)
@@ -75,9 +73,14 @@ class GradientAccess:
     def _clip_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_grad_value(self.engine, _params(optimizer), float(clip_val))
 
-    def _zero_grad(self, set_to_none: bool) -> None:
-        nn.Module.zero_grad(self.module, set_to_none)
-        self.engine.zero_grad()
+    def _zero_grad_after(self, own: Callable[..., None]) -> Callable[..., None]:
+        # No bound method: a deep copy of the module, as averages of weights need, would take the strategy along.
+        @wraps(own)
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            own(*args, **kwargs)
+            self.engine.zero_grad()
+
+        return zero_grad
 
 
 def _params(optimizer: Optimizer) -> list[nn.Parameter]:

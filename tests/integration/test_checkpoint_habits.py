@@ -56,7 +56,7 @@ class Habits(pl.LightningModule):
             del checkpoint["state_dict"][name]
 
     def on_load_checkpoint(self, checkpoint):
-        self.seen = checkpoint["notes"]
+        self.seen = checkpoint["notes"] | {"keys": set(checkpoint)}
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
@@ -123,6 +123,7 @@ def _through_a_trainer(strategy, folder):
     assert (trainer.global_step, counter.batches, trainer.current_epoch) == (2 * STEPS, 2 * STEPS, 2)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.02 / 4
     assert module.seen["names"] == [name for name, _ in Habits().named_parameters()]
+    assert "lightning_pardist" not in module.seen["keys"]
     # After an evaluation, in which the module was split again.
     trainer.validate(module, _loader(strategy), verbose=False)
     trainer.save_checkpoint(f"{folder}/after.ckpt")

@@ -170,6 +170,28 @@ def test_torchrun():
     assert not finished.left
 
 
+def test_children_by_fork_after_a_run():
+    code = (
+        "import gc, os, runpy, sys; sys.argv = ['', 'by_name', '1']\n"
+        "import lightning_pardist, lightning.pytorch as pl, torch\n"
+        f"module = runpy.run_path({TRAIN!r})['Module']('none', 0)\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(4, 8), torch.randint(0, 3, (4,)))\n"
+        "gc.disable()\n"
+        "for _ in range(3):\n"
+        "    trainer = pl.Trainer(accelerator='cpu', strategy='pardist_ddp', devices=1, fast_dev_run=1)\n"
+        "    trainer.fit(module, torch.utils.data.DataLoader(data))\n"
+        "    del trainer\n"
+        "    if not (child := os.fork()):\n"
+        "        gc.collect()\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+        "print('collected')\n"
+    )
+    finished = run_script("-c", code, timeout_s=60)
+    assert finished.code == 0, finished.output
+    assert "collected" in finished.output
+
+
 def test_interactive_session():
     code = (
         "import sys; sys.ps1 = '>>> '; sys.argv = ['', 'by_name', '2']\n"

@@ -690,6 +690,36 @@ def test_hooks_see_averaged_gradients():
         assert_close(got, want)
 
 
+class OwnZeroGrad(Plain):
+    """Overrides what Lightning calls before training and before validation in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def zero_grad(self, *args, **kwargs):
+        self.calls += 1
+        super().zero_grad(*args, **kwargs)
+
+
+def _own_zero_grad(strategy):
+    found = []
+    for on_instance in (False, True):
+        module = OwnZeroGrad()
+        if on_instance:
+            module.zero_grad = functools.partial(OwnZeroGrad.zero_grad, module)
+        own = module.zero_grad
+        quiet_trainer(strategy=strategy).fit(module, datamodule=Data(points(BATCH)))
+        assert module.zero_grad == own
+        found.append(module.calls)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero2"])
+def test_zero_grad_of_the_user(strategy):
+    assert run_ranks(1, _own_zero_grad, strategy) == [_own_zero_grad("auto")]
+
+
 def _fit_again(strategy="pardist_ddp", devices=2):
     torch.manual_seed(11)
     module = Plain()
