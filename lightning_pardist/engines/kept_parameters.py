@@ -39,6 +39,11 @@ class KeptParameters(TorchFunctionMode):
                     self._keep(self._owners.get(_memory(tensor), ()))
         return func(*args, **kwargs)
 
+    @property
+    def written(self) -> list[nn.Parameter]:
+        """Those that were written to so far."""
+        return list(self._kept)
+
     def _keep(self, parameters: Any) -> None:
         for parameter in parameters:
             if parameter not in self._kept:
@@ -53,8 +58,16 @@ class KeptParameters(TorchFunctionMode):
         self._kept.clear()
 
 
+#: Functions that by their name write, and leave values as they are.
+_NOT_VALUES = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
+
+
 def _memory(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
+    try:
+        address: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        # Sparse tensors, and those inside of transforms (vmap, jacrev), are no views of parameters.
+        return 0
     return address
 
 
@@ -65,4 +78,6 @@ def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
     if name.startswith("__i") or name == "__setitem__":
         return True
+    if name in _NOT_VALUES:
+        return False
     return (name.endswith("_") and not name.endswith("__")) or "out" in kwargs

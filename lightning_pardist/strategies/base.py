@@ -52,6 +52,7 @@ from lightning_pardist.strategies.launchers import (
 )
 from lightning_pardist.strategies.parts import DataPart, Part
 from lightning_pardist.strategies.parts.by_hand import SplitByHand, is_split_by_hand, note_own_split
+from lightning_pardist.strategies.parts.part import refuse_renormalized
 from lightning_pardist.strategies.resuming import Resume, Resuming
 from lightning_pardist.strategies.sampling import keep_loaders
 from lightning_pardist.strategies.settings import one_of, positive
@@ -319,6 +320,8 @@ class PardistStrategy(ParallelStrategy):
             self._changes.callback(keep_loaders(trainer, shuffled=self.dims.tensor_parallel == 1))
         fitting = trainer.state.fn == TrainerFn.FITTING
         verify_same_module(module, group=world_group())
+        if fitting and self.dims.data_parallel * self.dims.tensor_parallel > 1:
+            refuse_renormalized(module, type(self).__name__)
         if fitting and self._layer_sync is not None:
             self._changes.callback(layer_sync.apply(self._layer_sync, self, self.model))
         self.data.convert_precision(module)

@@ -397,6 +397,14 @@ class StateBeforeSteps(Plain):
         self.first.requires_grad_(batch_idx >= 2)
 
 
+class Renormalized(Plain):
+    """An embedding that rescales in forward the rows that it looks up."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.table = nn.Embedding(5, 6, max_norm=1.0)
+
+
 class StepScheduler(Plain):
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self.parameters())
@@ -451,6 +459,7 @@ CASES = {
     "follows_between": (FollowsBetween, {}, {}),
     "odd_numbers": (OddNumbers, {}, {"gradient_clip_val": 0.05}),
     "state_before_steps": (StateBeforeSteps, {}, {}),
+    "renormalized": (Renormalized, {}, {}),
     "step_scheduler": (StepScheduler, {}, {"max_epochs": 2}),
     "plateau_epoch": (Plateau, {"interval": "epoch", "monitor": "train_loss_epoch"}, {"max_epochs": 4}),
     "plateau_step": (Plateau, {"interval": "step", "monitor": "train_loss"}, {"max_epochs": 2}),
@@ -481,6 +490,9 @@ def _fit(strategy, devices, name):
 
 #: What a strategy refuses in place of a wrong number, by words of the message.
 REFUSED = {
+    "renormalized": dict.fromkeys(
+        ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "'table' has max_norm"
+    ),
     "lbfgs": {"pardist_zero1": "LBFGS", "pardist_zero2": "LBFGS", "pardist_zero3": "LBFGS"},
     "manual_lbfgs": {"pardist_zero1": "LBFGS", "pardist_zero2": "LBFGS", "pardist_zero3": "LBFGS"},
     "sparse": {"pardist_zero1": "SparseAdam", "pardist_zero2": "SparseAdam", "pardist_zero3": "SparseAdam"},

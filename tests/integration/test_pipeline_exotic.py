@@ -253,6 +253,32 @@ class MovingTeacher(Base):
             teacher.mul_(0.9).add_(student, alpha=0.1)
 
 
+class FollowsInStep(MovingTeacher):
+    """The same inside of the step, of which a pipeline makes one for each micro-batch."""
+
+    on_train_batch_end = Base.on_train_batch_end
+
+    def training_step(self, batch, batch_idx):
+        for teacher, student in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            teacher.data = teacher.data * 0.9 + student.data * 0.1
+        return super().training_step(batch, batch_idx)
+
+
+class ClampsInStep(Base):
+    """What a clamp does once, it does not do twice."""
+
+    def training_step(self, batch, batch_idx):
+        self.net[3][0].weight.data.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class WholeBatch(Base):
+    """Looks up samples of the batch by number."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0].flip(0)[torch.arange(7, -1, -1)], batch[1]), batch_idx)
+
+
 def _fit(kind, strategy="auto", devices=1):
     torch.manual_seed(3)
     module = kind()
@@ -264,7 +290,7 @@ def _fit(kind, strategy="auto", devices=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, ClampsInStep])
 def test_same_numbers(kind):
     for got in run_ranks(2, _fit, kind, "pardist_pp", 2):
         assert_close(got, _fit(kind))
@@ -274,3 +300,16 @@ def test_same_numbers(kind):
 def test_parameters_of_other_stages_are_not_used_in_hooks():
     with pytest.raises(RankFailed, match=r"wants the values of 'net\.\d.*which rank \d of the pipeline holds"):
         run_ranks(2, _fit, MovingTeacher, "pardist_pp", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [
+        (FollowsInStep, r"training_step changes the values of 'teacher\.0\.weight'"),
+        (WholeBatch, r"runs on a batch and fails on a micro-batch, 1 of the batch's 8 samples"),
+    ],
+)
+def test_steps_that_mean_one_whole_batch_are_refused(kind, pattern):
+    with pytest.raises(RankFailed, match=pattern):
+        run_ranks(2, _fit, kind, "pardist_pp", 2)

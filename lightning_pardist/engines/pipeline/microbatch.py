@@ -34,20 +34,88 @@ class MicroBatch:
 def batch_size_of(batch: Any, *, batch_dim: int = 0) -> int | None:
     """Samples in a batch: the commonest size of its tensors along the batch dim; None if no tensor has one.
 
+    Where a list holds a dict (or the like) for each sample, as detectors have their boxes, the list's length counts.
+
     Args:
         batch: Tensor, tuple, list, dict, dataclass or any class that holds tensors in attributes.
         batch_dim: Dim of the samples; tensors with fewer dims are taken to have them first.
     """
-    sizes = [tensor.shape[_dim_of(tensor, batch_dim)] for tensor in tensors_in(batch) if tensor.ndim]
-    lists = [length for length in _tensor_list_lengths(batch) if length > 1]
+    whole = _measured(batch, batch_dim)
+    return None if whole is None else whole.size
+
+
+def _measured(batch: Any, batch_dim: int) -> _Whole | None:
+    """The batch's size, and what says so; None if nothing does."""
+    votes = _Votes(batch_dim)
+    votes.take(batch)
+    for length, inner in votes.records:
+        if length in votes.sizes:
+            return _Whole(length, batch_dim, by_records=True)
+        if length in votes.lists and set(inner) != set(votes.inside):
+            return _Whole(length, batch_dim, by_records=True, by_lists=True)
+    for length, certain in votes.samples:
+        if certain and not votes.sizes:
+            return _Whole(length, batch_dim, by_records=True, by_lists=True)
+    sizes = [*votes.sizes, *votes.inside, *(size for _, inner in votes.records for size in inner)]
     if not sizes:
         return None
-    counts = Counter(sizes)
-    size, count = counts.most_common(1)[0]
+    size, count = Counter(sizes).most_common(1)[0]
+    lists = [length for length in votes.lists if length > 1]
     # Tensors of different sizes in a list, one a sample (images of a detector): then the list is the batch.
     if count == 1 and len(sizes) > 2 and lists:
-        return Counter(lists).most_common(1)[0][0]
-    return size
+        return _Whole(Counter(lists).most_common(1)[0][0], batch_dim, by_lists=True)
+    return _Whole(size, batch_dim)
+
+
+class _Votes:
+    """What speaks for the size of a batch.
+
+    Attributes:
+        sizes: Of tensors outside of lists.
+        inside: Of tensors in lists of tensors, each of which may be a sample or hold all samples.
+        lists: Lengths of such lists.
+        records: Lengths of lists of containers, each of which may be a sample's or a whole batch, and sizes in them.
+        samples: The same lengths, and whether tensors of several sizes in one container tell that it is a sample's.
+    """
+
+    def __init__(self, batch_dim: int) -> None:
+        self.batch_dim = batch_dim
+        self.sizes: list[int] = []
+        self.inside: list[int] = []
+        self.lists: list[int] = []
+        self.records: list[tuple[int, list[int]]] = []
+        self.samples: list[tuple[int, bool]] = []
+
+    def take(self, value: Any) -> None:
+        """Look into a part of the batch."""
+        if isinstance(value, torch.Tensor):
+            self.sizes += self._sizes([value])
+        elif isinstance(value, (list, tuple)) and value and all(isinstance(item, torch.Tensor) for item in value):
+            self.inside += self._sizes(value)
+            self.lists.append(len(value))
+        elif _are_records(value):
+            each = [self._sizes(tensors_in(item)) for item in value]
+            self.records.append((len(value), [size for sizes in each for size in sizes]))
+            self.samples.append((len(value), any(len(set(sizes)) > 1 for sizes in each)))
+        else:
+            for child in children_of(value) or ():
+                self.take(child)
+
+    def _sizes(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        return [tensor.shape[_dim_of(tensor, self.batch_dim)] for tensor in tensors if tensor.ndim]
+
+
+def _are_records(value: Any) -> bool:
+    """Whether a list holds containers of one kind: dicts and the like, or an image and a dict in each."""
+    if type(value) not in (list, tuple) or not tensors_in(value):
+        return False
+    children = [children_of(item) for item in value]
+    if len({type(item) for item in value}) > 1 or any(each is None for each in children):
+        return False
+    if not isinstance(value[0], (list, tuple)):
+        return True
+    kinds = {tuple(isinstance(child, torch.Tensor) for child in each or ()) for each in children}
+    return len(kinds) == 1 and len(set(next(iter(kinds)))) > 1
 
 
 def split_batch(batch: Any, num_microbatches: int, *, batch_dim: int = 0) -> list[MicroBatch]:
@@ -61,15 +129,15 @@ def split_batch(batch: Any, num_microbatches: int, *, batch_dim: int = 0) -> lis
         num_microbatches: The most parts to make, at least 1.
         batch_dim: Dim of the samples.
     """
-    total = batch_size_of(batch, batch_dim=batch_dim)
-    if total is None or total < 2 or num_microbatches == 1:
-        return [MicroBatch(batch, total if total is not None else 1)]
-    count = min(num_microbatches, total)
-    small, larger = divmod(total, count)
+    whole = _measured(batch, batch_dim)
+    if whole is None or whole.size < 2 or num_microbatches == 1:
+        return [MicroBatch(batch, 1 if whole is None else whole.size)]
+    count = min(num_microbatches, whole.size)
+    small, larger = divmod(whole.size, count)
     sizes = [small + 1] * larger + [small] * (count - larger)
     parts, begin = [], 0
     for size in sizes:
-        parts.append(MicroBatch(_take(batch, begin, begin + size, total, batch_dim), size))
+        parts.append(MicroBatch(_take(batch, begin, begin + size, whole), size))
         begin += size
     return parts
 
@@ -182,29 +250,48 @@ def weighted_mean(column: Sequence[Any], weights: Sequence[float]) -> Any:
     return mean if isinstance(first, (torch.Tensor, float)) else type(first)(round(mean))
 
 
-def _take(value: Any, begin: int, end: int, total: int, batch_dim: int) -> Any:
+@dataclass(frozen=True)
+class _Whole:
+    """A batch to be cut.
+
+    Attributes:
+        size: Its samples.
+        batch_dim: The dim of tensors that holds them.
+        by_lists: Whether an item of a list of tensors is a sample, whatever its size.
+        by_records: Whether an item of a list of dicts is.
+    """
+
+    size: int
+    batch_dim: int
+    by_lists: bool = False
+    by_records: bool = False
+
+    def has_all(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor holds all samples."""
+        return tensor.ndim > 0 and tensor.shape[_dim_of(tensor, self.batch_dim)] == self.size
+
+
+def _holds_samples(value: Sequence[Any], whole: _Whole) -> bool:
+    """Whether a list with as many items as the batch has samples holds one in each."""
+    tensors = tensors_in(value)
+    by_tensor = all(map(whole.has_all, tensors))
+    if all(isinstance(item, torch.Tensor) for item in value):
+        return whole.by_lists or not by_tensor
+    return not tensors or (_are_records(value) and (whole.by_records or not by_tensor))
+
+
+def _take(value: Any, begin: int, end: int, whole: _Whole) -> Any:
     if isinstance(value, torch.Tensor):
-        dim = _dim_of(value, batch_dim)
-        return value.narrow(dim, begin, end - begin) if value.ndim and value.shape[dim] == total else value
-    if type(value) is list or type(value) is tuple:
-        tensors = [item for item in value if isinstance(item, torch.Tensor)]
-        by_tensor = tensors and all(t.ndim and t.shape[_dim_of(t, batch_dim)] == total for t in tensors)
-        if len(value) == total and not by_tensor and (len(tensors) == total or not tensors_in(value)):
-            return value[begin:end]
+        return value.narrow(_dim_of(value, whole.batch_dim), begin, end - begin) if whole.has_all(value) else value
+    is_list = type(value) is list or type(value) is tuple
+    if is_list and len(value) == whole.size and _holds_samples(value, whole):
+        return value[begin:end]
     children = children_of(value)
     if children is None:
         shape = getattr(value, "shape", None)
-        return value[begin:end] if isinstance(shape, tuple) and len(shape) > 0 and shape[0] == total else value
-    return with_children(value, [_take(child, begin, end, total, batch_dim) for child in children])
-
-
-def _tensor_list_lengths(value: Any) -> list[int]:
-    if isinstance(value, (list, tuple)):
-        own = [len(value)] if value and all(isinstance(item, torch.Tensor) for item in value) else []
-        return own + [length for item in value for length in _tensor_list_lengths(item)]
-    if isinstance(value, dict):
-        return [length for item in value.values() for length in _tensor_list_lengths(item)]
-    return []
+        cut = isinstance(shape, tuple) and len(shape) > 0 and shape[0] == whole.size
+        return value[begin:end] if cut else value
+    return with_children(value, [_take(child, begin, end, whole) for child in children])
 
 
 def _dim_of(tensor: torch.Tensor, batch_dim: int) -> int:

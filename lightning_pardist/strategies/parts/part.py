@@ -227,6 +227,27 @@ class DataPart(Part):
         module.load_state_dict(state, strict=strict)
 
 
+def refuse_renormalized(module: nn.Module, where: str) -> None:
+    """Refuse embeddings with ``max_norm`` where ranks see different samples, or parts of a layer. Not collective.
+
+    Args:
+        module: As the user built it.
+        where: Name of the strategy.
+
+    Raises:
+        ValueError: With the name of the first.
+    """
+    for name, layer in module.named_modules():
+        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) or layer.max_norm is None:
+            continue
+        if layer.weight.requires_grad:
+            raise ValueError(
+                f"{name!r} has max_norm={layer.max_norm}, so that its forward changes the rows that one rank's samples"
+                f" use: under {where} ranks would come to differ. Set max_norm=None, and rescale the rows in"
+                " on_train_batch_start (torch.renorm)."
+            )
+
+
 def refuse_pruning(trainer: pl.Trainer) -> None:
     """Refuse ``ModelPruning`` where ranks hold parts of the model. Not collective.
 

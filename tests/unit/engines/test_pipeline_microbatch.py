@@ -73,6 +73,29 @@ def test_what_is_no_sample_goes_everywhere() -> None:
         assert part.value["k"] == 5
 
 
+def test_batches_of_detectors() -> None:
+    for counts in ((1, 2, 3, 1), (2, 2, 2, 2), (4, 4, 4, 4)):
+        targets = [{"boxes": torch.zeros(n, 4) + i, "labels": torch.zeros(n)} for i, n in enumerate(counts)]
+        images = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 8, 8)
+        for batch in (
+            (images, targets),
+            {"images": images, "targets": tuple(targets)},
+            (tuple(images), tuple(targets)),
+            list(zip(images, targets, strict=True)),
+            [{"image": image, **target} for image, target in zip(images, targets, strict=True)],
+        ):
+            assert batch_size_of(batch) == 4
+            for index, part in enumerate(split_batch(batch, 4)):
+                found = [tensor for tensor in flatten(part.value)[0] if tensor.ndim > 1]
+                assert [tensor.mean().item() for tensor in found] == [index, index], (counts, type(batch))
+
+
+def test_batches_of_several_loaders() -> None:
+    batch = [{"x": torch.zeros(8, 2), "y": torch.zeros(8)}, {"x": torch.zeros(8, 2), "y": torch.zeros(8)}]
+    assert batch_size_of(batch) == 8
+    assert [len(part["x"]) for part in split_batch(batch, 2)[0].value] == [4, 4]
+
+
 def test_lists_of_samples_and_other_batch_dims() -> None:
     images = [torch.zeros(3, size, size) for size in (4, 5, 6, 7)]
     parts = split_batch({"images": images, "ids": ["a", "b", "c", "d"]}, 2)

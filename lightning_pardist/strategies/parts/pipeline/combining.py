@@ -24,7 +24,8 @@ Place = tuple[Hashable, ...]
 
 #: Of several rules that fit, the first is taken. "mean" is weighted as the loss is, "samples" by samples.
 #: "cat0" and its kind put tensors side by side, along that dim.
-_RULES = ("mean", "samples", "sum", "last", "first", "max", "min", "cat0", "cat1", "cat2")
+#: The largest number of a batch is that of its last sample now and then, and asked for more often.
+_RULES = ("mean", "samples", "sum", "max", "min", "last", "first", "cat0", "cat1", "cat2")
 #: Values that stand for "not counted": the ignore index of losses, padding, a mask's zero.
 _IGNORED = (-100, 0, -1)
 
@@ -100,16 +101,23 @@ class Rules:
 
 
 class Collector(Rules):
-    """Collects numbers by place instead of combining them."""
+    """Collects numbers by place instead of combining them.
+
+    Attributes:
+        found: The micro-batches' numbers.
+        meant: By which rule they are combined if nothing is known, as ``reduce_fx`` of what is logged says.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[Place, list[Any]]
+        self.meant: dict[Place, str]
         object.__setattr__(self, "found", {})
+        object.__setattr__(self, "meant", {})
 
     def combine(self, place: Place, column: Sequence[Any], shares: Shares, otherwise: str = "mean") -> Any:
         """Note the numbers; the first one."""
-        self.found[place] = list(column)
+        self.found[place], self.meant[place] = list(column), otherwise
         return column[0]
 
 
@@ -138,6 +146,7 @@ def find_rules(
     close: float,
     tolerance: float,
     rough: bool = False,
+    meant: Mapping[Place, str] | None = None,
 ) -> dict[Place, str]:
     """The rules that lead from micro-batches' numbers to the batch's; none where none does.
 
@@ -148,13 +157,17 @@ def find_rules(
         close: Relative error of a rule that is right; numbers of an untrained module are alike, and others come near.
         tolerance: Largest relative error, where no rule is as close.
         rough: Whether the step draws random numbers, so that only the closer of mean and sum can be told.
+        meant: Rules that come first where several fit as well.
     """
     found: dict[Place, str] = {}
     for place, column in parts.items():
         if place not in whole:
             continue
-        errors = {rule: _error_of(rule, whole[place], column, shares) for rule in _RULES}
-        fitting = [rule for limit in (close, tolerance) for rule in _RULES if errors[rule] <= limit]
+        named = (meant or {}).get(place)
+        # The others come about without anybody having asked for them.
+        rules = sorted(_RULES, key=named.__eq__, reverse=True) if named in ("sum", "max", "min") else _RULES
+        errors = {rule: _error_of(rule, whole[place], column, shares) for rule in rules}
+        fitting = [rule for limit in (close, tolerance) for rule in rules if errors[rule] <= limit]
         if rough and not fitting:
             fitting = [min(("mean", "sum"), key=errors.__getitem__)]
         if fitting:

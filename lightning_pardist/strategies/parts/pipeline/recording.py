@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,12 +14,14 @@ import torch
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_pardist.engines.kept_parameters import KeptParameters
 from lightning_pardist.engines.pipeline import (
     CannotPipelineError,
     PipelinePlan,
     Trace,
+    batch_size_of,
     dry_run,
     find_loss,
     plan,
@@ -181,12 +183,51 @@ class StepRecorder:
         except CannotPipelineError:
             raise
         except Exception:
-            raise error from None
+            if not self._runs_on_whole(sample):
+                raise error from None
+            size, whole = batch_size_of(sample.microbatch), batch_size_of(sample.batch)
+            raise CannotPipelineError(
+                f"{STEPS[sample.stage]} runs on a batch and fails on a micro-batch, {size} of the batch's {whole}"
+                f" samples ({type(error).__name__}: {error}). If samples belong together, use pardist_mp, which makes no"
+                " micro-batches; if micro-batches are too small, larger batches or a smaller num_microbatches.",
+                (),
+            ) from error
+
+    def _runs_on_whole(self, sample: _Sample) -> bool:
+        with suppress(Exception), undisturbed(self.module), torch.no_grad(), self._running(sample) as run:
+            run(fresh_copy(sample.batch))
+            return True
+        return False
 
     def _traced(self, sample: _Sample) -> Trace:
         training = sample.stage == RunningStage.TRAINING
-        with self._running(sample) as run:
-            return trace(self.module, run, sample.microbatch, grad=training, loss_of=loss_of)
+        with self._running(sample) as run, KeptParameters(self.module) as kept:
+            recorded = trace(self.module, run, sample.microbatch, grad=training, loss_of=loss_of)
+            if kept.written:
+                self._refuse_changes(sample, run, kept.written)
+        return recorded
+
+    @torch.no_grad()
+    def _refuse_changes(self, sample: _Sample, run: Callable[[Any], Any], written: Sequence[nn.Parameter]) -> None:
+        """A step may clamp or normalize parameters, which comes to the same if every micro-batch does it, and no more.
+
+        Raises:
+            CannotPipelineError: If the change depends on how often the step runs, as that of a moving average does.
+        """
+        for parameter in written:
+            parameter.add_(1.0)
+        with undisturbed(self.module), torch.enable_grad():
+            run(fresh_copy(sample.microbatch))
+            once = [parameter.detach().clone() for parameter in written]
+            run(fresh_copy(sample.microbatch))
+        for name, parameter in self.module.named_parameters():
+            before = next((value for other, value in zip(written, once, strict=True) if other is parameter), None)
+            if before is not None and relative_error(before, parameter) > _LOOSE:
+                raise CannotPipelineError(
+                    f"{STEPS[sample.stage]} changes the values of {name!r}, and more of it each time that it runs; in a"
+                    " pipeline it runs once for every micro-batch and stage. Change parameters in a hook, and only by"
+                    " those of the same stage."
+                )
 
     def _find_all_rules(self, samples: list[_Sample]) -> dict[StepKey, Rules]:
         found: dict[StepKey, Rules] = {}
@@ -214,11 +255,12 @@ class StepRecorder:
         weigh = self.settings.loss_weight
         weights = [float(weigh(value)) for value in values] if callable(weigh) else [float(size) for size in sizes]
         shares = Shares.of(weights, sizes)
-        numbers, columns = self._numbers_of(whole, sum(sizes)), self._numbers(run(values), shares)
+        collector = self._numbers(run(values), shares)
+        numbers, columns, meant = self._numbers_of(whole, sum(sizes)), collector.found, collector.meant
         loose, close = (_LOOSE, _CLOSE) if is_exact else (_ROUGH, _ROUGH)
-        find = partial(find_rules, numbers, columns, close=close, tolerance=loose, rough=is_random)
+        find = partial(find_rules, numbers, columns, close=close, tolerance=loose, rough=is_random, meant=meant)
         found = self._settle_sums(find(shares), numbers, sample, run)
-        certain = find_rules(numbers, columns, shares, close=close, tolerance=close)
+        certain = find_rules(numbers, columns, shares, close=close, tolerance=close, meant=meant)
         training = sample.stage == RunningStage.TRAINING
         if training:
             loss = loss_of(whole)
@@ -300,13 +342,13 @@ class StepRecorder:
             return records
 
     def _numbers_of(self, record: dict[str, Any], size: int) -> dict[Place, Any]:
-        twice = self._numbers([record, record], Shares.of([1, 1], [size] * 2))
+        twice = self._numbers([record, record], Shares.of([1, 1], [size] * 2)).found
         return {place: column[0] for place, column in twice.items()}
 
-    def _numbers(self, records: list[dict[str, Any]], shares: Shares) -> dict[Place, list[Any]]:
+    def _numbers(self, records: list[dict[str, Any]], shares: Shares) -> Collector:
         collector = Collector()
         self._effects.combine(records, shares, collector)
-        return collector.found
+        return collector
 
     @contextmanager
     def _running(self, sample: _Sample, *, plain: bool = False) -> Iterator[Callable[[Any], Any]]:
