@@ -303,6 +303,17 @@ class PardistStrategy(ParallelStrategy):
 
     # --- the module ---------------------------------------------------------------------------------------------
 
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Where a module is built: if it is to be empty, on ``meta``, for a part that creates its values in pieces."""
+        if not empty_init or not any(part.creates_values for part in self.parts) or len(self.model_axes) > 1:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        with torch.device("meta"), self.precision_plugin.tensor_init_context():
+            yield
+
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self.accelerator is None or self.lightning_module is None or self.model is None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
-
-import torch
-from typing_extensions import override
 
 from lightning_pardist.engines.fully_sharded.materialize import InitFunction
 from lightning_pardist.engines.pipeline.plan import ReadPolicy
@@ -94,14 +90,3 @@ class PipelineStrategy(PardistStrategy):
         settings.check_data(data_parallel, data_settings or {})
         data = data_part(data_parallel, **(data_settings or {}))
         super().__init__(data=data, pipeline=PipelinePart(settings), **kwargs)
-
-    @contextmanager
-    @override
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where a module is built: on ``meta`` if it is to be empty, for each rank to create its stages alone."""
-        if not empty_init:
-            with super().tensor_init_context(empty_init):
-                yield
-            return
-        with torch.device("meta"), self.precision_plugin.tensor_init_context():
-            yield

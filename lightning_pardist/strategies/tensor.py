@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from torch import nn
-from typing_extensions import override
 
 from lightning_pardist.engines.tensor import TensorParallelPlan
 from lightning_pardist.strategies import rehearsal
@@ -74,17 +71,6 @@ class TensorParallelStrategy(PardistStrategy):
             init=init,
         )
         super().__init__(data=data_part(data_parallel, **(data_settings or {})), tensor=tensor, **kwargs)
-
-    @contextmanager
-    @override
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where a module is built: on ``meta`` if it is to be empty, to be created layer by layer."""
-        if not empty_init:
-            with super().tensor_init_context(empty_init):
-                yield
-            return
-        with torch.device("meta"), self.precision_plugin.tensor_init_context():
-            yield
 
     @classmethod
     def plan(

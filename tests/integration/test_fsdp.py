@@ -112,6 +112,23 @@ def test_a_module_without_values_is_created_shard_by_shard(tmp_path):
         assert_close(second, snapshot(two))
 
 
+def _empty():
+    trainer = quiet_trainer(strategy=sharded(), devices=2, use_distributed_sampler=False)
+    with trainer.init_module(empty_init=True):
+        module = Classifier()
+    assert all(param.is_meta for param in module.parameters())
+    data = Data(module.dataset(BATCH * BATCHES))
+    torch.manual_seed(11)
+    trainer.fit(module, datamodule=data)
+    return snapshot(module)
+
+
+def test_an_empty_module_gets_the_values_of_one_process():
+    one, _ = fit(Classifier, "auto", 1, 1)
+    for got in run_ranks(2, _empty):
+        assert_close(got, snapshot(one))
+
+
 # --- after a run ----------------------------------------------------------------------------------------------------
 
 

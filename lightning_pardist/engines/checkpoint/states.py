@@ -229,22 +229,14 @@ def fill_module(module: nn.Module, state: FolderState, *, strict: bool = True) -
         strict: Whether names must match.
 
     Raises:
-        RuntimeError: If they do not; nothing has been changed then.
-        ValueError: If a shape differs.
+        RuntimeError: If they do not, or a shape differs; nothing has been changed then.
     """
     own = module.state_dict(keep_vars=True)
-    missing = [name for name in own if name not in state]
-    unexpected = [name for name in state if name not in own]
-    if strict and (missing or unexpected):
-        raise RuntimeError(
-            f"The checkpoint {state.reader.path} does not fit {type(module).__name__}: missing {missing[:8]},"
-            f" unexpected {unexpected[:8]}. Set strict_loading = False on the module if that is meant."
-        )
-    common = [name for name in own if name in state]
+    common = common_names(module, own, state, strict=strict, source=f"The checkpoint {state.reader.path}")
     for name in common:
         key = state.stored_key(name)
         if key is not None and (stored := state.reader.describe(key).shape) != tuple(own[name].shape):
-            raise ValueError(
+            raise RuntimeError(
                 f"{name} has shape {tuple(own[name].shape)} in the module and {stored} in {state.reader.path}."
             )
     rest: dict[str, Any] = {}
@@ -351,6 +343,31 @@ def _filled(full_key: str, slot: Slot, reader: FolderReader, *, parts: bool) -> 
     values = torch.empty_like(local, dtype=dtype, requires_grad=False)
     reader.read_into(full_key, slot.locate(values))
     return values
+
+
+def common_names(
+    module: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool, source: str = "The checkpoint"
+) -> list[str]:
+    """Names of what is to be loaded: those that a module's own state dict and another one have, in its own order.
+
+    Args:
+        module: Whose state dict ``own`` is.
+        own: Its names.
+        state: What is loaded.
+        strict: Whether names must match.
+        source: Where ``state`` comes from, as an error begins.
+
+    Raises:
+        RuntimeError: As torch's ``load_state_dict``, if they do not.
+    """
+    missing = [name for name in own if name not in state]
+    unexpected = [name for name in state if name not in own]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"{source} does not fit {type(module).__name__}: missing {missing[:8]}, unexpected {unexpected[:8]}."
+            " Set strict_loading = False on the module if that is meant."
+        )
+    return [name for name in own if name in state]
 
 
 def copy_whole(whole: Tensor, shards: Shards) -> None:

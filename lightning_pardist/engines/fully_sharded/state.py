@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_pardist.collectives import as_bytes
+from lightning_pardist.engines.checkpoint.states import common_names
 from lightning_pardist.engines.local_tensors import (
     over_tensor_ranks,
     own_part,
@@ -144,7 +145,7 @@ def full_state(module: nn.Module, writer: int = 0) -> Iterator[tuple[str, Any]]:
             yield name, whole
 
 
-def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
+def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Fill the shards from whole tensors. Not collective: every rank reads its own part of the same file.
 
     Args:
@@ -152,24 +153,14 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
         state: Name -> whole tensor, memory-mapped if large.
         strict: Refuse names that are missing or unexpected.
 
-    Returns:
-        Missing and unexpected names.
-
     Raises:
-        ValueError: If a shape differs, or names do under ``strict``; nothing has been changed then.
+        RuntimeError: If a shape differs, or names do under ``strict``; nothing has been changed then.
     """
     own = module.state_dict(keep_vars=True)
-    missing = [name for name in own if name not in state]
-    unexpected = [name for name in state if name not in own]
-    if strict and (missing or unexpected):
-        raise ValueError(
-            f"The state does not fit the module: missing {missing[:8]}, unexpected {unexpected[:8]}."
-            " Load it with strict=False if that is meant."
-        )
-    common = [name for name in own if name in state]
+    common = common_names(module, own, state, strict=strict)
     for name in common:
         if isinstance(own[name], torch.Tensor) and own[name].shape != state[name].shape:
-            raise ValueError(
+            raise RuntimeError(
                 f"{name} has shape {tuple(own[name].shape)} in the module and {tuple(state[name].shape)} in the state."
             )
     extra = {name: state[name] for name in common if not isinstance(own[name], torch.Tensor)}
@@ -182,7 +173,6 @@ def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool
                 value.copy_(state[name])
     if extra:
         module.load_state_dict(extra, strict=False)
-    return missing, unexpected
 
 
 def parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

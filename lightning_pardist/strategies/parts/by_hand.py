@@ -29,7 +29,7 @@ from lightning_pardist.engines.by_hand import (
     sharded_by_units,
 )
 from lightning_pardist.engines.checkpoint.boxes import shards_of
-from lightning_pardist.engines.checkpoint.states import copy_whole
+from lightning_pardist.engines.checkpoint.states import common_names, copy_whole
 from lightning_pardist.engines.process_group import world_group
 from lightning_pardist.strategies.parts.part import DataPart
 
@@ -142,15 +142,8 @@ class SplitByHand(DataPart):
     @torch.no_grad()
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
         own = module.state_dict(keep_vars=True)
-        missing = [name for name in own if name not in state]
-        unexpected = [name for name in state if name not in own]
-        if strict and (missing or unexpected):
-            raise RuntimeError(
-                f"The checkpoint does not fit {type(module).__name__}: missing {missing[:8]}, unexpected"
-                f" {unexpected[:8]}. Set strict_loading = False on the module if that is meant."
-            )
         extra: dict[str, Any] = {}
-        for name in own.keys() & state.keys():
+        for name in common_names(module, own, state, strict=strict):
             if not isinstance(own[name], Tensor):
                 extra[name] = state[name]
                 continue
