@@ -188,8 +188,8 @@ class StepRecorder:
             size, whole = batch_size_of(sample.microbatch), batch_size_of(sample.batch)
             raise CannotPipelineError(
                 f"{STEPS[sample.stage]} runs on a batch and fails on a micro-batch, {size} of the batch's {whole}"
-                f" samples ({type(error).__name__}: {error}). If samples belong together, use pardist_mp, which makes no"
-                " micro-batches; if micro-batches are too small, larger batches or a smaller num_microbatches.",
+                f" samples ({type(error).__name__}: {error}). If samples belong together, use pardist_mp, which makes"
+                " no micro-batches; if micro-batches are too small, larger batches or a smaller num_microbatches.",
                 (),
             ) from error
 
