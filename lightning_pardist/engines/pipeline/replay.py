@@ -287,7 +287,7 @@ class _Run:
             result = self.replay.whole(result)
         unit = self.replay.units[name]
         side = tuple((a.module, a.name, _get(unit, a.module, a.name)) for a in recorded.side)
-        output, leaves = describe_output(unit, result, (args, kwargs), versions, side)
+        output, leaves = describe_output(result, (args, kwargs), versions, side)
         self.done.outputs.append(output)
         for position, leaf in enumerate(leaves):
             value = Value(index, position)

@@ -85,7 +85,6 @@ def find_loss(result: Any) -> torch.Tensor | None:
 
 
 def describe_output(
-    unit: nn.Module,
     result: Any,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     versions: dict[int, int],
@@ -94,8 +93,7 @@ def describe_output(
     """Describe what a call returned so that a stub can return the like.
 
     Args:
-        unit: The unit called.
-        result: What it returned.
+        result: What a unit returned.
         arguments: ``(args, kwargs)`` of the call.
         versions: Version counters of the argument tensors by ``id``, taken before the call.
         side: Attributes that the call has set, as (module, name, value).
@@ -172,7 +170,7 @@ class _Recording:
         index = tracker.begin_call()
         result = forward(*args, **kwargs)
         needs, flops = tracker.end_call()
-        output, leaves = describe_output(unit, result, (args, kwargs), versions, self._side_outputs(unit, index))
+        output, leaves = describe_output(result, (args, kwargs), versions, self._side_outputs(unit, index))
         for position, (described, leaf) in enumerate(zip(output.leaves, leaves, strict=True)):
             if isinstance(described, TensorLeaf):
                 tracker.set_value(leaf, Value(index, position))

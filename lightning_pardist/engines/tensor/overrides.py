@@ -54,7 +54,7 @@ def resolve_overrides(
             if first not in found.parameters:
                 continue
             way = _way(pattern, value, uses.get(first) == "embedding")
-            layout = _layout(found, first, way, uses.get(first), pattern)
+            layout = _layout(found, first, way, uses.get(first))
             parameter = found.parameters[first]
             if layout is not None and not layout.divides(tuple(parameter.shape), tp_size):
                 if on_indivisible == "error":
@@ -123,7 +123,7 @@ def _uses(found: Trace) -> dict[str, str]:
     return uses
 
 
-def _layout(found: Trace, name: str, way: str, use: str | None, pattern: str) -> Layout | None:
+def _layout(found: Trace, name: str, way: str, use: str | None) -> Layout | None:
     """Layout of one parameter: dims of a weight are ``[out, in, ...]`` but for matrix products and transposed ones."""
     if way == "replicate":
         return None

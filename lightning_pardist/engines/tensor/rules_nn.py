@@ -339,7 +339,7 @@ def _attend(group: TensorGroup, **given: Any) -> tuple[Tensor, Tensor | None]:
         part.reshape(part.shape[0], part.shape[1], heads, -1).permute(1, 2, 0, 3)
         for part in _project(query, key, value, given)
     )
-    mask = _mha_mask(group, given, q, k)
+    mask = _mha_mask(group, given, q)
     dropout = given["dropout_p"] if given["training"] else 0.0
     weights = None
     with apart(group, q) if dropout > 0 else nullcontext():
@@ -375,7 +375,7 @@ def _project(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -
     return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), parts, biases, strict=True))
 
 
-def _mha_mask(group: TensorGroup, given: dict[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
+def _mha_mask(group: TensorGroup, given: dict[str, Any], q: Tensor) -> Tensor | None:
     """Attention and padding masks added up, broadcast over ``[batch, local heads, queries, keys]``."""
     total: Tensor | None = None
     mask, padding = given["attn_mask"], given["key_padding_mask"]
