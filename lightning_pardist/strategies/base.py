@@ -71,7 +71,12 @@ class PardistStrategy(ParallelStrategy):
     transformed, then optimizers, then the data axis' engine) -> the Trainer's loops -> :meth:`teardown`.
 
     What is split, and how, is the business of the strategy's parts, one for each kind of parallelism; the order in
-    which they come is here. A subclass makes parts from settings.
+    which they come is here. A subclass makes parts from settings. Whatever else has a job of its own is an object, too:
+
+    - ``connection``: this rank among the others, by process group, mesh and watchdog;
+    - ``data_axis``: what ranks with different samples owe each other, and ``data_engine`` what of it is gradients;
+    - ``states`` and ``checkpoints``: state dicts as they are saved, and when and by whom they are written and read;
+    - ``continuing``: where in its data a run goes on.
 
     Args:
         data: What serves the data axis.
@@ -161,10 +166,10 @@ class PardistStrategy(ParallelStrategy):
         self.states = States(self)
         self.checkpoints = Checkpoints(self, form=checkpoint, async_save=async_save)
         self.continuing = Continuing(self)
-        self.dims = ParallelDims()
-        #: What keeps gradients right over the data axis, from the first ``fit`` on.
-        self.data_engine: DataEngine | None = None
         self.data_axis = DataAxis(self)
+        #: From the first ``fit`` on.
+        self.data_engine: DataEngine | None = None
+        self.dims = ParallelDims()
         self._num_nodes = 1
         self._attached = Attachments()
         #: Takes back what this run has changed in the module and its loaders, latest first.
