@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_pardist.engines.checkpoint.exchange import Exchange
 from lightning_pardist.engines.checkpoint.states import ABOUT
 from lightning_pardist.mesh import AXES
+from lightning_pardist.strategies.attachments import Replaced
 from lightning_pardist.strategies.sampling import Order, Skipping, rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ class Continuing:
         self.strategy = strategy
         self._saved: dict[str, Any] = {}
         self._orders: list[Order] = []
+        self._end_of_epoch: Replaced | None = None
         #: What a save after the run has to say: where its samplers were when it ended.
         self._at_end: dict[str, Any] | None = None
 
@@ -83,6 +87,7 @@ class Continuing:
 
         Lightning takes an epoch that ``max_steps`` cut short for a finished one, and one that ended with its last batch
         for unfinished if the run is counted in steps: its next batch is of the wrong epoch, or one that was seen.
+        It goes on in the validation at the end of an epoch, and after it.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -92,7 +97,8 @@ class Continuing:
         total: Any = epochs.total
         batch: Any = batches.current
         # Saved by a callback at the end of a batch: the batch is done, its counter comes later.
-        if batch.completed == batch.processed - 1 and batch.ready == batch.processed:
+        at_batch_end = batch.completed == batch.processed - 1 and batch.ready == batch.processed
+        if at_batch_end:
             batches.increment_completed()
             fit_loop.epoch_loop._batches_that_stepped += not fit_loop.epoch_loop._should_accumulate()
         finished = current.ready == current.started == current.processed and current.ready > 0
@@ -103,10 +109,13 @@ class Continuing:
                 progress.completed -= 1
             # Decided when the counters were loaded, from what they said then.
             _Loop.restarting.fset(fit_loop, True)  # type: ignore[attr-defined]
-        elif whole and not finished and current.processed == current.ready - 1:
+        elif at_batch_end and whole and current.processed == current.ready - 1:
             epochs.increment_processed()
             epochs.increment_completed()
             finished = True
+        elif whole and current.processed == current.ready - 1:
+            self._end_of_epoch = Replaced(fit_loop.epoch_loop, "advance", partial(self._end_epoch, fit_loop.epoch_loop))
+            self._end_of_epoch.attach()
         if finished and whole:
             if current.completed == current.processed - 1:
                 epochs.increment_completed()
@@ -116,6 +125,19 @@ class Continuing:
             fit_loop._combined_loader_states_to_load = states
         if fit_loop._combined_loader is not None:
             self._start_loaders_anew(trainer)
+
+    def _end_epoch(self, epoch_loop: Any, data_fetcher: Any) -> None:
+        """Stands in for ``advance`` where an epoch has no batches left, only its end."""
+        self._forget_end_of_epoch()
+        # Its samplers and random numbers get to where the run was saved when the loader is asked for the next batch.
+        with suppress(StopIteration):
+            next(data_fetcher)
+        epoch_loop.advance(data_fetcher)
+
+    def _forget_end_of_epoch(self) -> None:
+        if self._end_of_epoch is not None:
+            self._end_of_epoch.detach()
+            self._end_of_epoch = None
 
     def _start_loaders_anew(self, trainer: pl.Trainer) -> None:
         """Loaders were asked for before there were counters: ``estimated_stepping_batches`` in configure_optimizers."""
@@ -171,6 +193,7 @@ class Continuing:
             and trainer.fit_loop._combined_loader is not None
         ):
             self._at_end = self._now(trainer)
+        self._forget_end_of_epoch()
         for order in self._orders:
             order.detach()
         self._orders, self._saved = [], {}

@@ -1,12 +1,14 @@
 """A resumed run sees the samples, and draws the numbers, that the uninterrupted one does."""
 
+from contextlib import nullcontext
+
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
@@ -203,6 +205,54 @@ CASES = [
 @pytest.mark.parametrize(("strategy", "world", "case", "stops"), CASES, ids=str)
 def test_the_same_batches_losses_and_weights(strategy, world, case, stops, tmp_path):
     run_ranks(world, _resumed_alike, strategy, world, case, stops, str(tmp_path), timeout_s=250)
+
+
+class Ends(Module):
+    """Notes what comes at the end of an epoch, and may fail there."""
+
+    def __init__(self, fails=False) -> None:
+        super().__init__()
+        self.fails, self.events = fails, []
+
+    def validation_step(self, batch, batch_idx):
+        if self.fails and batch_idx == 1:
+            raise InterruptedError
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self):
+        self.events.append("validated")
+
+    def on_train_epoch_end(self):
+        self.events.append((self.current_epoch, self.trainer.fit_loop.epoch_loop._batches_that_stepped))
+
+
+def _ends(folder, fails, resume=None):
+    module = Ends(fails)
+    trainer = quiet_trainer(
+        strategy="pardist_ddp",
+        max_epochs=2,
+        num_sanity_val_steps=0,
+        callbacks=[
+            ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=False),
+            OnExceptionCheckpoint(folder),
+        ],
+        enable_checkpointing=True,
+    )
+    loader = DataLoader(_dataset(), batch_size=GLOBAL_BATCH)
+    with pytest.raises(InterruptedError) if fails else nullcontext():
+        trainer.fit(module, loader, loader, ckpt_path=resume)
+    return module.events
+
+
+def _ends_alike(folder):
+    whole = _ends(f"{folder}/all", fails=False)
+    _ends(f"{folder}/failed", fails=True)
+    assert _ends(f"{folder}/a", fails=False, resume=f"{folder}/failed/on_exception.ckpt") == whole
+    assert _ends(f"{folder}/b", fails=False, resume=f"{folder}/all/epoch=0.ckpt") == whole[1:]
+
+
+def test_the_end_of_an_epoch_that_was_saved_in_or_after_its_validation(tmp_path):
+    run_ranks(1, _ends_alike, str(tmp_path))
 
 
 def _seen(strategy, world, settings, case):
