@@ -10,7 +10,8 @@ from tests.helpers.parity import assert_close
 from tests.helpers.ranks import run_ranks
 
 SPLIT = [name for name in STRATEGIES if name not in ("one", "single")]
-LAYOUTS = [("one", 1), *((name, world) for name in SPLIT for world in (2, 4) if "_zero" not in name or world == 4)]
+ALONE = [(name, 1) for name in ("one", "zero1", "zero2", "zero3", "fsdp")]
+LAYOUTS = [*ALONE, *((name, world) for name in SPLIT for world in (2, 4) if "_zero" not in name or world == 4)]
 FORMS = ["full", "sharded"]
 #: Every strategy once as a source and once as a target, at another number of ranks.
 QUICK = [

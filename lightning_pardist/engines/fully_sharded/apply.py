@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -52,7 +53,7 @@ def shard(
     watch: Literal["first", "always", "never"] = "first",
     check: bool = True,
     tile_above_bytes: float | None = None,
-    boundaries: Collection[nn.Module] | None = None,
+    boundaries: Sequence[Sequence[nn.Module]] | None = None,
 ) -> FullySharded:
     """Shard a module's parameters in place. Collective over the mesh; call once, before optimizers are made.
 
@@ -83,8 +84,8 @@ def shard(
         tile_above_bytes: Linear layers with larger weights run in tiles of up to this many bytes, each gathered alone,
             see :mod:`~.tiling`. Their weights are in no unit.
         boundaries: Modules that a pipeline runs one by one, by their ``forward``, for micro-batches that take turns
-            (:meth:`FullySharded.microbatches`). Give the units that :func:`find_units` finds inside of them, and as
-            ``ignored`` what other stages hold.
+            (:meth:`FullySharded.microbatches`): those of each stage in the order of their calls. Give the units that
+            :func:`find_units` finds inside of them, and as ``ignored`` what other stages hold.
 
     Returns:
         The handle to run, accumulate, clip and save with.
@@ -132,14 +133,18 @@ def shard(
     for parameter in parameters.values():
         if parameter not in ignored:
             make_settable(parameter)
+    by_forward = set(itertools.chain(*(boundaries or ())))
     runtime_units = [
-        ShardedUnit(unit, index, unit.module is module, by_forward=unit.module in (boundaries or ()))
+        ShardedUnit(unit, index, unit.module is module, by_forward=unit.module in by_forward)
         for index, unit in enumerate(plan)
     ]
     if boundaries is not None and reshard_after_forward is False:
         # Between forward and backward of one micro-batch lie those of others, for which it would be gathered again.
         for kept in runtime_units[:-1]:
             kept.set_resident(True)
+    else:
+        for stage in boundaries or ():
+            _prefetch_in_order(stage, {unit.unit.module: unit for unit in runtime_units[:-1]})
     return FullySharded(
         module,
         mesh,
@@ -154,6 +159,13 @@ def shard(
         mp_policy=mp_policy,
         interleaved=boundaries is not None,
     )
+
+
+def _prefetch_in_order(stage: Sequence[nn.Module], units: Mapping[nn.Module, ShardedUnit]) -> None:
+    """Let each unit of a stage be gathered while the one before it computes."""
+    order = [units[inner] for boundary in stage for inner in boundary.modules() if inner in units]
+    for unit, following in itertools.pairwise(order):
+        unit.module.set_modules_to_forward_prefetch([following.module])
 
 
 class _Settings:

@@ -89,8 +89,11 @@ class Part:
         """Every part has transformed the module, and optimizers exist if there are any. Collective over the world."""
 
     @property
-    def boundaries(self) -> Sequence[nn.Module] | None:
-        """Modules that this part runs one by one, by their ``forward``; None if steps run as they were written."""
+    def boundaries(self) -> Sequence[Sequence[nn.Module]] | None:
+        """Modules that this part runs one by one, by their ``forward``; None if steps run as they were written.
+
+        Stage by stage, in the order in which they are called.
+        """
         return None
 
     @property

@@ -208,7 +208,7 @@ class FullyShardedData(DataPart):
             policy=self.units,
             min_unit_bytes=int(self.min_unit_size_mb * _MIB),
             ignored={*weights(tiled.values()), *elsewhere},
-            boundaries=boundaries,
+            boundaries=None if boundaries is None else [*itertools.chain(*boundaries)],
         )
         return shard(
             module,

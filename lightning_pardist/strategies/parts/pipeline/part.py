@@ -183,19 +183,22 @@ class PipelinePart(Part):
 
     @property
     @override
-    def boundaries(self) -> list[nn.Module] | None:
+    def boundaries(self) -> list[list[nn.Module]] | None:
         """The units of this rank's stages, but those whose parameters are read outside of their ``forward``."""
         if self.engine is None:
             return None
         module, placement = self.engine.module, self.engine.placement
-        recorded = placement.plan.trace
+        recorded, unit_stages = placement.plan.trace, placement.plan.unit_stages
         read_outside = {recorded.parameters[name].unit for name in recorded.free_parameters}
-        units = {
-            name: module.get_submodule(name)
-            for name, stages in placement.plan.unit_stages.items()
-            if any(placement.stage_ranks[stage] == placement.rank for stage in stages)
-        }
-        return [unit for name, unit in units.items() if name not in read_outside]
+        return [
+            [
+                module.get_submodule(name)
+                for name, stages in unit_stages.items()
+                if stage in stages and name not in read_outside
+            ]
+            for stage, rank in enumerate(placement.stage_ranks)
+            if rank == placement.rank
+        ]
 
     @property
     @override
