@@ -173,6 +173,11 @@ class _Recorder(TorchFunctionMode):
         looked_at = name.startswith(("get:", "set:", "delete:")) and name not in ("get:T", "get:mT", "get:data")
         if looked_at or name in GLOBAL_PROPERTIES or name in LOCAL_PROPERTIES or name in _NO_DATA:
             return func(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                "The step computes inside of a transform of torch.func (vmap, grad, jacrev), where tensors cannot be"
+                " split over ranks. Use pardist_ddp or pardist_zero3."
+            )
         return self.record(func, name, inplace, args, kwargs, lambda: func(*args, **kwargs))
 
 

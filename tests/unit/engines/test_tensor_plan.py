@@ -214,3 +214,9 @@ def test_bad_overrides_are_refused():
         make("mlp", tp_size=0)
     found = make("mlp", overrides={"body.4": "column"}, on_indivisible="replicate")
     assert "body.4.weight" not in found.layouts()
+
+
+def test_transforms_of_torch_func_are_refused():
+    layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match=r"inside of a transform of torch\.func"):
+        plan(layer, lambda: torch.func.vmap(torch.func.jacrev(layer))(x).sum(), tp_size=2)
