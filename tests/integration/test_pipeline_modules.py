@@ -140,7 +140,8 @@ def _transformers(strategy="pardist_pp", devices=2):
 
         def validation_step(self, batch):
             output = self(**batch)
-            self.log_dict({"val_loss": output.loss, "largest": output.logits.max()})
+            written = self.model.generate(batch["input_ids"][:, :3], max_new_tokens=4, do_sample=True, pad_token_id=0)
+            self.log_dict({"val_loss": output.loss, "largest": output.logits.max(), "written": written.float().mean()})
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
@@ -164,6 +165,69 @@ def test_language_model_of_transformers_with_padding():
     for got in run_ranks(2, _transformers):
         for part in ("values", "weights"):
             assert_close(got[part], want[part])
+
+
+class Remembers(nn.Module):
+    """Adds to a cache that it is given, as attention does when it writes a text."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x, cache=None):
+        if cache is None:
+            return self.layer(x).tanh()
+        cache["seen"].append(x)
+        cache["calls"] += 1
+        return self.layer(sum(cache["seen"]) / cache["calls"]).tanh()
+
+
+class Writes(pl.LightningModule):
+    """Validation runs through the stages again and again, for as long as the values say."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembers() for _ in range(3))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x, caches=(None, None, None)):
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block(x, cache)
+        return self.head(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        assert self.device == next(self.parameters()).device == batch[0].device
+        caches = [{"seen": [], "calls": 0} for _ in self.blocks]
+        x, steps = batch[0], 0
+        while steps < 2 or (x.sum() > -100 and steps < 4):
+            x, steps = x + self(x, caches), steps + 1
+        self.log_dict({"out": x.mean(), "steps": float(steps), "kept": sum(c["seen"][-1].mean() for c in caches)})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _writing(strategy="pardist_pp", devices=2):
+    torch.manual_seed(11)
+    module = Writes()
+    data = [(x, x.sum(0, keepdim=True)) for x in torch.randn(16, 6, generator=torch.Generator().manual_seed(7))]
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=6))
+    metrics = {key: value.clone() for key, value in trainer.callback_metrics.items()}
+    return {**snapshot(module), **metrics}, [str(each.message) for each in caught]
+
+
+def test_validation_that_does_not_follow_the_stages():
+    want, _ = _writing("auto", 1)
+    found = run_ranks(2, _writing)
+    for got, _ in found:
+        assert_close(got, want)
+    assert any("validation_step does not run in the stages of the training step" in each for each in found[0][1])
 
 
 class Sums(pl.LightningModule):

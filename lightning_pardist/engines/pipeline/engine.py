@@ -165,6 +165,11 @@ class PipelineEngine:
         self._seed, self._steps = position, 0
 
     @property
+    def replay(self) -> StageReplay:
+        """What runs the stages of the plan that placed the parameters."""
+        return self._train.replay
+
+    @property
     def microbatch_index(self) -> int:
         """Which of the batch's micro-batches the step is being run on."""
         return self._running.microbatch_index

@@ -10,15 +10,17 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pardist.engines.pipeline.errors import CannotPipelineError, PipelineTimeoutError
+from lightning_pardist.engines.pipeline.errors import PipelineTimeoutError
 from lightning_pardist.engines.pipeline.placement import Placement
-from lightning_pardist.engines.pipeline.structure import flatten, map_leaves
+from lightning_pardist.engines.pipeline.replay import StageReplay
+from lightning_pardist.engines.pipeline.structure import flatten, follow, map_leaves, rebuild
 
 
 class OutsideCalls:
@@ -68,6 +70,20 @@ class OutsideCalls:
         finally:
             self._inside = before
 
+    @contextmanager
+    def for_a_step(self, replay: StageReplay) -> Iterator[None]:
+        """Inside, a whole step runs: parameters of other ranks pretend to live on this rank's device.
+
+        Collective over the pipeline.
+
+        Args:
+            replay: Of the pipeline's stages.
+        """
+        if not self._inside:
+            self._borrow()
+        with replay.stub_parameters():
+            yield
+
     def call(self, name: str | None, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one unit, or the root (None), for all ranks. Collective over the pipeline, outside of steps."""
         if self._inside:
@@ -83,23 +99,26 @@ class OutsideCalls:
 
     def _answer(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner = self.placement.unit_owner(name)
-        if self.placement.rank != owner:
-            return self._told(None, owner, name)
         before = flatten((args, kwargs))[0]
+        if self.placement.rank != owner:
+            result, changed = self._told(None, owner, name)
+            if changed is not None:
+                spec, leaves = changed
+                follow((args, kwargs), rebuild(spec, [before[x.index] if type(x) is _Kept else x for x in leaves]))
+            return result
         failure: BaseException | None = None
-        result: Any = None
+        result = changed = None
         try:
             result = map_leaves(_detached, forward(*args, **kwargs))
-            after = flatten((args, kwargs))[0]
+            after, spec = flatten((args, kwargs))
             if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
-                raise CannotPipelineError(
-                    f"Outside of steps, {name!r} changes an argument that it was given (a cache, say), of which other"
-                    " ranks learn nothing. Call the model without it (use_cache=False), or after fit.",
-                    (),
-                )
+                # A cache of keys and values, say: the others' are given what is new in it.
+                index_of = {id(leaf): index for index, leaf in enumerate(before)}
+                changed = spec, [_Kept(index_of[id(x)]) if id(x) in index_of else _detached(x) for x in after]
         except Exception as error:
             failure = error
-        self._told((result, None if failure is None else f"{type(failure).__name__}: {failure}"), owner, name)
+        said = None if failure is None else f"{type(failure).__name__}: {failure}"
+        self._told(((result, changed), said), owner, name)
         if failure is not None:
             raise failure
         return result
@@ -159,6 +178,13 @@ class OutsideCalls:
         # On the instance, past nn.Module.__setattr__: the class and the state dict stay as they are.
         module.__dict__["forward"] = answer
         self._patched.append(module)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """In place of a value among the arguments of a call that the call has left alone."""
+
+    index: int
 
 
 class _Answer:

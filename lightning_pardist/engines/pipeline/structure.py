@@ -200,3 +200,33 @@ def with_children(value: Any, children: list[Any]) -> Any:
         else:
             made[key] = child
     return made
+
+
+def follow(value: Any, other: Any) -> Any:
+    """Let containers hold what others of the same kind hold, in place, as far as they can be written to.
+
+    Args:
+        value: Keeps its containers, which code elsewhere may refer to.
+        other: What it becomes equal to.
+
+    Returns:
+        ``value``, or ``other`` where there is nothing to write to.
+    """
+    if value is other or type(value) is not type(other):
+        return other
+    if isinstance(value, dict):
+        items = {key: follow(value.get(key), item) for key, item in other.items()}
+        value.clear()
+        value.update(items)
+    elif isinstance(value, list):
+        common = [follow(mine, item) for mine, item in zip(value, other, strict=False)]
+        value[:] = common + other[len(common) :]
+    elif isinstance(value, tuple):
+        for mine, item in zip(value, other, strict=False):
+            follow(mine, item)
+        return other
+    elif isinstance(value, (torch.Tensor, torch.nn.Module, *ATOMS)) or not hasattr(value, "__dict__"):
+        return other
+    else:
+        follow(value.__dict__, other.__dict__)
+    return value

@@ -38,10 +38,9 @@ def raise_together(failure: Exception | None) -> None:
 def agree_on(recorded: Recorded) -> Recorded:
     """The first rank's record: other samples may have led other pipelines to other cuts. Collective over the world."""
     plans = [(key, made.bounds, made.parameter_stages) for key, made in recorded.plans.items()]
+    parts = (plans, recorded.rules, sorted(recorded.written), sorted(recorded.unstaged))
     digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(
-        digests, hashlib.sha256(repr((plans, recorded.rules, sorted(recorded.written))).encode()).hexdigest()
-    )
+    dist.all_gather_object(digests, hashlib.sha256(repr(parts).encode()).hexdigest())
     if len(set(digests)) == 1:
         return recorded
     box = [recorded]

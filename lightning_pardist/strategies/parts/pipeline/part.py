@@ -81,6 +81,7 @@ class PipelinePart(Part):
         self._effects: StepEffects | None = None
         self._same_batch: SameBatches | None = None
         self._plans: dict[StepKey, PipelinePlan] = {}
+        self._unstaged: dict[StepKey, str] = {}
         self._observed: Recorded | None = None
         self._rules: dict[StepKey, Rules] = {}
         self._key: StepKey = ("", 0)
@@ -165,7 +166,7 @@ class PipelinePart(Part):
         group, device = self.group, self.strategy.root_device
         recorded = self._observed or self._record(trainer)
         self._observed = None
-        self._plans, self._rules = recorded.plans, recorded.rules
+        self._plans, self._rules, self._unstaged = recorded.plans, recorded.rules, recorded.unstaged
         self._warn_of_losses()
         first = next(iter(self._plans.values()))
         self._effects = StepEffects(module, first.trace.unit_names, written=recorded.written)
@@ -220,6 +221,11 @@ class PipelinePart(Part):
             self._outside.install()
 
     def _warn_of_losses(self) -> None:
+        for (name, _), reason in self._unstaged.items():
+            rank_zero_warn(
+                f"{name} does not run in the stages of the training step: {reason} Instead every rank runs it on whole"
+                " batches, and gets each layer's output from the rank that holds the layer, which takes longer."
+            )
         for (name, _), rules in self._rules.items():
             if not rules.is_explained:
                 rank_zero_warn(
@@ -273,6 +279,11 @@ class PipelinePart(Part):
 
         stage = self._trainer.state.stage
         self._key = self._key_of(stage, rest)
+        if self._key in self._unstaged:
+            # Numbers that it draws, to sample a text say, decide which layers are called next.
+            share_random_state(self.group)
+            with nullcontext() if self._outside is None else self._outside.for_a_step(engine.replay):
+                return step(batch, *rest)
         engine.record_times = self.record_times
         with effects.watching(), nullcontext() if self._outside is None else self._outside.suspended():
             if stage == RunningStage.TRAINING:
@@ -312,9 +323,10 @@ class PipelinePart(Part):
 
     def _key_of(self, stage: RunningStage | None, rest: Sequence[Any]) -> StepKey:
         name = "" if stage is None else STEPS[stage]
-        several = sum(step == name for step, _ in self._plans) > 1
+        known = {*self._plans, *self._unstaged}
+        several = sum(step == name for step, _ in known) > 1
         key = (name, int(rest[-1]) if several else 0)
-        if key not in self._plans:
+        if key not in known:
             raise CannotPipelineError(
                 f"No run of {name} was recorded for loader {key[1]}: there was none when the module was split. Give the"
                 " Trainer all loaders from the start.",
@@ -406,7 +418,7 @@ class PipelinePart(Part):
         self._metrics.clear()
         engine, self.engine = self.engine, None
         self._effects, self._same_batch, self._counted = None, None, None
-        self._plans, self._rules, self._taken = {}, {}, []
+        self._plans, self._rules, self._unstaged, self._taken = {}, {}, {}, []
         self._built_on_meta, self._observed = False, None
         module = self.strategy.lightning_module
         if engine is None or module is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -87,11 +87,13 @@ class Recorded:
         plans: Stages and messages of each step function.
         rules: How the numbers that each makes of micro-batches are combined.
         written: Buffers that steps write to, by module and name.
+        unstaged: Steps of evaluation beside another step that do not run in its stages, and why.
     """
 
     plans: dict[StepKey, PipelinePlan]
     rules: dict[StepKey, Rules]
     written: frozenset[tuple[Any, ...]] = frozenset()
+    unstaged: dict[StepKey, str] = field(default_factory=dict)
 
 
 class StepRecorder:
@@ -112,6 +114,7 @@ class StepRecorder:
         self._effects = StepEffects(self.module)
         self._rng_afterwards = torch.get_rng_state()
         self._after_hooks: set[RunningStage] = set()
+        self._unstaged: dict[StepKey, str] = {}
 
     def record(self) -> Recorded:
         """Plans for all step functions, the first of which decides the stages; each is tried.
@@ -122,22 +125,44 @@ class StepRecorder:
         samples = list(self._samples())
         if not samples:
             raise CannotPipelineError("There is no batch to record a run of a step with.", ())
-        traces = {sample.key: self._record(sample) for sample in samples}
-        first = samples[0].key
+        first, *others = samples
+        recorded = self._record(first)
+        found = self._record_others(recorded, others)
         written = frozenset(self._effects.seen_written)
-        self._effects = StepEffects(self.module, traces[first].unit_names, written=written)
-        main = plan(
-            traces[first],
-            self.num_ranks * self.settings.chunks_per_rank,
-            split=self.settings.split,
-            reads=self.settings.reads,
-            also=[recorded for key, recorded in traces.items() if key != first],
-        )
-        plans = {key: main if key == first else main.adapt(recorded) for key, recorded in traces.items()}
+        self._effects = StepEffects(self.module, recorded.unit_names, written=written)
+        main = self._plan(recorded, also=list(found.values()))
+        plans = {first.key: main, **{key: main.adapt(other) for key, other in found.items()}}
+        self._try(first, main)
+        for sample in others:
+            if sample.key in plans:
+                try:
+                    self._try(sample, plans[sample.key])
+                except CannotPipelineError as error:
+                    self._unstaged[sample.key] = error.reason
+                    del plans[sample.key]
+        staged = [sample for sample in samples if sample.key in plans]
+        return Recorded(plans, self._find_all_rules(staged), written, self._unstaged)
+
+    def _record_others(self, first: Trace, samples: Sequence[_Sample]) -> dict[StepKey, Trace]:
+        """Runs of the other steps, as far as they go through the first one's stages (``generate`` does not)."""
+        found: dict[StepKey, Trace] = {}
         for sample in samples:
-            with self._running(sample) as run:
-                dry_run(self.module, run, sample.microbatch, plans[sample.key], loss_of=loss_of)
-        return Recorded(plans, self._find_all_rules(samples), written)
+            try:
+                recorded = self._record(sample)
+                self._plan(first, also=[recorded])
+            except CannotPipelineError as error:
+                self._unstaged[sample.key] = error.reason
+            else:
+                found[sample.key] = recorded
+        return found
+
+    def _plan(self, recorded: Trace, also: Sequence[Trace]) -> PipelinePlan:
+        settings, num_stages = self.settings, self.num_ranks * self.settings.chunks_per_rank
+        return plan(recorded, num_stages, split=settings.split, reads=settings.reads, also=also)
+
+    def _try(self, sample: _Sample, made: PipelinePlan) -> None:
+        with self._running(sample) as run:
+            dry_run(self.module, run, sample.microbatch, made, loss_of=loss_of)
 
     def _samples(self) -> Iterator[_Sample]:
         trainer = self.trainer
