@@ -31,7 +31,7 @@ from lightning_pardist.engines.by_hand import (
 from lightning_pardist.engines.checkpoint.boxes import shards_of
 from lightning_pardist.engines.checkpoint.states import common_names, copy_whole
 from lightning_pardist.engines.process_group import world_group
-from lightning_pardist.strategies.parts.part import DataPart
+from lightning_pardist.strategies.parts.part import DataPart, refuse_callbacks
 
 #: Modules whose parameters a strategy has split: those of a broken run, and large ones, stay so.
 _ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -69,12 +69,11 @@ class SplitByHand(DataPart):
                 f" {strategy.dims.pipeline_parallel} ranks is to distribute them as well. Set pipeline_parallel_size=1,"
                 " or leave the splitting to the strategy."
             )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-                raise ValueError(
-                    f"{type(callback).__name__} averages whole parameters, and configure_model has split them. Remove"
-                    " the callback."
-                )
+        refuse_callbacks(
+            trainer,
+            (StochasticWeightAveraging, WeightAveraging),
+            "averages whole parameters, and configure_model has split them. Remove the callback.",
+        )
         if module is not None:
             check_units(module, data_size=strategy.dims.data_parallel)
 

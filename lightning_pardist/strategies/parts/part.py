@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -251,16 +251,43 @@ def refuse_renormalized(module: nn.Module, where: str) -> None:
             )
 
 
+def refuse_callbacks(trainer: pl.Trainer, kinds: type[pl.Callback] | tuple[type[pl.Callback], ...], why: str) -> None:
+    """Refuse callbacks of some classes. Not collective.
+
+    Args:
+        trainer: Whose callbacks.
+        kinds: Their classes.
+        why: What the error says behind the callback's name: the reason, and the fix.
+
+    Raises:
+        ValueError: If the Trainer has such a callback.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, kinds):
+            raise ValueError(f"{type(callback).__name__} {why}")
+
+
 def refuse_pruning(trainer: pl.Trainer) -> None:
     """Refuse ``ModelPruning`` where ranks hold parts of the model. Not collective.
 
     Raises:
         ValueError: If the Trainer has such a callback.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelPruning):
-            raise ValueError(
-                f"{type(callback).__name__} compares the elements of whole parameters, and each rank of"
-                f" {type(trainer.strategy).__name__} has some of them only. Use pardist_ddp, pardist_zero1 or"
-                " pardist_zero2, or prune after training."
-            )
+    refuse_callbacks(
+        trainer,
+        ModelPruning,
+        f"compares the elements of whole parameters, and each rank of {type(trainer.strategy).__name__} has some of"
+        " them only. Use pardist_ddp, pardist_zero1 or pardist_zero2, or prune after training.",
+    )
+
+
+def refuse_averages_in_shards(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that average weights where checkpoints are sharded and ranks hold parts. Not collective.
+
+    Raises:
+        ValueError: If the Trainer has such a callback.
+    """
+    strategy: Any = trainer.strategy
+    if strategy.checkpoints.sharded:
+        why = 'puts two models into a checkpoint, of which checkpoint="sharded" knows one. Use checkpoint="full".'
+        refuse_callbacks(trainer, WeightAveraging, why)

@@ -34,7 +34,7 @@ from lightning_pardist.engines.fully_sharded.units import MIN_UNIT_BYTES, UnitPo
 from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies.parts.offloading import OffloadSetting
-from lightning_pardist.strategies.parts.part import DataPart, refuse_pruning
+from lightning_pardist.strategies.parts.part import DataPart, refuse_callbacks, refuse_pruning
 from lightning_pardist.strategies.settings import one_of, positive
 
 _MIB = 2**20
@@ -105,12 +105,12 @@ class FullyShardedData(DataPart):
     def check(self, trainer: pl.Trainer) -> None:
         self.offload.check(trainer)
         refuse_pruning(trainer)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-                raise ValueError(
-                    f"{type(callback).__name__} averages whole parameters, which no rank has when they are sharded."
-                    " Remove the callback, or use pardist_ddp, pardist_zero1 or pardist_zero2."
-                )
+        refuse_callbacks(
+            trainer,
+            (StochasticWeightAveraging, WeightAveraging),
+            "averages whole parameters, which no rank has when they are sharded. Remove the callback, or use"
+            " pardist_ddp, pardist_zero1 or pardist_zero2.",
+        )
 
     # --- the module ---------------------------------------------------------------------------------------------
 

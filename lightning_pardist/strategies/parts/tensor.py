@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -43,7 +42,7 @@ from lightning_pardist.engines.tensor import (
 from lightning_pardist.mesh import Degree
 from lightning_pardist.strategies import rehearsal
 from lightning_pardist.strategies.parts.copies import copies_of
-from lightning_pardist.strategies.parts.part import Part, refuse_pruning
+from lightning_pardist.strategies.parts.part import Part, refuse_averages_in_shards, refuse_pruning
 from lightning_pardist.strategies.parts.pipeline.meta import stand_ins
 from lightning_pardist.strategies.samples import NoSampleError, first_batch, on_device
 from lightning_pardist.strategies.settings import one_of
@@ -103,12 +102,7 @@ class TensorParallel(Part):
     def check(self, trainer: pl.Trainer) -> None:
         name = type(self.strategy).__name__
         refuse_pruning(trainer)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging) and self.strategy.checkpoints.sharded:
-                raise ValueError(
-                    f"{type(callback).__name__} keeps every weight twice in a checkpoint, and checkpoint='sharded'"
-                    " writes them once. Use checkpoint='full'."
-                )
+        refuse_averages_in_shards(trainer)
         module = self.strategy.lightning_module
         if module is not None and on_meta(module) and self.strategy.dims.pipeline_parallel > 1:
             raise ValueError(

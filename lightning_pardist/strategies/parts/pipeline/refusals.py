@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
-from lightning_pardist.strategies.parts.part import refuse_pruning
+from lightning_pardist.strategies.parts.part import refuse_averages_in_shards, refuse_callbacks, refuse_pruning
 from lightning_pardist.strategies.parts.pipeline.recording import STEPS
 
 
@@ -47,24 +46,13 @@ def check_trainer(trainer: pl.Trainer) -> None:
             " pardist_zero3 or pardist_tp."
         )
     refuse_pruning(trainer)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        _check_average(trainer, callback)
-
-
-def _check_average(trainer: pl.Trainer, callback: pl.Callback) -> None:
-    kind = type(callback).__name__
-    if isinstance(callback, StochasticWeightAveraging):
-        raise ValueError(
-            f"{kind} runs the whole module by itself to renew batch norm statistics, and no rank has it in a pipeline."
-            " Use WeightAveraging or EMAWeightAveraging, or pardist_ddp, pardist_zero1 or pardist_zero2."
-        )
-    if not isinstance(callback, WeightAveraging):
-        return
-    strategy: Any = trainer.strategy
-    if strategy.checkpoints.sharded:
-        raise ValueError(
-            f'{kind} puts two models into a checkpoint, of which checkpoint="sharded" knows one. Use checkpoint="full".'
-        )
+    refuse_callbacks(
+        trainer,
+        StochasticWeightAveraging,
+        "runs the whole module by itself to renew batch norm statistics, and no rank has it in a pipeline. Use"
+        " WeightAveraging or EMAWeightAveraging, or pardist_ddp, pardist_zero1 or pardist_zero2.",
+    )
+    refuse_averages_in_shards(trainer)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
