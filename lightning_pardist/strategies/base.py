@@ -357,6 +357,7 @@ class PardistStrategy(ParallelStrategy):
         self.data.transform(trainer, module)
         if fitting:
             self.setup_optimizers(trainer)
+            self.states.check(self.optimizers)
             for part in self.parts:
                 part.after_optimizers(trainer, self.optimizers)
         self.setup_precision_plugin()

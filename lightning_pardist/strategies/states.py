@@ -59,6 +59,21 @@ class States:
         self._names: dict[Tensor, str] = {}
         self._last_whole: dict[str, Any] | None = None
 
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers whose state is out of reach. Not collective.
+
+        Raises:
+            ValueError: For one that shards its state itself, where that has to be known by parameter.
+        """
+        strategy = self.strategy
+        for optimizer in optimizers:
+            if hasattr(optimizer, "consolidate_state_dict") and (strategy.checkpoints.sharded or strategy.model_axes):
+                setting = 'checkpoint="sharded"' if strategy.checkpoints.sharded else strategy.dims.describe()
+                raise ValueError(
+                    f"{type(optimizer).__name__} shards its state in a way of its own, which {setting} cannot save."
+                    ' Use the optimizer inside it under pardist_zero1, or DDPStrategy with checkpoint="full".'
+                )
+
     def know_names(self, module: nn.Module) -> None:
         """Note the module's parameters: optimizers may keep them when the module no longer does."""
         self._names = {param: name for name, param in module.named_parameters()}

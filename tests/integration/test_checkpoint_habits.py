@@ -9,9 +9,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pardist import FSDPStrategy, PipelineStrategy, TensorParallelStrategy, ZeroStrategy, load_from_checkpoint
+from lightning_pardist import (
+    DDPStrategy,
+    FSDPStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+    ZeroStrategy,
+    load_from_checkpoint,
+)
+from lightning_pardist.engines.watchdog import PeerFailedError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
 
@@ -195,3 +204,29 @@ def _url(strategy, folder):
 @pytest.mark.parametrize("strategy", ["zero3", "pp"])
 def test_urls_and_places_that_cannot_be_written(strategy, tmp_path):
     run_ranks(2, _url, strategy, str(tmp_path))
+
+
+class SelfSharded(Habits):
+    def configure_optimizers(self):
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.02)
+
+
+def _self_sharded(folder):
+    path = f"{folder}/a.ckpt"
+    states = []
+    for epochs in (1, 2):
+        module = SelfSharded()
+        trainer = quiet_trainer(strategy=DDPStrategy(), devices=2, max_epochs=epochs, use_distributed_sampler=False)
+        trainer.fit(module, _loader("zero"), ckpt_path=path if epochs == 2 else None)
+        trainer.save_checkpoint(path)
+        dist.barrier()
+        states.append(torch.load(path, weights_only=True)["optimizer_states"][0]["state"])
+        dist.barrier()
+    for number, first in states[0].items():
+        assert states[1][number]["step"] == 2 * first["step"] == 2 * len(_loader("zero"))
+    with pytest.raises((ValueError, PeerFailedError), match=r'ZeroRedundancyOptimizer shards .* checkpoint="sharded"'):
+        quiet_trainer(strategy=DDPStrategy(checkpoint="sharded"), devices=2).fit(SelfSharded(), _loader("zero"))
+
+
+def test_an_optimizer_that_shards_its_own_state(tmp_path):
+    run_ranks(2, _self_sharded, str(tmp_path))

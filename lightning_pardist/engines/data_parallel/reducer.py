@@ -194,8 +194,12 @@ class GradientReducer:
         """Nothing to do: gradients live in the parameters."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict, whole on every rank."""
-        return optimizer.state_dict()
+        """The optimizer's state dict, whole on every rank; of one that shards its state itself, on the first one."""
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            return optimizer.state_dict()
+        # torch's ZeroRedundancyOptimizer, say. Collective.
+        optimizer.consolidate_state_dict()
+        return optimizer.state_dict() if dist.get_rank() == 0 else {}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a state dict of one process."""
