@@ -117,6 +117,19 @@ class FrozenStem(Base):
         return F.cross_entropy(x, batch[1])
 
 
+class Anchors(Base):
+    """A list of one item that each step makes anew, as detectors have their anchors."""
+
+    def __init__(self):
+        super().__init__()
+        self.anchors = [torch.ones(8)]
+
+    def training_step(self, batch, batch_idx):
+        self.anchors = [each.to(batch[0]) for each in self.anchors]
+        assert len(self.anchors) == 1
+        return super().training_step((batch[0] + self.anchors[0], batch[1]), batch_idx)
+
+
 class LowRank(nn.Module):
     def __init__(self, base):
         super().__init__()
@@ -226,6 +239,7 @@ KINDS = (
     HooksAtFirstCall,
     HookForOneStep,
     FrozenStem,
+    Anchors,
     Adapters,
     FrozenTeacher,
     Siamese,

@@ -22,6 +22,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_pardist.engines.pipeline import merge_results
 from lightning_pardist.engines.pipeline.intercept import HOOKS, hooks_of, is_flag
+from lightning_pardist.engines.pipeline.structure import flatten
 from lightning_pardist.strategies.parts.pipeline.combining import Place, Rules, Shares
 from lightning_pardist.strategies.parts.pipeline.merging import (
     MetricName,
@@ -228,7 +229,8 @@ class StepEffects:
         done = BatchEffects(merged([result["result"] for result in results], "result"))
         for path in dict.fromkeys(path for record in records for path in record.assigned):
             known = [record.assigned[path] for record in records if path in record.assigned]
-            if len(known) < len(records):
+            if len(known) < len(records) or all(_is_same(value, self._at(path)) for value in known):
+                # Made anew and as it was, a list of one item is none of samples, of which a micro-batch may have one.
                 done.assigned[path] = known[-1]
             elif not all(map(is_numeric, known)):
                 done.assigned[path] = merged(known, "assigned", path)
@@ -486,6 +488,19 @@ def _compare(before: _Frozen | None, now: Any, path: Path, record: _Record) -> N
             record.appended[path] = now[length:]
         elif _travels(now):
             record.assigned[path] = list(now)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether two nested values hold the same."""
+    (leaves, spec), (others, other_spec) = flatten(value), flatten(before)
+    return spec == other_spec and all(map(_is_same_leaf, leaves, others))
+
+
+def _is_same_leaf(leaf: Any, other: Any) -> bool:
+    if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
+        return type(leaf) is type(other) and bool(leaf == other)
+    alike = leaf.shape == other.shape and leaf.dtype == other.dtype
+    return alike and torch.equal(leaf.to(other.device), other)
 
 
 def _travels(value: Any) -> bool:
