@@ -151,7 +151,7 @@ class Checkpoints:
         # Callbacks add what they keep of the module, averages of its weights say, or put it in the module's place.
         # Ranks may add different things.
         added = {key: value for key, value in checkpoint.items() if key not in done and value is not whole}
-        for part in self.strategy.parts:
+        for part in (self.strategy.data, *self.strategy.model_axes):
             added = part.whole_values(added)
         # Hooks may have kept the Trainer's own.
         checkpoint = {**checkpoint, **added}

@@ -71,7 +71,7 @@ def _average(name, strategy="pardist_ddp", devices=2):
     return snapshot(module)
 
 
-@pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero1", "pardist_zero2"])
+@pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"])
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_averages_of_weights(name, strategy):
     want = _average(name, "auto", 1)

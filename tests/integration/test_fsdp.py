@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -387,8 +387,6 @@ class Lbfgs(Classifier):
 
 REFUSALS = {
     "optimizer": (Lbfgs, {}, "LBFGS cannot step on parts of parameters"),
-    "swa": (Classifier, {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}, "StochasticWeightAveraging averages"),
-    "ema": (Classifier, {"callbacks": [EMAWeightAveraging()]}, "EMAWeightAveraging averages whole parameters"),
     "pruning": (Classifier, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning compares the elements"),
 }
 

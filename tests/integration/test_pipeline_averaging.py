@@ -1,6 +1,7 @@
 """Averaging callbacks under a pipeline: each rank averages its stage, and everybody sees the whole."""
 
 import copy
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -64,13 +65,27 @@ class Net(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-3)
 
 
-def _fit(folder, strategy="auto", devices=1, epochs=2, ckpt_path=None):
+#: fully_shard's modules cannot be copied any more.
+STRATEGIES = {
+    "pp": (PipelineStrategy, 2, tuple(KINDS)),
+    "pp_zero3": (partial(PipelineStrategy, pipeline_parallel_size=2, data_parallel="zero3"), 4, ("mean", "ema")),
+}
+
+
+def _fit(folder, strategy=None, devices=1, epochs=2, ckpt_path=None, kinds=tuple(KINDS)):
     found = {}
     tokens = torch.randint(0, 12, (20, 7), generator=torch.Generator().manual_seed(7))
-    for name, (kind, settings) in KINDS.items():
+    for name in kinds:
         torch.manual_seed(11)
+        kind, settings = KINDS[name]
         module, average = Net(), kind(**settings)
-        trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=epochs, callbacks=[average])
+        trainer = quiet_trainer(
+            strategy=strategy() if strategy else "auto",
+            devices=devices,
+            max_epochs=epochs,
+            callbacks=[average],
+            use_distributed_sampler=False,
+        )
         loader = DataLoader(tokens, batch_size=8)
         trainer.fit(module, loader, loader, ckpt_path=ckpt_path and folder / f"{ckpt_path}-{name}.ckpt")
         path = folder / f"{devices}-{epochs}-{name}.ckpt"
@@ -86,16 +101,19 @@ def _fit(folder, strategy="auto", devices=1, epochs=2, ckpt_path=None):
     return found
 
 
-def _continued(folder):
-    first = _fit(folder, "pardist_pp", 2)
-    return first, _fit(folder, "pardist_pp", 2, 4, "2-2"), _fit(folder, "pardist_pp", 2, 4, "1-2")
+def _continued(folder, row):
+    strategy, devices, kinds = STRATEGIES[row]
+    first = _fit(folder, strategy, devices, kinds=kinds)
+    return first, *(_fit(folder, strategy, devices, 4, saved, kinds) for saved in (f"{devices}-2", "1-2"))
 
 
-def test_averages_are_those_of_one_process(tmp_path):
+@pytest.mark.parametrize("row", ["pp", pytest.param("pp_zero3", marks=pytest.mark.slow)])
+def test_averages_are_those_of_one_process(row, tmp_path):
     one, on = _fit(tmp_path), _fit(tmp_path, epochs=4, ckpt_path="1-2")
-    for got in run_ranks(2, _continued, tmp_path):
+    _, devices, kinds = STRATEGIES[row]
+    for got in run_ranks(devices, _continued, tmp_path, row):
         for mine, whole in zip(got, (one, on, on), strict=True):
-            for name in KINDS:
+            for name in kinds:
                 for part, want in whole[name].items():
                     assert_close(mine[name][part], want)
 

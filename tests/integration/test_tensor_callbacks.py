@@ -1,6 +1,7 @@
 """Lightning's callbacks, and those of users, that look at parameters while layers are split."""
 
 import copy
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pardist import FSDPStrategy, TensorParallelStrategy
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -131,8 +133,8 @@ def _interrupted(strategy, devices, folder):
     for epochs, ckpt_path in ((2, None), (3, path)):
         module = Odd()
         trainer = quiet_trainer(
-            strategy=strategy, devices=devices, use_distributed_sampler=False, max_epochs=epochs,
-            callbacks=[MAKE["averages"](), SaveInTheMiddle(path)],
+            strategy=strategy() if callable(strategy) else strategy, devices=devices, use_distributed_sampler=False,
+            max_epochs=epochs, callbacks=[MAKE["averages"](), SaveInTheMiddle(path)],
         )  # fmt: skip
         trainer.fit(module, _loader(), _loader(), ckpt_path=ckpt_path)
         results.append((module.losses, snapshot(module)))
@@ -148,12 +150,23 @@ class SaveInTheMiddle(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_averages_are_saved_whole_and_go_on(tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        ("pardist_tp", 2),
+        (partial(FSDPStrategy, min_unit_size_mb=0), 2),
+        pytest.param(
+            partial(TensorParallelStrategy, tensor_parallel_size=2, data_parallel="zero3"), 4, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["tp", "fsdp", "tp_zero3"],
+)
+def test_averages_are_saved_whole_and_go_on(strategy, devices, tmp_path):
     expected = _interrupted("auto", 1, tmp_path)
-    for found in run_ranks(2, _interrupted, "pardist_tp", 2, tmp_path):
+    for found in run_ranks(devices, _interrupted, strategy, devices, tmp_path):
         for (losses, weights), (losses_before, weights_before) in zip(found, expected, strict=True):
             assert losses == pytest.approx(losses_before, rel=1e-5)
             assert_close(weights, weights_before)
-    ours, theirs = (torch.load(tmp_path / f"averages-{n}.ckpt", weights_only=False) for n in (2, 1))
+    ours, theirs = (torch.load(tmp_path / f"averages-{n}.ckpt", weights_only=False) for n in (devices, 1))
     for key in ("state_dict", "current_model_state", "averaging_state"):
         assert_close(ours[key], theirs[key])

@@ -6,19 +6,21 @@ import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
@@ -28,13 +30,19 @@ from lightning_pardist.engines.fully_sharded import FullySharded, ShardedDataEng
 from lightning_pardist.engines.fully_sharded.apply import Reshard
 from lightning_pardist.engines.fully_sharded.engine import Accumulate
 from lightning_pardist.engines.fully_sharded.materialize import InitFunction, on_meta
-from lightning_pardist.engines.fully_sharded.state import full_state, load_full_state
+from lightning_pardist.engines.fully_sharded.state import full_state, gather_to, load_full_state
 from lightning_pardist.engines.fully_sharded.tiling import find_tiled, weights
 from lightning_pardist.engines.fully_sharded.units import MIN_UNIT_BYTES, UnitPolicy
 from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.mesh import Degree
+from lightning_pardist.strategies.parts.copies import copies_of
 from lightning_pardist.strategies.parts.offloading import OffloadSetting
-from lightning_pardist.strategies.parts.part import DataPart, refuse_callbacks, refuse_pruning
+from lightning_pardist.strategies.parts.part import (
+    DataPart,
+    refuse_averages_in_shards,
+    refuse_callbacks,
+    refuse_pruning,
+)
 from lightning_pardist.strategies.settings import one_of, positive
 
 _MIB = 2**20
@@ -91,7 +99,8 @@ class FullyShardedData(DataPart):
         self.whole_after_run_mb = whole_after_run_mb
         self.offload = OffloadSetting(offload, offload_window_mb)
         self._sharded: FullySharded | None = None
-        self._uneven: AbstractContextManager[None] | None = None
+        self._copies: list[FullySharded] = []
+        self._evaluating = ExitStack()
         self._metrics: list[Metric] = []
 
     @override
@@ -105,12 +114,14 @@ class FullyShardedData(DataPart):
     def check(self, trainer: pl.Trainer) -> None:
         self.offload.check(trainer)
         refuse_pruning(trainer)
-        refuse_callbacks(
-            trainer,
-            (StochasticWeightAveraging, WeightAveraging),
-            "averages whole parameters, which no rank has when they are sharded. Remove the callback, or use"
-            " pardist_ddp, pardist_zero1 or pardist_zero2.",
-        )
+        refuse_averages_in_shards(trainer)
+        if on_meta(trainer.lightning_module):
+            refuse_callbacks(
+                trainer,
+                WeightAveraging,
+                "copies a module that was built on the meta device, of which no rank has values yet. Build it with values,"
+                " or leave the callback out.",
+            )
 
     # --- the module ---------------------------------------------------------------------------------------------
 
@@ -150,7 +161,7 @@ class FullyShardedData(DataPart):
     @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if not self._pipelined or trainer.state.fn != TrainerFn.FITTING:
-            self._transform(module)
+            self._transform(trainer, module)
 
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
@@ -159,11 +170,12 @@ class FullyShardedData(DataPart):
             return
         module = trainer.lightning_module
         before = dict(module.named_parameters())
-        self._transform(module)
+        self._transform(trainer, module)
         sharded = dict(module.named_parameters())
         replace_in(optimizers, {param: sharded[name] for name, param in before.items()})
 
-    def _transform(self, module: pl.LightningModule) -> None:
+    def _transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        copies = copies_of(module, trainer.callbacks)  # type: ignore[attr-defined]
         if self._sharded is not None and self._sharded.module is module:
             # Left sharded by the run before.
             self._sharded.reset()
@@ -172,6 +184,7 @@ class FullyShardedData(DataPart):
             # A pipeline leaves what other stages hold on meta.
             self._built_on_meta = on_meta(module) and not self._pipelined
             self._sharded = self._shard(module)
+        self._copies = [self._shard(copied, is_copy=True) for copied in copies]
         device = self.strategy.root_device
         _move_torchmetrics_to_device(module, device)
         _update_properties(module, device=device)
@@ -193,7 +206,7 @@ class FullyShardedData(DataPart):
     def _shards_rest_on_host(self) -> bool:
         return self.offload.settings is not None and self.strategy.root_device.type != "cpu"
 
-    def _shard(self, module: pl.LightningModule) -> FullySharded:
+    def _shard(self, module: nn.Module, *, is_copy: bool = False) -> FullySharded:
         dims, plugin = self.strategy.dims, self.strategy.precision_plugin
         axes = ("data_shard",) if dims.data_replicate == 1 else ("data_replicate", "data_shard")
         policy = self.mp_policy
@@ -203,6 +216,9 @@ class FullyShardedData(DataPart):
         tiled = {} if tile_bytes is None else find_tiled(module, tile_bytes)
         elsewhere = {param for param in module.parameters() if param.is_meta} if self._pipelined else set()
         boundaries = next((part.boundaries for part in self.strategy.parts if part.boundaries is not None), None)
+        if is_copy and boundaries is not None:
+            # No pipeline runs it.
+            boundaries = []
         units = find_units(
             module,
             policy=self.units,
@@ -221,7 +237,7 @@ class FullyShardedData(DataPart):
             init=self.init,
             ignored=elsewhere,
             boundaries=boundaries,
-            sync_values=not self._pipelined,
+            sync_values=is_copy or not self._pipelined,
             rank_dependent=self.rank_dependent,
             watch=self.watch,
         )
@@ -243,6 +259,11 @@ class FullyShardedData(DataPart):
             raise RuntimeError("The module is sharded during fit, validate, test and predict only.")
         return self._sharded
 
+    @property
+    def _all(self) -> list[FullySharded]:
+        """The module, and copies of it that callbacks hold."""
+        return self._copies if self._sharded is None else [self._sharded, *self._copies]
+
     def _followed(self, toggle: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
         """Optimizers hold shards, while a step computes with gathered parameters."""
 
@@ -260,20 +281,18 @@ class FullyShardedData(DataPart):
 
     @override
     def before_collective(self) -> None:
-        if self._sharded is not None:
-            self._sharded.meet()
+        for sharded in self._all:
+            sharded.meet()
 
     @override
     def start_evaluation(self) -> None:
         # Ranks may have different numbers of batches, and one of them may run the module alone when the epoch ends.
-        self._uneven = self.sharded.uneven()
-        self._uneven.__enter__()
+        for sharded in self._all:
+            self._evaluating.enter_context(sharded.uneven())
 
     @override
     def end_evaluation(self) -> None:
-        if self._uneven is not None:
-            uneven, self._uneven = self._uneven, None
-            uneven.__exit__(None, None, None)
+        self._evaluating.close()
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -281,6 +300,19 @@ class FullyShardedData(DataPart):
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Whole tensors in the first rank's host memory, their names alone on the others. Collective."""
         return state if self._sharded is None else OrderedDict(full_state(self._sharded.module, self._sharded.writer))
+
+    @override
+    def whole_values(self, tree: Any) -> Any:
+        """Tensors on the first rank of those that hold the same part of the module, on ``meta`` elsewhere."""
+        if self._sharded is None:
+            return tree
+        writer = self._sharded.writer
+
+        def whole(value: DTensor) -> Tensor:
+            gathered = gather_to(value, writer)
+            return torch.empty_like(value, device="meta") if gathered is None else gathered
+
+        return pytree.tree_map_only(DTensor, whole, tree)
 
     @override
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -309,7 +341,8 @@ class FullyShardedData(DataPart):
 
     @override
     def teardown(self) -> None:
-        self._uneven = None
+        # Without its end, which ranks would have to meet for.
+        self._evaluating.pop_all()
         for metric in self._metrics:
             metric.dist_sync_fn = None
         self._metrics.clear()
@@ -322,8 +355,10 @@ class FullyShardedData(DataPart):
         alone = self.strategy.world_size == 1
         whole = self._pipelined or self._is_small(module)
         if self._sharded is not None and (alone or (self.ended_well() and whole)):
-            self._sharded.dissolve()
+            for sharded in self._all:
+                sharded.dissolve()
             self._sharded = None
+        self._copies = []
 
     def _is_small(self, module: nn.Module) -> bool:
         tensors = itertools.chain(module.parameters(), module.buffers())
