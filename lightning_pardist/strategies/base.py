@@ -171,6 +171,7 @@ class PardistStrategy(ParallelStrategy):
         self.data_engine: DataEngine | None = None
         self.dims = ParallelDims()
         self._num_nodes = 1
+        self._loads_after_setup: bool | None = None
         self._attached = Attachments()
         #: Takes back what this run has changed in the module and its loaders, latest first.
         self._changes = ExitStack()
@@ -324,7 +325,8 @@ class PardistStrategy(ParallelStrategy):
         if self.accelerator is None or self.lightning_module is None or self.model is None:
             raise RuntimeError("The strategy is set up by a Trainer's fit, validate, test or predict.")
         module = self.lightning_module
-        self._choose_parts()
+        # Setting up changes what the answer is taken from.
+        self._loads_after_setup = self.restore_checkpoint_after_setup
         if self.deepspeed is not None and trainer.state.fn == TrainerFn.FITTING:
             self.deepspeed.apply(trainer, replicas=self.dims.data_parallel)
         for part in self.parts:
@@ -381,8 +383,10 @@ class PardistStrategy(ParallelStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         """A module on ``meta`` has no values to load into before it is sharded."""
-        self._choose_parts()
-        return any(part.loads_after_setup for part in self.parts)
+        if self._loads_after_setup is None:
+            self._choose_parts()
+            return any(part.loads_after_setup for part in self.parts)
+        return self._loads_after_setup
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -642,6 +646,7 @@ class PardistStrategy(ParallelStrategy):
             self._take_down()
 
     def _take_down(self) -> None:
+        self._loads_after_setup = None
         self.continuing.forget()
         self.data_axis.detach()
         self._attached.detach()

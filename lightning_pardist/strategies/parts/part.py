@@ -65,7 +65,7 @@ class Part:
     def loads_after_setup(self) -> bool:
         """Whether the module has nowhere to load a checkpoint to before :meth:`transform`."""
         module = self.strategy.lightning_module
-        return self.creates_values and (self._built_on_meta or (module is not None and on_meta(module)))
+        return self.creates_values and module is not None and on_meta(module)
 
     def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Give values to a module built on ``meta``, as far as this rank needs them. Collective over the world.

@@ -119,8 +119,8 @@ class FullyShardedData(DataPart):
             refuse_callbacks(
                 trainer,
                 WeightAveraging,
-                "copies a module that was built on the meta device, of which no rank has values yet. Build it with values,"
-                " or leave the callback out.",
+                "copies a module that was built on the meta device, and has no values yet. Build it with values, or"
+                " leave the callback out.",
             )
 
     # --- the module ---------------------------------------------------------------------------------------------
@@ -181,8 +181,6 @@ class FullyShardedData(DataPart):
             self._sharded.reset()
             self._sharded.meeting.active = self.rank_dependent
         else:
-            # A pipeline leaves what other stages hold on meta.
-            self._built_on_meta = on_meta(module) and not self._pipelined
             self._sharded = self._shard(module)
         self._copies = [self._shard(copied, is_copy=True) for copied in copies]
         device = self.strategy.root_device
