@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather as differentiable_all_gather
 
 T = TypeVar("T")
 
@@ -62,7 +61,39 @@ def all_gather(tensor: Tensor, *, group: dist.ProcessGroup, sync_grads: bool = F
         Shape ``[group size, ...]``.
     """
     with nullcontext() if sync_grads else torch.no_grad():
-        return torch.stack(differentiable_all_gather(tensor.contiguous(), group))
+        gathered: Tensor = _AllGather.apply(tensor, group)
+        return gathered
+
+
+class _AllGather(torch.autograd.Function):
+    """torch's own takes ranks of the world for ranks of the group in backward, on gloo."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(parts, tensor, group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Exchange.apply(grad, ctx.group).sum(0), None
+
+
+class _Exchange(torch.autograd.Function):
+    """Row ``i`` goes to rank ``i`` of the group, and row ``i`` of the result comes from there."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, rows.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Exchange.apply(grad, ctx.group), None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

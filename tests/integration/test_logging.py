@@ -8,9 +8,10 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pardist.collectives import all_gather
 from tests.helpers.models import points
 from tests.helpers.parity import assert_close, snapshot
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import cpu_mesh, run_ranks
 from tests.helpers.runs import BATCH, Data, quiet_trainer
 
 
@@ -133,6 +134,27 @@ def _gather():
 def test_all_gather_with_gradients():
     first, second = run_ranks(2, _gather)
     assert_close(second, first, rtol=0)
+
+
+def _gather_in_pairs():
+    mesh = cpu_mesh((2, 2), ("first", "second"))
+    found = []
+    for axis in ("first", "second"):
+        group = mesh[axis].get_group()
+        x = torch.full((3,), 1.0 + group.rank(), requires_grad=True)
+        rows = all_gather(x, group=group, sync_grads=True)
+        weights = torch.tensor([[1.0], [10.0]]) * (1 + group.rank())
+        (rows.square() * weights).sum().backward()
+        found.append((rows.detach().tolist(), x.grad.tolist(), group.rank()))
+    return found
+
+
+def test_gradients_of_a_gather_among_some_ranks():
+    for found in run_ranks(4, _gather_in_pairs):
+        for rows, grad, rank in found:
+            assert rows == [[1.0] * 3, [2.0] * 3]
+            # Of both ranks' sums, the second of which weighs twice as much.
+            assert grad == [(6.0, 120.0)[rank] * 3] * 3
 
 
 def _sync_bn(dim, precision, strategy="pardist_ddp", devices=2):
