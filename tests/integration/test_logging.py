@@ -154,7 +154,7 @@ def test_gradients_of_a_gather_among_some_ranks():
         for rows, grad, rank in found:
             assert rows == [[1.0] * 3, [2.0] * 3]
             # Of both ranks' sums, the second of which weighs twice as much.
-            assert grad == [(6.0, 120.0)[rank] * 3] * 3
+            assert grad == [(6.0, 120.0)[rank]] * 3
 
 
 def _sync_bn(dim, precision, strategy="pardist_ddp", devices=2):
