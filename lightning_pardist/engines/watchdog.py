@@ -71,6 +71,10 @@ class FailureReport:
         who = f"rank {self.rank} ({self.where})" if self.rank >= 0 else "a rank"
         return f"The job ended because {who} failed:\n\n{self.text.rstrip()}"
 
+    def says_the_same(self, exception: BaseException) -> bool:
+        """Whether that rank raised this exception too, as every rank does where all check the same thing."""
+        return self.text.rstrip().endswith("".join(traceback.format_exception_only(exception)).rstrip())
+
 
 class PeerFailedError(RuntimeError):
     """Another rank failed first; the message ends with that rank's report.

@@ -134,7 +134,7 @@ def guarded(strategy: PardistStrategy, function: Callable[..., Any], *args: Any,
     """Call ``function`` and let a failure on any rank end all of them.
 
     Raises:
-        PeerFailedError: In place of this rank's own exception where that is only the echo of another rank's failure.
+        PeerFailedError: In place of this rank's own exception where another rank failed first, in other words.
     """
     try:
         result = function(*args, **kwargs)
@@ -146,7 +146,7 @@ def guarded(strategy: PardistStrategy, function: Callable[..., Any], *args: Any,
         if watchdog is None:
             raise
         first = watchdog.failed(exception)
-        if first.rank == strategy.global_rank:
+        if first.rank == strategy.global_rank or first.says_the_same(exception):
             raise
         raise PeerFailedError(first) from None
     strategy.connection.stop_watchdog()

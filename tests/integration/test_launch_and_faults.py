@@ -10,6 +10,9 @@ import psutil
 import pytest
 
 from tests.helpers.cluster import TRAIN as CLUSTER_TRAIN
+from tests.helpers.models import Classifier
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import BATCH, Data, quiet_trainer
 from tests.helpers.scripts import ROOT, run_script
 
 TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
@@ -168,6 +171,29 @@ def test_torchrun():
     assert finished.code == 0, finished.output
     assert len(set(re.findall(r"done \d (\S+)", finished.output))) == 1
     assert not finished.left
+
+
+class Mistaken(Classifier):
+    mistake = True
+
+    def on_train_start(self):
+        if self.mistake:
+            raise LookupError("made on every rank")
+
+
+def _all_mistaken():
+    module = Mistaken()
+    trainer = quiet_trainer(strategy="pardist_ddp", devices=2)
+    for _ in range(2):
+        with pytest.raises(LookupError, match="made on every rank"):
+            trainer.fit(module, datamodule=Data(module.dataset(BATCH)))
+    module.mistake = False
+    trainer.fit(module, datamodule=Data(module.dataset(BATCH)))
+    return trainer.global_step
+
+
+def test_an_exception_of_all_ranks_is_raised_on_all_and_may_be_caught():
+    assert run_ranks(2, _all_mistaken) == [1, 1]
 
 
 def test_children_by_fork_after_a_run():
