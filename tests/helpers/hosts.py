@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -82,8 +83,7 @@ class Hosts:
 
     def start(self, name: str, *command: str, cwd: Path | None = None, **variables: str) -> Running:
         """Start a command on a host."""
-        inside = f'mount --bind {self._folder}/hosts /etc/hosts; hostname {name}; exec "$@"'
-        enter = ["nsenter", f"--net=/run/netns/{self._space(name)}", "unshare", "--uts", "--mount"]
+        inside, enter = self._inside(name), self._enter(name)
         clean = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE")}
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         path = f"{Path(sys.executable).parent}:{clean['PATH']}"
@@ -100,6 +100,23 @@ class Hosts:
             )
         self._processes.append(process)
         return Running(process, output)
+
+    def remote_shell(self) -> Path:
+        """A program that runs a command on a host as ``ssh`` does: ``PROGRAM HOST COMMAND...``."""
+        script = self._folder / "shell"
+        cases = ""
+        for name in self.names:
+            enter = [*self._enter(name), "sh", "-c", self._inside(name), name]
+            cases += f'    {name}) exec {shlex.join(enter)} sh -c "$*";;\n'
+        script.write_text(f'#!/bin/sh\nhost=$1\nshift\ncase "$host" in\n{cases}esac\necho "no host $host"\nexit 1\n')
+        script.chmod(0o755)
+        return script
+
+    def _enter(self, name: str) -> list[str]:
+        return ["nsenter", f"--net=/run/netns/{self._space(name)}", "unshare", "--uts", "--mount"]
+
+    def _inside(self, name: str) -> str:
+        return f'mount --bind {self._folder}/hosts /etc/hosts; hostname {name}; exec "$@"'
 
     def ranks(self, name: str) -> list[psutil.Process]:
         """The processes of a host that torchrun's agent there has started."""

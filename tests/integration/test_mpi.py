@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.helpers.cluster import STRATEGIES, TRAIN, alone, ended
+from tests.helpers.hosts import Hosts, why_no_hosts
 from tests.helpers.scripts import run_script
 
 
@@ -48,6 +49,28 @@ def test_mpirun(num_ranks):
         assert (found[0].steps, found[0].weights) == (8, pytest.approx(alone().weights, rel=1e-5)), strategy
     assert "listens at" not in finished.output, "one host needs no more than loopback"
     assert not finished.left
+
+
+@pytest.mark.skipif(_mpirun() is not None and not _is_open_mpi(), reason="this mpirun is not Open MPI's")
+@pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [False, True], ids=["address found", "address given"])
+def test_several_hosts(told):
+    with Hosts(2) as hosts:
+        given = json.dumps({"strategy": STRATEGIES, "devices": 1, "num_nodes": 2})
+        options = ["-np", "2", "--host", "h1:1,h2:1", "--mca", "plm_rsh_agent", str(hosts.remote_shell())]
+        # Variables of this process reach other hosts as they do over ssh: if they are named.
+        options += [word for name in ("OMP_NUM_THREADS", "PYTHONPATH", "PATH") for word in ("-x", name)]
+        if told:
+            options += ["-x", "MASTER_ADDR=h1"]
+        running = hosts.start("h1", _mpirun(), "--allow-run-as-root", *options, sys.executable, TRAIN, given)
+        code, output = running.wait(timeout_s=200), running.output
+    assert code == 0, output
+    for strategy in STRATEGIES:
+        found = ended(output, strategy)
+        assert {rank: one.node for rank, one in found.items()} == {0: 0, 1: 1}, output
+        assert {one.environment for one in found.values()} == {"MPIEnvironment"}
+        assert (found[0].steps, found[0].weights) == (8, pytest.approx(alone().weights, rel=1e-5)), strategy
 
 
 def test_wrong_number_of_devices():
