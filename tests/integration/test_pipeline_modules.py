@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_pardist import PipelineStrategy
 from recipes.gpt.model import GPT
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.pipeline_zoo import ZOO
@@ -154,15 +156,20 @@ def _transformers(strategy="pardist_pp", devices=2):
         tokens = torch.randint(0, 32, (8,), generator=generator)
         mask = (torch.arange(8) < length).long()
         samples.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens.where(mask > 0, -100)})
+    strategy = strategy() if callable(strategy) else strategy
     trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2)
     trainer.fit(module, DataLoader(samples, batch_size=8), DataLoader(samples, batch_size=6))
     return {"values": {k: v.clone() for k, v in trainer.callback_metrics.items()}, "weights": snapshot(module)}
 
 
-def test_language_model_of_transformers_with_padding():
+_ZERO3 = partial(PipelineStrategy, data_parallel="zero3", data_settings={"min_unit_size_mb": 0})
+
+
+@pytest.mark.parametrize("strategy", ["pardist_pp", _ZERO3], ids=["pp", "pp_zero3"])
+def test_language_model_of_transformers_with_padding(strategy):
     pytest.importorskip("transformers")
     want = _transformers("auto", 1)
-    for got in run_ranks(2, _transformers):
+    for got in run_ranks(2, _transformers, strategy):
         for part in ("values", "weights"):
             assert_close(got[part], want[part])
 

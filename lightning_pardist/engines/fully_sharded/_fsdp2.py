@@ -143,10 +143,15 @@ def undo(module: FSDPModule) -> None:
     _module_state_mapping.pop(module, None)  # type: ignore[call-overload]
     for key in (STATE_KEY, REGISTRY_KEY):
         module.__dict__.pop(key, None)
-    for child in module.modules():  # type: ignore[attr-defined]
+    remove_marks(module)  # type: ignore[arg-type]
+    module.__class__ = type(module).__mro__[2]
+
+
+def remove_marks(module: nn.Module) -> None:
+    """Take away the attributes by which other libraries tell that ranks have to call a module equally often."""
+    for child in module.modules():
         for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             child.__dict__.pop(mark, None)
-    module.__class__ = type(module).__mro__[2]
 
 
 def shard_of(fsdp_param: Any) -> torch.Tensor:

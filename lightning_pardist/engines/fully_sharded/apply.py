@@ -125,6 +125,9 @@ def shard(
             settings.tile(layer)
         for unit in plan:
             settings.apply(unit.module)
+    if boundaries is not None:
+        # They would meet all ranks (transformers' generate does), while other stages wait for this one.
+        _fsdp2.remove_marks(module)
     device = _device_of(mesh)
     parameters = dict(module.named_parameters())
     for name in whole_names:

@@ -189,6 +189,13 @@ class FullySharded:
                 for unit in self._units:
                     unit.free()
 
+    def rest(self) -> None:
+        """No backward of what ran so far will follow: parameters are shards again. Not collective."""
+        if self._runtime.inside == 0:
+            self.keep_changes()
+            for unit in self._units:
+                unit.free()
+
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _enter_by_call(self, module: nn.Module, args: Any) -> None:
         self._enter()

@@ -275,7 +275,11 @@ class FullyShardedData(DataPart):
 
     @override
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.sharded.run(step, *args, **kwargs)
+        result = self.sharded.run(step, *args, **kwargs)
+        module = self.strategy.lightning_module
+        if module is not None and not module.automatic_optimization:
+            self.sharded.rest()
+        return result
 
     @override
     def before_collective(self) -> None:
