@@ -91,7 +91,7 @@ def test_never_starts_anew(tmp_path, monkeypatch):
 
 
 def test_unknown_mode():
-    with pytest.raises(ValueError, match="Use one of auto, always, never"):
+    with pytest.raises(ValueError, match="Use auto, always or never"):
         DDPStrategy(resume="sometimes")
 
 

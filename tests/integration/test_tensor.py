@@ -378,7 +378,7 @@ def test_errors_say_what_was_set_and_what_would_do():
         assert "column, row, vocab, replicate" in messages["way"]
         assert "1, 3, 9" in messages["size"]
         assert "replicate" in messages["size"]
-        assert "checkpoint='full'" in messages["average"]
+        assert 'Use checkpoint="full"' in messages["average"]
 
 
 def test_settings_are_checked_before_anything_starts():
