@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -375,6 +375,20 @@ def _half(precision, dtype):
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("16-true", torch.float16)])
 def test_half_precision_keeps_fp32_shards(precision, dtype):
     run_ranks(2, _half, precision, dtype)
+
+
+def _averaged_and_kept():
+    module = Classifier()
+    trainer = quiet_trainer(
+        strategy=FSDPStrategy(min_unit_size_mb=0, whole_after_run_mb=0), devices=2, callbacks=[EMAWeightAveraging()]
+    )
+    loader = DataLoader(module.dataset(8), batch_size=2)
+    trainer.fit(module, loader)
+    trainer.validate(module, loader, verbose=False)
+
+
+def test_averages_of_a_module_that_stays_sharded():
+    run_ranks(2, _averaged_and_kept)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

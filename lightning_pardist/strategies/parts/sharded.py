@@ -182,7 +182,10 @@ class FullyShardedData(DataPart):
             self._sharded.meeting.active = self.rank_dependent
         else:
             self._sharded = self._shard(module)
-        self._copies = [self._shard(copied, is_copy=True) for copied in copies]
+        before = {sharded.module: sharded for sharded in self._copies}
+        for sharded in before.values():
+            sharded.reset()
+        self._copies = [before.get(copied) or self._shard(copied, is_copy=True) for copied in copies]
         device = self.strategy.root_device
         _move_torchmetrics_to_device(module, device)
         _update_properties(module, device=device)
@@ -360,7 +363,7 @@ class FullyShardedData(DataPart):
             for sharded in self._all:
                 sharded.dissolve()
             self._sharded = None
-        self._copies = []
+            self._copies = []
 
     def _is_small(self, module: nn.Module) -> bool:
         tensors = itertools.chain(module.parameters(), module.buffers())
