@@ -16,25 +16,13 @@ from lightning_pardist import PipelineStrategy, TensorParallelStrategy, ZeroStra
 from lightning_pardist.engines.gradient_norm import clip_grad_norm
 from lightning_pardist.engines.zero import ZeroEngine
 from lightning_pardist.engines.zero.bucket import ShardedBucket
-from tests.helpers.models import Base, points
+from tests.helpers.models import points
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, Data, quiet_trainer
+from tests.integration.test_optimization import Plain
 
 STEPS = 4
-
-
-class Plain(Base):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.second(self.first(x).tanh())
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.mse_loss(self(x), y)
 
 
 class Changes(Plain):
