@@ -3,8 +3,14 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+# Reads the package's source without importing it, so it needs neither torch nor lightning.
+DOCS_VENV ?= .venv-docs
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
+TORCH ?= 2.13.0
+LIGHTNING ?= 2.6.6
+OTHER := .venv-torch$(TORCH)-lightning$(LIGHTNING)
 
-.PHONY: demo test test-all soak lint bench clean
+.PHONY: demo test test-all test-torch soak lint bench coverage docs dist clean
 
 demo: $(INSTALLED)
 	$(PY) -m recipes.demo
@@ -13,8 +19,11 @@ test: lint
 	$(PY) -m pytest -q -m "not slow and not soak"
 
 test-all: lint
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[dev,models]"
 	$(PY) -m pytest -q -m "not soak"
+
+# Another torch or Lightning, in an environment of its own, without the linters: make test-torch TORCH=2.15.0
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest -q -m "not slow and not soak" $(ARGS)
 
 soak: $(INSTALLED)
 	$(PY) -m pytest -q -s -m soak tests/soak
@@ -27,10 +36,41 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(PY) -m benchmarks $(ARGS)
 
+# Ranks, launchers and scripts that tests start are measured as well. TESTS=tests/unit for a part.
+coverage: $(INSTALLED)
+	rm -f .coverage .coverage.*
+	COVERAGE_FILE=$(CURDIR)/.coverage $(PY) -m coverage run -m pytest -q -m "not slow and not soak" $(TESTS)
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage report
+
+docs: $(DOCS_INSTALLED)
+	$(DOCS_VENV)/bin/python docs/_tools/pictures.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+# Builds wheel and sdist, and runs `pardist strategies` from each in an empty environment.
+dist: $(INSTALLED)
+	rm -rf dist
+	$(PY) -m build --outdir dist
+	$(PYTHON) tests/scripts/try_dist.py dist
+
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+$(DOCS_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+		mkdocs-material "mkdocstrings[python]" ruff
+	touch $@
+
+# torchvision follows torch; everything else is as pinned.
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	grep -vE "^(torch|torchvision|lightning)==" constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt \
+		torch==$(TORCH) torchvision lightning==$(LIGHTNING) --editable ".[test]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache logs
+	rm -rf $(VENV) $(DOCS_VENV) .venv-torch* *.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage .coverage.* build dist logs site

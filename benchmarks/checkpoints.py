@@ -79,11 +79,11 @@ def _steps(candidate: str, module: Any, optimizer: Any, path: str) -> tuple[Call
     import torch.distributed.checkpoint as dcp
     from lightning.fabric.plugins import TorchCheckpointIO
 
-    from lightning_pardist.engines.checkpoint.exchange import GroupExchange, StoreExchange
-    from lightning_pardist.engines.checkpoint.folder import FolderReader, FolderSave
-    from lightning_pardist.engines.checkpoint.full_file import load_file, save_file, verify_file
-    from lightning_pardist.engines.checkpoint.manifest import verify_files
-    from lightning_pardist.engines.checkpoint.states import (
+    from lightning_pardist.checkpoint.coordination import GroupCoordinator, StoreCoordinator
+    from lightning_pardist.checkpoint.folder import FolderReader, FolderSave
+    from lightning_pardist.checkpoint.full_file import load_file, save_file, verify_file
+    from lightning_pardist.checkpoint.manifest import verify_files
+    from lightning_pardist.checkpoint.tensors import (
         FolderState,
         fill_module,
         fill_optimizer,
@@ -113,14 +113,14 @@ def _steps(candidate: str, module: Any, optimizer: Any, path: str) -> tuple[Call
         tensors, aliases, extra = module_shards(module.state_dict())
         boxes, rest = optimizer_shards(0, optimizer, whole_slots(optimizer), names)
         save = FolderSave({**tensors, **boxes}, path, aliases=aliases)
-        save.plan(GroupExchange())
+        save.plan(GroupCoordinator())
         state = {"state_dict": extra, "optimizer_states": [rest]}
         if candidate == "sharded":
-            save.write(GroupExchange(), state)
+            save.write(GroupCoordinator(), state)
             return None
         save.stage()
         store = dist.distributed_c10d._get_default_store()
-        exchange = StoreExchange(
+        exchange = StoreCoordinator(
             store, name=path, rank=dist.get_rank(), world_size=dist.get_world_size(), timeout_s=300
         )
         writer = threading.Thread(target=save.write, args=(exchange, state))

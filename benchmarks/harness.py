@@ -43,20 +43,25 @@ class RankSet:
         self._logs = [folder / f"{name.replace('/', '_')}.{rank}.log" for rank in range(self.world_size)]
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        context = multiprocessing.get_context(START_METHOD)
+        self._settings = settings
         shared = {"GLOO_SOCKET_IFNAME": "lo"} if own_network else {}
         if not single:
             shared |= {"WORLD_SIZE": str(self.world_size), "NODE_RANK": "0", "GROUP_RANK": "0"}
             shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         for rank, log in enumerate(self._logs):
-            here, there = context.Pipe()
+            here, there = multiprocessing.Pipe()
             harness_ends.append(here)
             environment = shared if single else shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = context.Process(target=serve, args=(name, settings, there, environment, log), daemon=True)
-            process.start()
+            self._processes.append(self._start(there, environment, log))
             there.close()
-            self._processes.append(process)
             self._connections.append(here)
+
+    def _start(self, there: Connection, environment: dict[str, str], log: Path) -> Any:
+        """Start a rank that reports to ``there``: a process with ``pid``, ``kill()`` and ``join()``."""
+        context = multiprocessing.get_context(START_METHOD)
+        process = context.Process(target=serve, args=(self.name, self._settings, there, environment, log), daemon=True)
+        process.start()
+        return process
 
     def go(self) -> None:
         """Let every rank on."""

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import machine, network
-from benchmarks.candidates import find
 from benchmarks.settings import Settings
 
 #: The harness' ends of all pipes so far, which a forked rank inherits and must not hold open.
@@ -61,11 +60,15 @@ class Gate:
     Args:
         settings: Of the run.
         channel: To the harness.
+        more: Called at the end of every round for what else is to be reported of it.
     """
 
-    def __init__(self, settings: Settings, channel: Channel) -> None:
+    def __init__(
+        self, settings: Settings, channel: Channel, *, more: Callable[[], dict[str, Any]] | None = None
+    ) -> None:
         self._settings = settings
         self._channel = channel
+        self._more = more or dict
         self._index = 0
         self._stamps: list[float] = []
         self._sent_before: int | None = None
@@ -109,6 +112,7 @@ class Gate:
             held=held(),
             peak=machine.peak_resident_bytes(),
             sent=None if sent_after is None or self._sent_before is None else sent_after - self._sent_before,
+            **self._more(),
         )
 
 
@@ -127,6 +131,9 @@ def serve(name: str, settings: Settings, connection: Connection, environment: di
         environment: Who this rank is, in the variables that torchrun sets.
         log: Where to print.
     """
+    # A comparison of commits uses the gate alone, beside another version of what candidates import.
+    from benchmarks.candidates import find
+
     for inherited in harness_ends:
         # Else no rank would notice that the harness has ended.
         inherited.close()

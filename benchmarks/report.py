@@ -24,7 +24,7 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
     summary = {}
     for name, result in results["candidates"].items():
         steps = [step for turn in result["rounds"] for step in turn["step_s"]]
-        low, median, high = _quartiles(steps)
+        low, median, high = quartiles(steps)
         sent = [turn["sent_bytes_per_rank_and_step"] for turn in result["rounds"]]
         foreign = [turn["foreign_cores"] for turn in result["rounds"]]
         psi = result["held"]["num_parameters"]
@@ -69,7 +69,7 @@ def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
             factor = summary[name]["replicas"] / summary[other]["replicas"]
             pairs = zip(summary[name]["round_ms"], summary[other]["round_ms"], strict=True)
             ratios = [factor * theirs / ours for ours, theirs in pairs]
-            low, middle, high = _quartiles(ratios)
+            low, middle, high = quartiles(ratios)
             rows.append(
                 {
                     "strategy": name,
@@ -207,7 +207,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import machine
 from benchmarks.workloads import GPTLoss
-from lightning_pardist.engines.fully_sharded import ShardedDataEngine, find_units, shard
+from lightning_pardist.engines.fsdp import ShardedDataEngine, find_fsdp_units, shard
 from lightning_pardist.engines.zero import ZeroEngine
 
 #: 7.5 billion parameters.
@@ -169,7 +169,9 @@ def measure(zero_stage: int, world_size: int, *, mixed: bool, sizes: dict[str, i
             batch = torch.zeros(1, tokens, dtype=torch.long), torch.zeros(1, tokens, dtype=torch.long)
             if zero_stage == 3:
                 policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-                handle = shard(model, mesh, units=find_units(model), mp_policy=policy, sync_values=False, check=False)
+                handle = shard(
+                    model, mesh, units=find_fsdp_units(model), mp_policy=policy, sync_values=False, check=False
+                )
                 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
                 engine: Any = ShardedDataEngine(handle, [optimizer], accumulate="sharded")
                 live.restart()
@@ -202,8 +204,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _untried() -> Iterator[None]:
     """Trying an optimizer out needs values."""
     with (
-        mock.patch("lightning_pardist.engines.zero.engine.require_elementwise"),
-        mock.patch("lightning_pardist.engines.fully_sharded.optimizer.require_elementwise"),
+        mock.patch("lightning_pardist.engines.zero.zero_engine.require_elementwise"),
+        mock.patch("lightning_pardist.engines.fsdp.shard_optimizer.require_elementwise"),
     ):
         yield
 

@@ -1,62 +1,61 @@
 """PyTorch Lightning strategies for an unmodified LightningModule: data, ZeRO, tensor and pipeline parallelism.
 
-``import lightning_pardist`` registers every strategy, so that ``Trainer(strategy="pardist_ddp")`` finds it.
+``import lightning_pardist`` registers every strategy, so that ``Trainer(strategy="pardist_ddp")`` finds it. It loads
+neither torch nor Lightning: where they are not imported yet, the names are registered as soon as Lightning is.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_pardist import _torchvision
-
-# Before lightning, which imports torchmetrics, which imports torchvision.
-_torchvision.mend()
-
-from lightning_pardist import registry  # noqa: E402
-from lightning_pardist._version import __version__  # noqa: E402
+from lightning_pardist import registry
+from lightning_pardist._version import __version__
+from lightning_pardist.compat import versions
+from lightning_pardist.compat.on_import import before_import
 
 if TYPE_CHECKING:
     from lightning_pardist.callbacks import GlobalBatchSize, PipelineTimeline
-    from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError
-    from lightning_pardist.engines.data_parallel import PowerSGD
-    from lightning_pardist.engines.pipeline import CannotPipelineError
-    from lightning_pardist.engines.watchdog import PeerFailedError
-    from lightning_pardist.environments.manual import ManualEnvironment
-    from lightning_pardist.environments.mpi import MPIEnvironment
-    from lightning_pardist.environments.slurm import SLURMEnvironment
-    from lightning_pardist.environments.torchrun import TorchrunEnvironment
+    from lightning_pardist.checkpoint.errors import DamagedCheckpointError
+    from lightning_pardist.engines.ddp import PowerSGD
+    from lightning_pardist.engines.pipeline import CannotPipelineError, MicroBatch
     from lightning_pardist.mesh import ParallelDims
-    from lightning_pardist.strategies.base import PardistStrategy
-    from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO
-    from lightning_pardist.strategies.checkpoint_loading import load_from_checkpoint
+    from lightning_pardist.runtime.environments.manual import ManualEnvironment
+    from lightning_pardist.runtime.environments.mpi import MPIEnvironment
+    from lightning_pardist.runtime.environments.slurm import SLURMEnvironment
+    from lightning_pardist.runtime.environments.torchrun import TorchrunEnvironment
+    from lightning_pardist.runtime.watchdog import PeerFailedError
     from lightning_pardist.strategies.ddp import DDPStrategy
     from lightning_pardist.strategies.fsdp import FSDPStrategy
     from lightning_pardist.strategies.hybrid import HybridStrategy
     from lightning_pardist.strategies.pipeline import PipelineStrategy
+    from lightning_pardist.strategies.strategy import PardistStrategy
     from lightning_pardist.strategies.tensor import TensorParallelStrategy
     from lightning_pardist.strategies.zero import ZeroStrategy
+    from lightning_pardist.trainer.checkpoint_io import PardistCheckpointIO
+    from lightning_pardist.trainer.checkpoint_loading import load_from_checkpoint
 
 #: Where the public names are. They are imported when they are used, so that the import costs next to nothing.
 _HOMES = {
     "CannotPipelineError": "lightning_pardist.engines.pipeline",
     "DDPStrategy": "lightning_pardist.strategies.ddp",
-    "DamagedCheckpointError": "lightning_pardist.engines.checkpoint.errors",
+    "DamagedCheckpointError": "lightning_pardist.checkpoint.errors",
     "FSDPStrategy": "lightning_pardist.strategies.fsdp",
     "GlobalBatchSize": "lightning_pardist.callbacks",
     "HybridStrategy": "lightning_pardist.strategies.hybrid",
-    "MPIEnvironment": "lightning_pardist.environments.mpi",
-    "ManualEnvironment": "lightning_pardist.environments.manual",
+    "MPIEnvironment": "lightning_pardist.runtime.environments.mpi",
+    "MicroBatch": "lightning_pardist.engines.pipeline",
+    "ManualEnvironment": "lightning_pardist.runtime.environments.manual",
     "ParallelDims": "lightning_pardist.mesh",
-    "PardistCheckpointIO": "lightning_pardist.strategies.checkpoint_io",
-    "PardistStrategy": "lightning_pardist.strategies.base",
-    "PeerFailedError": "lightning_pardist.engines.watchdog",
+    "PardistCheckpointIO": "lightning_pardist.trainer.checkpoint_io",
+    "PardistStrategy": "lightning_pardist.strategies.strategy",
+    "PeerFailedError": "lightning_pardist.runtime.watchdog",
     "PipelineStrategy": "lightning_pardist.strategies.pipeline",
     "PipelineTimeline": "lightning_pardist.callbacks",
-    "PowerSGD": "lightning_pardist.engines.data_parallel",
-    "SLURMEnvironment": "lightning_pardist.environments.slurm",
+    "PowerSGD": "lightning_pardist.engines.ddp",
+    "SLURMEnvironment": "lightning_pardist.runtime.environments.slurm",
     "TensorParallelStrategy": "lightning_pardist.strategies.tensor",
-    "TorchrunEnvironment": "lightning_pardist.environments.torchrun",
+    "TorchrunEnvironment": "lightning_pardist.runtime.environments.torchrun",
     "ZeroStrategy": "lightning_pardist.strategies.zero",
-    "load_from_checkpoint": "lightning_pardist.strategies.checkpoint_loading",
+    "load_from_checkpoint": "lightning_pardist.trainer.checkpoint_loading",
 }
 
 
@@ -70,6 +69,15 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
+def _mend_torchvision() -> None:
+    from lightning_pardist.compat import torchvision
+
+    torchvision.mend()
+
+
+versions.require_supported()
+# Lightning imports torchmetrics, which imports torchvision.
+before_import("torchvision", _mend_torchvision)
 registry.register()
 
 __all__ = [
@@ -81,6 +89,7 @@ __all__ = [
     "HybridStrategy",
     "MPIEnvironment",
     "ManualEnvironment",
+    "MicroBatch",
     "ParallelDims",
     "PardistCheckpointIO",
     "PardistStrategy",

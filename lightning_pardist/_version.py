@@ -1,3 +1,3 @@
 """The version, alone in a file so that a build can read it without importing torch."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Collectives with the meaning that Lightning gives them, each over a group that is named."""
+"""Collectives with Lightning's semantics, each over an explicit group."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) o
 reduce_scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+
+
+def world_group() -> dist.ProcessGroup:
+    """The process group of all ranks, for functions that want a group by name.
+
+    Raises:
+        ValueError: Before :func:`init_process_group`.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise ValueError("There is no process group yet: torch.distributed was not initialized.")
+    return world
 
 
 def reduce(tensor: Tensor, *, group: dist.ProcessGroup, op: dist.ReduceOp | str | None = "mean") -> Tensor:

@@ -1,32 +1,38 @@
-"""``pardist doctor``: would training start here, and what would hurt it? Started by any launcher, like the training.
+"""Would training start here, and what would hurt it? Started by any launcher, like the training.
 
 Each step needs only what the steps before it have shown to work: this process alone, then the store, then plain
 connections between hosts, then a process group. A rank that cannot go on says why; the first rank prints the table.
+Whether settings fit is the Trainer's own answer: one is made as the training would make it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_pardist.engines.process_group import init_process_group
-from lightning_pardist.engines.rendezvous import MeetingPoint, open_store
-from lightning_pardist.environments.facts import Facts, gather_facts
-from lightning_pardist.environments.find import find
-from lightning_pardist.mesh import AXES, ParallelDims
+from lightning_pardist.compat.process_groups import Store
+from lightning_pardist.mesh import ParallelDims
+from lightning_pardist.registry import TABLE
+from lightning_pardist.runtime.environments.facts import Facts, gather_facts
+from lightning_pardist.runtime.environments.find import find
+from lightning_pardist.runtime.process_group import init_process_group
+from lightning_pardist.runtime.rendezvous import RendezvousEndpoint, open_store
+from lightning_pardist.strategies.hybrid import HybridStrategy
+from lightning_pardist.strategies.strategy import PardistStrategy
 
 _CONNECT_TIMEOUT_S = 3.0
 _SMALL_ROUNDS, _LARGE_ROUNDS = 20, 3
@@ -34,25 +40,55 @@ _SMALL_ROUNDS, _LARGE_ROUNDS = 20, 3
 _SKEW_S = 1.0
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command.
+@dataclass(frozen=True)
+class Options:
+    """What the Trainer will be told, and how long to look.
+
+    Attributes:
+        strategy: A registered name, or None for one with the degrees below.
+        devices: ``Trainer(devices=)``, or None if it is not known.
+        num_nodes: ``Trainer(num_nodes=)``.
+        accelerator: ``Trainer(accelerator=)``.
+        sizes: Settings of the strategy, such as ``{"tensor_parallel_size": 2}``.
+        timeout_s: Seconds to wait for other ranks, per step.
+        megabytes: Size of the messages that measure bandwidth.
+    """
+
+    strategy: str | None = None
+    devices: int | None = None
+    num_nodes: int = 1
+    accelerator: str = "auto"
+    sizes: dict[str, int] = field(default_factory=dict)
+    timeout_s: float = 60.0
+    megabytes: float = 16.0
+
+    def make_strategy(self) -> PardistStrategy:
+        """The strategy that the Trainer gets.
+
+        Raises:
+            ValueError: If it does not take one of the sizes, or refuses it.
+        """
+        if self.strategy is None:
+            data = "zero3" if "data_shard_size" in self.sizes else "ddp"
+            return HybridStrategy(data_parallel=data, **self.sizes)  # type: ignore[arg-type]
+        entry = next(entry for entry in TABLE if entry.name == self.strategy)
+        try:
+            return entry.make(**{**entry.preset, **self.sizes})
+        except TypeError as error:
+            raise ValueError(f"strategy={self.strategy!r} does not take {', '.join(self.sizes)}: {error}") from None
+
+
+def examine(options: Options) -> int:
+    """Look, with the other ranks if a launcher started some, and print what was seen.
 
     Args:
-        arguments: After ``pardist doctor``.
+        options: What the Trainer will be told.
 
     Returns:
         0 if training could start, 1 if not.
     """
-    parser = argparse.ArgumentParser(prog="pardist doctor", description="Checks what training needs, on any launcher.")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for other ranks, per step")
-    parser.add_argument("--devices", type=int, help="what Trainer(devices=) will be")
-    parser.add_argument("--num-nodes", type=int, default=1, help="what Trainer(num_nodes=) will be")
-    parser.add_argument("--megabytes", type=float, default=16.0, help="size of the messages that measure bandwidth")
-    for axis in AXES:
-        parser.add_argument(f"--{axis.replace('_', '-')}-size", dest=axis, type=int, default=None)
-    options = parser.parse_args(list(arguments))
     # Whatever a library waits for: this is how long it may take in all.
-    limit = _end_after(6 * options.timeout + 60)
+    limit = _end_after(6 * options.timeout_s + 60)
     try:
         return _Examination(options).run()
     finally:
@@ -62,32 +98,42 @@ def main(arguments: Sequence[str]) -> int:
 class _Examination:
     """One rank's part of it."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: Options) -> None:
         self._options = options
-        self._environment = find()
+        self._dims, self._environment, refusal = _as_the_trainer_would(options)
         self._facts, self._meeting = gather_facts(self._environment)
+        if refusal and refusal not in self._facts.problems:
+            self._facts.problems.append(refusal)
 
     def run(self) -> int:
-        facts, options = self._facts, self._options
-        if options.devices is not None:
-            try:
-                self._environment.validate_settings(options.devices, options.num_nodes)
-            except (ValueError, RuntimeError) as error:
-                facts.problems.append(str(error))
-        if facts.world_size == 1 or self._meeting is None:
-            _show([facts], {}, {}, _compare([facts]), facts.problems)
+        facts = self._facts
+        alone = facts.world_size == 1 or not self._environment.creates_processes_externally
+        if alone or self._meeting is None:
+            _show([facts], {}, {}, _compare([facts]), facts.problems, self._not_examined(alone))
             return 1 if facts.problems else 0
         try:
             return self._with_others(self._meeting)
         except Exception as error:
             # One rank's view is all there is now, so every rank shows its own.
             problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            _show([facts], {}, {}, [], [*facts.problems, problem])
+            _show([self._facts], {}, {}, [], [*self._facts.problems, problem], [])
             return 1
 
-    def _with_others(self, meeting: MeetingPoint) -> int:
+    def _not_examined(self, alone: bool) -> list[str]:
+        found = []
+        if self._options.devices is None:
+            like_the_training = ", or start doctor like the training (srun, torchrun, mpirun)" if alone else ""
+            found.append(
+                "the Trainer's devices and num_nodes, and whether degrees fit them. Pass --devices and --num-nodes"
+                f"{like_the_training}."
+            )
+        elif alone and (ranks := self._options.devices * self._options.num_nodes) > 1:
+            found.append(f"connections among the {ranks} ranks, which nothing has started. The Trainer's numbers fit.")
+        return found
+
+    def _with_others(self, meeting: RendezvousEndpoint) -> int:
         rank, size = self._facts.rank, self._facts.world_size
-        wait = timedelta(seconds=self._options.timeout)
+        wait = timedelta(seconds=self._options.timeout_s)
         store = open_store(meeting, rank=rank, world_size=size, timeout=wait)
         listener = socket.create_server((self._facts.address, 0))
         store.set(f"doctor/facts/{rank}", json.dumps([asdict(self._facts), listener.getsockname()[1]]))
@@ -105,7 +151,7 @@ class _Examination:
         if not problems:
             measured = self._measure(meeting, store)
         if rank == 0:
-            _show(everyone, skews, measured, _compare(everyone, skews), problems)
+            _show(everyone, skews, measured, _compare(everyone, skews), problems, self._not_examined(alone=False))
         # The first rank holds the store: it ends last.
         store.add("doctor/done", 1)
         deadline = time.monotonic() + 10
@@ -116,10 +162,10 @@ class _Examination:
         return 1 if problems else 0
 
     def _read(self, store: Store, key: str, otherwise: str) -> Any:
-        deadline = time.monotonic() + self._options.timeout
+        deadline = time.monotonic() + self._options.timeout_s
         while not store.check([key]):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{otherwise} within {self._options.timeout:g} s ({key}).")
+                raise TimeoutError(f"{otherwise} within {self._options.timeout_s:g} s ({key}).")
             time.sleep(0.05)
         return json.loads(store.get(key))
 
@@ -156,11 +202,10 @@ class _Examination:
                 )
         return found
 
-    def _measure(self, meeting: MeetingPoint, store: Store) -> dict[str, tuple[float, float]]:
+    def _measure(self, meeting: RendezvousEndpoint, store: Store) -> dict[str, tuple[float, float]]:
         """Seconds of a small all-reduce, and bytes a second of a large one, of the slowest group of each axis."""
         options, facts = self._options, self._facts
-        degrees = {axis: size for axis in AXES if (size := getattr(options, axis)) is not None}
-        dims = ParallelDims.resolve(facts.world_size, **({"data_replicate": "auto"} | degrees))
+        dims = self._dims or options.make_strategy().resolve_dims(facts.world_size)
         device = torch.device("cuda", facts.local_rank) if facts.device.startswith("cuda") else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -170,16 +215,14 @@ class _Examination:
             world_size=facts.world_size,
             meeting=meeting,
             device=device,
-            timeout=timedelta(seconds=options.timeout),
+            timeout=timedelta(seconds=options.timeout_s),
             store=store,
         )
-        mesh, _ = dims.build(device.type)
+        mesh = dims.build(device.type).all
         found = {}
-        for axis in AXES:
+        for axis in dims.layout:
             group = mesh.get_group(axis)
             size = group.size()
-            if size == 1:
-                continue
             small = _seconds(torch.zeros(1, device=device), group, _SMALL_ROUNDS)
             large = torch.zeros(int(options.megabytes * 2**20 / 4), device=device)
             # What a rank sends in an all-reduce among n: 2 (n-1)/n of the message.
@@ -189,6 +232,35 @@ class _Examination:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             found[axis] = (float(slowest[0]), -float(slowest[1]))
         return found
+
+
+def _as_the_trainer_would(options: Options) -> tuple[ParallelDims | None, ClusterEnvironment, str]:
+    """Make the Trainer, which starts nothing: the degrees and the launcher that it finds, and why it refuses.
+
+    Where its devices are not known, the degrees are compared with the ranks that a launcher has started.
+    """
+    environment, dims = find(), None
+    # It tells of GPUs and of other products.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    try:
+        strategy = options.make_strategy()
+        if options.devices is None:
+            if environment.creates_processes_externally:
+                dims = strategy.resolve_dims(environment.world_size())
+            return dims, environment, ""
+        pl.Trainer(
+            strategy=strategy,
+            devices=options.devices,
+            num_nodes=options.num_nodes,
+            accelerator=options.accelerator,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    except (ValueError, RuntimeError, MisconfigurationException) as error:
+        return None, environment, str(error)
+    return strategy.dims, strategy.cluster_environment or environment, ""
 
 
 def _seconds(tensor: torch.Tensor, group: dist.ProcessGroup, rounds: int) -> float:
@@ -253,6 +325,7 @@ def _show(
     measured: dict[str, tuple[float, float]],
     warnings: list[str],
     problems: list[str],
+    not_examined: list[str],
 ) -> None:
     first = everyone[0]
     lines = [
@@ -274,6 +347,7 @@ def _show(
         lines.append(f"{axis}: all-reduce of one number {latency * 1e6:.0f} us, {rate / 1e6:.0f} MB/s per rank")
     lines += [f"warning: {text}" for text in warnings]
     lines += [f"error: {text}" for text in problems]
+    lines += [f"not examined: {text}" for text in not_examined if not problems]
     lines.append("training could not start" if problems else "training could start")
     # One write, so that ranks do not print into each other's lines.
     sys.stdout.write("\n".join(lines) + "\n")

@@ -1,22 +1,50 @@
-"""Degrees of parallelism in, a validated device mesh out."""
+"""Degrees of parallelism and the device meshes derived from them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_pardist.compat.dtensor import flatten_mesh
+
 #: Mesh axes, outermost first. Ranks of one tensor group are neighbours, so that they stay inside a node.
-AXES = ("pipeline_parallel", "data_replicate", "data_shard", "tensor_parallel")
+AXES = ("outer_parallel", "pipeline_parallel", "data_replicate", "data_shard", "context_parallel", "tensor_parallel")
 #: The last of them.
 TENSOR_AXIS = AXES[-1]
-#: Those of them along which ranks see different samples.
+#: Those along which ranks see different samples.
+BATCH_AXES = ("outer_parallel", "data_replicate", "data_shard")
+#: Those over which gradients are averaged in every step.
+GRADIENT_AXES = ("data_replicate", "data_shard", "context_parallel")
+#: ``data_replicate`` x ``data_shard``, under the name that modules for Lightning's ``ModelParallelStrategy`` ask for.
 DATA_AXES = ("data_replicate", "data_shard")
-#: ``data_replicate`` x ``data_shard``: the axis along which ranks see different samples.
 DATA_AXIS = "data_parallel"
+#: Axes that every device mesh has, of whatever size; the others are there where their size is not 1.
+_ALWAYS = ("pipeline_parallel", "data_replicate", "data_shard", "tensor_parallel")
+#: The order in which checkpoints before 0.1.0 list the sizes of the axes that there were.
+_UNNAMED = _ALWAYS
+#: Tensor groups talk several times a layer; past this many ranks the parts of a layer get too thin for it.
+_LARGEST_TENSOR_GROUP = 8
 
 Degree = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class JobMeshes:
+    """The device mesh of a job, and its one-dimensional meshes by purpose.
+
+    Attributes:
+        all: Every axis by name.
+        batch: Ranks that see different samples.
+        gradients: Ranks whose gradients are averaged in every step. The same mesh as ``batch`` where neither an outer
+            nor a context axis is in use.
+    """
+
+    all: DeviceMesh
+    batch: DeviceMesh
+    gradients: DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -24,15 +52,19 @@ class ParallelDims:
     """How many ways each kind of parallelism splits the job; every rank has one coordinate on each axis.
 
     Attributes:
+        outer_parallel: Islands, whose parameters are brought together every so many steps.
         pipeline_parallel: Pipeline stages, in ranks.
         data_replicate: Replicas whose gradients are averaged and whose states are whole.
         data_shard: Ranks over which parameters, gradients or optimizer state are sharded (ZeRO, FSDP).
+        context_parallel: Ranks that share the sequence of one batch.
         tensor_parallel: Ranks over which single layers are split.
     """
 
+    outer_parallel: int = 1
     pipeline_parallel: int = 1
     data_replicate: int = 1
     data_shard: int = 1
+    context_parallel: int = 1
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
@@ -42,33 +74,18 @@ class ParallelDims:
                 raise ValueError(f"{field.name}_size={size!r} is not a positive integer. Use 1 to switch the axis off.")
 
     @classmethod
-    def resolve(
-        cls,
-        world_size: int,
-        *,
-        pipeline_parallel: Degree = 1,
-        data_replicate: Degree = 1,
-        data_shard: Degree = 1,
-        tensor_parallel: Degree = 1,
-    ) -> ParallelDims:
+    def resolve(cls, world_size: int, **degrees: Degree) -> ParallelDims:
         """Fill in the one degree that is ``"auto"`` and check that the product is the world size.
 
         Args:
             world_size: Number of ranks of the job.
-            pipeline_parallel: Stages, or ``"auto"``: what the other degrees leave.
-            data_replicate: Replicas, or ``"auto"``.
-            data_shard: Shards, or ``"auto"``.
-            tensor_parallel: Tensor ranks, or ``"auto"``.
+            **degrees: Sizes of axes by name, 1 for those left out; one may be ``"auto"``: what the others leave.
 
         Raises:
+            TypeError: If there is no axis of a name.
             ValueError: If two degrees are ``"auto"``, or the product does not equal ``world_size``.
         """
-        degrees: dict[str, Degree] = {
-            "pipeline_parallel": pipeline_parallel,
-            "data_replicate": data_replicate,
-            "data_shard": data_shard,
-            "tensor_parallel": tensor_parallel,
-        }
+        degrees = {axis: degrees[axis] for axis in AXES if axis in degrees} | degrees
         open_axes = [axis for axis, size in degrees.items() if size == "auto"]
         fixed = cls(**{axis: 1 if size == "auto" else size for axis, size in degrees.items()})
         if len(open_axes) > 1:
@@ -89,18 +106,50 @@ class ParallelDims:
             )
         return fixed
 
+    @classmethod
+    def from_layout(cls, layout: Mapping[str, int] | list[int]) -> ParallelDims:
+        """The degrees that a checkpoint was saved with, see :attr:`layout`; a list is that of one before 0.1.0.
+
+        Raises:
+            ValueError: If the checkpoint names an axis that this version does not have.
+        """
+        named = dict(zip(_UNNAMED, layout, strict=True)) if isinstance(layout, list) else dict(layout)
+        if unknown := sorted(set(named) - set(AXES)):
+            raise ValueError(
+                f"The checkpoint was saved with the axes {', '.join(unknown)}, which this version of lightning_pardist"
+                " does not have. Update it."
+            )
+        return cls(**named)
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """Sizes by axis, as checkpoints keep them: those that are not 1."""
+        return {axis: size for axis in AXES if (size := self.size(axis)) > 1}
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along some axes together."""
+        total = 1
+        for axis in axes:
+            total *= int(getattr(self, axis))
+        return total
+
     @property
     def world_size(self) -> int:
         """Number of ranks: the product of all degrees."""
-        return self.pipeline_parallel * self.data_replicate * self.data_shard * self.tensor_parallel
+        return self.size(*AXES)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of ranks that see different samples."""
+        return self.size(*BATCH_AXES)
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks that see different samples."""
-        return self.data_replicate * self.data_shard
+        """Number of ranks that see different samples and average their gradients in every step."""
+        return self.size(*DATA_AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """This rank's index on every axis, and on the flattened data axis.
+        """This rank's index on every axis.
 
         Args:
             rank: Global rank, ``0 <= rank < world_size``.
@@ -108,32 +157,74 @@ class ParallelDims:
         found: dict[str, int] = {}
         rest = rank
         for axis in reversed(AXES):
-            rest, found[axis] = divmod(rest, getattr(self, axis))
-        found[DATA_AXIS] = found["data_replicate"] * self.data_shard + found["data_shard"]
+            rest, found[axis] = divmod(rest, self.size(axis))
         return found
 
-    def build(self, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
-        """Make the device mesh with all four axes, and the flattened data axis. Collective over the world.
+    def batch_rank(self, rank: int) -> int:
+        """This rank's index among those that see different samples, ``0 <= index < batch_size``."""
+        return self._index(self.coordinates(rank), BATCH_AXES)
+
+    def first_rank_of(self, batch_rank: int) -> int:
+        """The first of the ranks that see the samples of one batch rank."""
+        at: dict[str, int] = {}
+        for axis in reversed(BATCH_AXES):
+            batch_rank, at[axis] = divmod(batch_rank, self.size(axis))
+        return self._index(at, AXES)
+
+    def _index(self, at: Mapping[str, int], axes: tuple[str, ...]) -> int:
+        index = 0
+        for axis in axes:
+            index = index * self.size(axis) + at.get(axis, 0)
+        return index
+
+    def build(self, device_type: str) -> JobMeshes:
+        """Make the device mesh and its views by purpose. Collective over the world.
 
         Args:
             device_type: ``"cpu"`` or ``"cuda"``.
 
-        Returns:
-            The mesh, and its one-dimensional data axis, which the mesh knows by the name ``"data_parallel"``.
-
         Raises:
             RuntimeError: From torch, if no default process group exists.
         """
-        mesh = init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
-        return mesh, mesh[DATA_AXES]._flatten(DATA_AXIS)
+        names = tuple(axis for axis in AXES if axis in _ALWAYS or self.size(axis) > 1)
+        mesh = init_device_mesh(device_type, tuple(self.size(axis) for axis in names), mesh_dim_names=names)
+        data = flatten_mesh(mesh[DATA_AXES], DATA_AXIS)
+
+        def view(axes: tuple[str, ...], name: str) -> DeviceMesh:
+            there = tuple(axis for axis in axes if axis in names)
+            return data if there == DATA_AXES else flatten_mesh(mesh[there], name)
+
+        return JobMeshes(mesh, view(BATCH_AXES, "batch"), view(GRADIENT_AXES, "gradients"))
 
     def describe(self) -> str:
         """The degrees that differ from 1, as ``2 data_replicate x 4 tensor_parallel``."""
-        parts = [f"{getattr(self, axis)} {axis}" for axis in AXES if getattr(self, axis) > 1]
-        return " x ".join(parts) or "1 process"
+        return " x ".join(f"{size} {axis}" for axis, size in self.layout.items()) or "1 process"
 
 
-def _advice(degrees: dict[str, Any], world_size: int) -> str:
+def degrees_of_machine(num_nodes: int, ranks_per_node: int) -> dict[str, int]:
+    """Tensor groups inside a node, a pipeline across nodes, the rest for the data axis.
+
+    On several nodes a tensor group is a node, up to 8 ranks, and a pipeline has as many stages as the smallest prime
+    that divides the number of nodes: 2 where that is even. On one node tensor and pipeline take a factor of 2 each,
+    as far as there are factors.
+
+    Args:
+        num_nodes: Number of hosts.
+        ranks_per_node: Ranks on each of them.
+
+    Returns:
+        Sizes of ``tensor_parallel`` and ``pipeline_parallel``.
+    """
+    if num_nodes > 1:
+        fitting = [size for size in range(1, _LARGEST_TENSOR_GROUP + 1) if ranks_per_node % size == 0]
+        stages = next(size for size in range(2, num_nodes + 1) if num_nodes % size == 0)
+        return {"tensor_parallel": max(fitting), "pipeline_parallel": stages}
+    tensor = 2 if ranks_per_node % 2 == 0 else 1
+    pipeline = 2 if ranks_per_node % 4 == 0 else 1
+    return {"tensor_parallel": tensor, "pipeline_parallel": pipeline}
+
+
+def _advice(degrees: Mapping[str, Any], world_size: int) -> str:
     fixed = [axis for axis, size in degrees.items() if size not in (1, "auto")]
     if len(fixed) > 1:
         return f"Make the product of {', '.join(fixed)} one of {_either(_divisors(world_size))}."

@@ -1,19 +1,19 @@
-"""Every strategy's name, in one table."""
+"""Table of registered strategy names."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import StrategyRegistry
-
-from lightning_pardist._other_lightning import refuse_names
-from lightning_pardist.environments.find import choose_for
+from lightning_pardist.compat.cluster_environment import choose_for
+from lightning_pardist.compat.on_import import after_import
+from lightning_pardist.compat.other_lightning import refuse_names
 
 if TYPE_CHECKING:
-    from lightning_pardist.strategies.base import PardistStrategy
+    from lightning_pardist.strategies.strategy import PardistStrategy
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Entry:
     Attributes:
         name: What ``Trainer(strategy=...)`` takes.
         path: Module in :mod:`lightning_pardist.strategies` and class behind the name, imported when it is used.
-        shards: What is split, in a few words.
+        shards: What is divided among ranks, in a few words.
         when: When to choose it, in one line.
         preset: Arguments of the class that the name stands for.
     """
@@ -50,71 +50,87 @@ _DDP, _ZERO, _FSDP = "ddp.DDPStrategy", "zero.ZeroStrategy", "fsdp.FSDPStrategy"
 _TENSOR, _PIPELINE, _HYBRID = "tensor.TensorParallelStrategy", "pipeline.PipelineStrategy", "hybrid.HybridStrategy"
 
 TABLE: tuple[Entry, ...] = (
-    Entry("pardist_ddp", _DDP, "samples", "the model and its optimizer fit one device"),
-    Entry("pardist_ddp_bf16", _DDP, "samples", "the network is the limit: gradients travel as bf16",
+    Entry("pardist_ddp", _DDP, "batch", "the model and its optimizer fit one device"),
+    Entry("pardist_ddp_bf16", _DDP, "batch", "the network is the bottleneck: gradients are sent as bf16",
           {"gradient_compression": "bf16"}),
-    Entry("pardist_ddp_fp16", _DDP, "samples", "the network is the limit: gradients travel as fp16",
+    Entry("pardist_ddp_fp16", _DDP, "batch", "the network is the bottleneck: gradients are sent as fp16",
           {"gradient_compression": "fp16"}),
-    Entry("pardist_ddp_powersgd", _DDP, "samples", "the network is slow: gradients travel as low-rank factors",
+    Entry("pardist_ddp_powersgd", _DDP, "batch", "the network is slow: gradients are sent as low-rank factors",
           {"gradient_compression": "powersgd"}),
-    Entry("pardist_ddp_spawn", _DDP, "samples", "ranks are to be started by spawn", {"start_method": "spawn"}),
-    Entry("pardist_ddp_fork", _DDP, "samples", "ranks are to be started by fork", {"start_method": "fork"}),
-    Entry("pardist_ddp_notebook", _DDP, "samples", "in a notebook (ranks by fork)", {"start_method": "fork"}),
-    Entry("pardist_zero1", _ZERO, "samples, optimizer state", "optimizer state is what does not fit",
+    Entry("pardist_ddp_spawn", _DDP, "batch", "ranks are to be started by spawn", {"start_method": "spawn"}),
+    Entry("pardist_ddp_fork", _DDP, "batch", "ranks are to be started by fork", {"start_method": "fork"}),
+    Entry("pardist_ddp_notebook", _DDP, "batch", "in a notebook (ranks by fork)", {"start_method": "fork"}),
+    Entry("pardist_zero1", _ZERO, "batch, optimizer state", "optimizer state does not fit",
           {"zero_stage": 1}),
-    Entry("pardist_zero2", _ZERO, "samples, optimizer state, gradients", "parameters fit, the rest does not",
+    Entry("pardist_zero2", _ZERO, "batch, optimizer state, gradients", "gradients do not fit either",
           {"zero_stage": 2}),
-    Entry("pardist_zero3", _FSDP, "samples, optimizer state, gradients, parameters",
+    Entry("pardist_zero3", _FSDP, "batch, optimizer state, gradients, parameters",
           "parameters do not fit either"),
-    Entry("pardist_zero2_offload", _ZERO, "samples, optimizer state, gradients",
-          "the device has room for parameters only: the optimizer works on the host",
+    Entry("pardist_zero2_offload", _ZERO, "batch, optimizer state, gradients",
+          "the device has room for parameters only: the optimizer steps on the host",
           {"zero_stage": 2, "offload": "cpu"}),
-    Entry("pardist_zero3_offload", _FSDP, "samples, optimizer state, gradients, parameters",
-          "devices have room for a few layers: all else is on the host", {"offload": "cpu"}),
-    Entry("pardist_zero3_nvme", _FSDP, "samples, optimizer state, gradients, parameters",
+    Entry("pardist_zero3_offload", _FSDP, "batch, optimizer state, gradients, parameters",
+          "devices have room for a few layers: the rest is on the host", {"offload": "cpu"}),
+    Entry("pardist_zero3_nvme", _FSDP, "batch, optimizer state, gradients, parameters",
           "the host has no room for optimizer state either: it is in files on a local disk", {"offload": "disk"}),
-    Entry("pardist_fsdp", _FSDP, "samples, optimizer state, gradients, parameters",
+    Entry("pardist_fsdp", _FSDP, "batch, optimizer state, gradients, parameters",
           "the same, with units and policies of your own"),
-    Entry("pardist_hsdp", _FSDP, "samples; the rest inside each node",
+    Entry("pardist_hsdp", _FSDP, "batch; optimizer state, gradients, parameters inside each node",
           "nodes are connected slowly: shards inside a node, replicas across", {"data_shard_size": "node"}),
-    Entry("pardist_tp", _TENSOR, "layers inside", "single layers are large, or a batch is small"),
-    Entry("pardist_tp_ddp", _TENSOR, "layers inside each node, samples across nodes",
-          "a node's devices are connected well: layers split inside it, replicas across",
+    Entry("pardist_tp", _TENSOR, "weights (TP) x batch (DP)", "single layers are large, or a batch is small"),
+    Entry("pardist_tp_ddp", _TENSOR, "weights inside each node (TP) x batch across nodes (DP)",
+          "a node's devices are connected well: tensor groups inside it, replicas across",
           {"tensor_parallel_size": "node"}),
     Entry("pardist_tp_zero3", _TENSOR,
-          "layers inside each node; samples, optimizer state, gradients, parameters across nodes",
+          "weights inside each node (TP) x batch, optimizer state, gradients, parameters across nodes",
           "the same, and parameters do not fit a node",
           {"tensor_parallel_size": "node", "data_parallel": "zero3"}),
-    Entry("pardist_mp", _PIPELINE, "layers", "the model fits no device and batches cannot be cut",
+    Entry("pardist_mp", _PIPELINE, "layers (PP) x batch (DP)", "the model fits no device and batches cannot be divided",
           {"schedule": "mp"}),
-    Entry("pardist_pp_gpipe", _PIPELINE, "layers", "layers are split, by the simplest schedule (GPipe)",
+    Entry("pardist_pp_gpipe", _PIPELINE, "layers (PP) x batch (DP)", "the simplest schedule (GPipe)",
           {"schedule": "gpipe"}),
-    Entry("pardist_pp", _PIPELINE, "layers", "the model fits no device: micro-batches through stages (1F1B)"),
-    Entry("pardist_pp_interleaved", _PIPELINE, "layers", "the same with two stages a rank: less idle time",
+    Entry("pardist_pp", _PIPELINE, "layers (PP) x batch (DP)",
+          "the model fits no device: micro-batches through stages (1F1B)"),
+    Entry("pardist_pp_interleaved", _PIPELINE, "layers (PP) x batch (DP)",
+          "the same with two stages a rank: less idle time",
           {"schedule": "interleaved", "chunks_per_rank": 2}),
-    Entry("pardist_pp_zb", _PIPELINE, "layers", "the same with the backward in halves: least idle time",
+    Entry("pardist_pp_zb", _PIPELINE, "layers (PP) x batch (DP)",
+          "the same with the backward in halves: least idle time",
           {"schedule": "interleaved_zb"}),
-    Entry("pardist_3d", _HYBRID, "layers inside each node, layers across nodes, samples",
+    Entry("pardist_3d", _HYBRID, "layers (PP) x weights (TP) x batch (DP)",
           "the model is far too large for one kind of parallelism",
           {"pipeline_parallel_size": "machine", "tensor_parallel_size": "machine"}),
 )  # fmt: skip
 
 
 def register() -> None:
-    """Put every name of the table into Lightning's registry. Harmless when called again."""
+    """Put every name of the table into Lightning's registry. Harmless when called again.
+
+    Where Lightning is not imported yet, the names are there as soon as it is: every way to a Trainer imports the module
+    that is waited for. Nothing is imported by this.
+    """
+    after_import("lightning.pytorch.trainer.connectors.accelerator_connector", _register)
+    refuse_names(entry.name for entry in TABLE)
+
+
+def _register(connectors: ModuleType) -> None:
     for entry in TABLE:
-        StrategyRegistry.register(
+        connectors.StrategyRegistry.register(
             entry.name,
             entry.make,
-            description=f"splits {entry.shards}; for when {entry.when}",
+            description=f"shards {entry.shards}; for when {entry.when}",
             override=True,
             **entry.preset,
         )
-    refuse_names(entry.name for entry in TABLE)
     names = {entry.name for entry in TABLE}
-    choose_for(lambda flag: _is_strategy(flag) or flag in names)
+    choose_for(connectors, lambda flag: _is_strategy(flag) or flag in names, _find_environment)
+
+
+def _find_environment() -> Any:
+    # Not before a Trainer is made: names are registered while lightning.pytorch is being imported.
+    return importlib.import_module("lightning_pardist.runtime.environments.find").find()
 
 
 def _is_strategy(flag: Any) -> bool:
-    base = sys.modules.get("lightning_pardist.strategies.base")
+    base = sys.modules.get("lightning_pardist.strategies.strategy")
     return base is not None and isinstance(flag, base.PardistStrategy)

@@ -1,7 +1,8 @@
-"""What the three recipes share: choosing where data come from, and an order of samples that any run repeats."""
+"""What the recipes share: packages they need, where data come from, and an order of samples that any run repeats."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import threading
@@ -16,6 +17,27 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import RandomSampler
 
 Splits = TypeVar("Splits")
+#: Where the name to install is not the name to import.
+_DISTRIBUTIONS = {"skimage": "scikit-image", "sklearn": "scikit-learn"}
+
+
+def require(*modules: str, recipe: str, extra: str = "recipes") -> None:
+    """Say what to install where a recipe needs packages that the library itself does not.
+
+    Args:
+        modules: Names as they are imported.
+        recipe: Name of the recipe.
+        extra: The extra of this project that brings them.
+
+    Raises:
+        ModuleNotFoundError: If one of them is not installed.
+    """
+    missing = [_DISTRIBUTIONS.get(name, name) for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"The {recipe} recipe needs {', '.join(missing)}. Install the extra [{extra}]:"
+            f" pip install -c constraints.txt -e '.[{extra}]'"
+        )
 
 
 def load(module: LightningDataModule, source: str, readers: Mapping[str, Callable[[], Splits]]) -> Splits:

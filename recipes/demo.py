@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch.optim import Optimizer
 
-from lightning_pardist.engines.memory import held_bytes
+from lightning_pardist.engines.common.memory import held_bytes
 from recipes.mnist.data import DigitData
 from recipes.mnist.model import DigitClassifier
 

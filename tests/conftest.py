@@ -38,7 +38,12 @@ def _nothing_left_behind():
         dist.destroy_process_group()
         problems.append("a process group")
     pool = {process.pid for one in ranks._pools.values() for process in one.processes}
-    left = {child.pid for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())}
+    servers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+    left = {
+        child.pid
+        for child in psutil.Process().children()
+        if not any(server in " ".join(child.cmdline()) for server in servers)
+    }
     if left - children - pool:
         problems.append(f"processes {sorted(left - children - pool)}")
     problems += [

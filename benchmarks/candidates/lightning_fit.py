@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import yaml
 from lightning.pytorch.strategies import StrategyRegistry
-from torch.utils.data import DataLoader
 
 from benchmarks.candidates.protocol import Candidate, PassesBeforeSteps, held_by
+from benchmarks.fit import fit, parse, strategy_of
 from benchmarks.settings import Settings
-from benchmarks.workloads import Task, make_loader
 from lightning_pardist.registry import TABLE
 
 SINGLE = "one_process"
@@ -32,55 +28,23 @@ class _AtTheGate(pl.Callback):
         self._gate.before_step(lambda: _held(trainer))
 
 
-class _Data(pl.LightningDataModule):
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self._settings = settings
-
-    def train_dataloader(self) -> DataLoader:
-        kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-        return make_loader(self._settings, rank=kwargs["rank"], world_size=kwargs["num_replicas"])
-
-
 @dataclass(frozen=True)
 class LightningFit:
     """An ordinary Trainer without the parts that write files.
 
     Attributes:
-        strategy: A registered name, or ``"auto"``.
-        options: Arguments of the strategy beside those that its name stands for.
+        strategy: ``NAME`` or ``NAME@key=value,...``, or ``"auto"``.
     """
 
     name: str
     title: str
     strategy: str
-    options: dict[str, Any] = field(default_factory=dict)
     single: bool = False
 
     def run(self, settings: Settings, gate: PassesBeforeSteps) -> None:
         """See :class:`Candidate`."""
-        warnings.filterwarnings("ignore")
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1 if self.single else settings.devices,
-            strategy=self._strategy(),
-            max_steps=settings.total_steps,
-            max_epochs=-1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            callbacks=[_AtTheGate(gate)],
-        )
-        trainer.fit(Task(settings), datamodule=_Data(settings))
-
-    def _strategy(self) -> Any:
-        if not self.options:
-            return self.strategy
-        entry = StrategyRegistry[self.strategy]
-        make: Callable[..., Any] = entry["strategy"]
-        return make(**(entry["init_params"] | self.options))
+        devices = 1 if self.single else settings.devices
+        fit(settings, strategy_of(self.strategy), devices=devices, callback=_AtTheGate(gate))
 
 
 def _held(trainer: pl.Trainer) -> dict[str, int]:
@@ -103,15 +67,9 @@ def find(name: str) -> Candidate | None:
 
     ``pardist_ddp@bucket_size_mb=10,overlap=false`` stands for the strategy with these arguments.
     """
-    base, _, text = name.partition("@")
-    if base == SINGLE and not text:
+    base, _ = parse(name)
+    if name == SINGLE:
         return LightningFit(name, "one process, Lightning", "auto", single=True)
     if base not in StrategyRegistry:
         return None
-    options = dict(part.split("=", 1) for part in text.split(",")) if text else {}
-    return LightningFit(
-        name,
-        f"Lightning, strategy={name!r}",
-        base,
-        options={key: yaml.safe_load(value) for key, value in options.items()},
-    )
+    return LightningFit(name, f"Lightning, strategy={name!r}", name)

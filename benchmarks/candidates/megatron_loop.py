@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.candidates.protocol import Candidate, PassesBeforeSteps, held_by
 from benchmarks.settings import Settings
 from benchmarks.workloads import GPTLoss, make_loader, make_net, make_optimizer
-from lightning_pardist.engines.tensor import apply, attach, plan
+from lightning_pardist.engines.tensor import apply_layout, attach, plan_layout
 from lightning_pardist.mesh import ParallelDims
 
 
@@ -160,7 +160,7 @@ class TensorEngineLoop:
         loader = make_loader(settings, rank=0, world_size=1)
         sample = next(iter(loader))
         mesh, _ = ParallelDims(tensor_parallel=size).build("cpu")
-        runtime = apply(net, plan(net, lambda: net(*sample), tp_size=size), mesh["tensor_parallel"])
+        runtime = apply_layout(net, plan_layout(net, lambda: net(*sample), tp_size=size), mesh["tensor_parallel"])
         optimizer = make_optimizer(net)
         attach(optimizer)
         for batch in loader:

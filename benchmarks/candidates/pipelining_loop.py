@@ -15,7 +15,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from benchmarks.candidates.protocol import Candidate, PassesBeforeSteps, held_by
 from benchmarks.settings import Settings
 from benchmarks.workloads import GPTLoss, make_loader, make_net, make_optimizer
-from lightning_pardist.engines.pipeline import PipelineEngine, PipelineOptions, PipelinePlan, plan, split_batch, trace
+from lightning_pardist.engines.pipeline import (
+    PipelineEngine,
+    PipelineOptions,
+    PipelinePlan,
+    plan_stages,
+    record_step,
+    split_batch,
+)
 
 NUM_MICROBATCHES = 8
 
@@ -127,8 +134,8 @@ def _planned(net: nn.Module, batch: Any, num_stages: int) -> tuple[PipelinePlan,
         loss: Tensor = net(*microbatch)
         return loss
 
-    recorded = trace(net, step, split_batch(batch, NUM_MICROBATCHES)[0].value)
-    return plan(recorded, num_stages), step
+    recorded = record_step(net, step, split_batch(batch, NUM_MICROBATCHES)[0].value)
+    return plan_stages(recorded, num_stages), step
 
 
 def _first_blocks(made: PipelinePlan) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from benchmarks.settings import Settings
-from lightning_pardist.engines.memory import held_bytes
+from lightning_pardist.engines.common.memory import held_bytes
 
 
 class PassesBeforeSteps(Protocol):

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.candidates.protocol import Candidate, PassesBeforeSteps, held_by
 from benchmarks.settings import Settings
 from benchmarks.workloads import make_loader, make_net, make_optimizer
-from lightning_pardist.engines.data_parallel import AllReduce, GradientReducer
-from lightning_pardist.engines.process_group import world_group
+from lightning_pardist.collectives import world_group
+from lightning_pardist.engines.ddp import AllReduce, GradientReducer
 
 
 @dataclass(frozen=True)

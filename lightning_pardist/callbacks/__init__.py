@@ -2,6 +2,6 @@
 
 from lightning_pardist.callbacks.global_batch_size import GlobalBatchSize
 from lightning_pardist.callbacks.pipeline_timeline import PipelineTimeline
-from lightning_pardist.strategies.batch_size import ExpectedBatchSize
+from lightning_pardist.trainer.batch_size import ExpectedBatchSize
 
 __all__ = ["ExpectedBatchSize", "GlobalBatchSize", "PipelineTimeline"]

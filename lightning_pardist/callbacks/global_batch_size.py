@@ -1,4 +1,4 @@
-"""The same global batch on any number of ranks, by accumulation."""
+"""Keeps the global batch constant on any number of ranks, by gradient accumulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 
 class GlobalBatchSize(pl.Callback):
-    """Every optimizer step takes so many samples, on one process as on many, and after a restart with fewer or more.
+    """Fixes the number of samples per optimizer step, whatever the number of ranks.
 
     A rank's batches are as large as its training loader says, or the largest smaller size that divides its share, and
     as many of them are accumulated as it takes. The samples of a step are then the same on any number of ranks, for a

@@ -1,4 +1,4 @@
-"""A picture of one training step of a pipeline."""
+"""Draws one training step of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_pardist.axes.pipeline import PipelineAxis
 from lightning_pardist.engines.pipeline import Timeline, expected_idle_share
 from lightning_pardist.engines.pipeline.drawing import chrome_trace, timeline_svg
-from lightning_pardist.strategies.parts.pipeline import PipelinePart
+from lightning_pardist.strategies.strategy import PardistStrategy
 
 
 class PipelineTimeline(pl.Callback):
@@ -23,10 +24,11 @@ class PipelineTimeline(pl.Callback):
 
     Args:
         dirpath: Folder to write to; by default the Trainer's ``default_root_dir``.
-        step: Which batch of the run to show, from 0. The first ones are slower than the rest.
+        step: Which batch of the run to show, from 0. The first ones are slower than the rest. A run that ends before
+            shows its last batch, and the log says so.
 
     Attributes:
-        timeline: What was measured; None before that step.
+        timeline: What was measured last; None before the first batch.
 
     Raises:
         ValueError: When a run begins, if its strategy has no pipeline.
@@ -38,12 +40,14 @@ class PipelineTimeline(pl.Callback):
         self.dirpath = dirpath
         self.step = step
         self.timeline: Timeline | None = None
+        #: Batches of the run so far.
         self._seen = 0
+        self._microbatches = 0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._seen = 0
-        if not isinstance(getattr(trainer.strategy, "pipeline", None), PipelinePart):
+        self._seen, self.timeline = 0, None
+        if _pipeline_of(trainer) is None:
             raise ValueError(
                 f"PipelineTimeline shows the stages of a pipeline, which {type(trainer.strategy).__name__} has not."
                 " Use strategy='pardist_pp' or another pipeline, or remove the callback."
@@ -53,29 +57,35 @@ class PipelineTimeline(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._seen == self.step:
-            self._part(trainer).record_times = True
+        if self._seen <= self.step:
+            self._pipeline(trainer).record_times = True
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._seen == self.step:
-            part = self._part(trainer)
-            part.record_times = False
-            if part.last_result is not None:
-                self.timeline = part.last_result.timeline
-            if trainer.is_global_zero and self.timeline is not None:
-                self._write(trainer, part, self.timeline)
+        if self._seen <= self.step:
+            pipeline = self._pipeline(trainer)
+            pipeline.record_times = False
+            if pipeline.last_result is not None:
+                self.timeline, self._microbatches = pipeline.last_result.timeline, len(pipeline.last_result.sizes)
         self._seen += 1
+        if self._seen == self.step + 1:
+            self._write(trainer, self._pipeline(trainer))
 
-    def _write(self, trainer: pl.Trainer, part: PipelinePart, timeline: Timeline) -> None:
-        engine = part.engine
-        if engine is None or part.last_result is None:
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if 0 < self._seen <= self.step:
+            rank_zero_info(f"PipelineTimeline shows the last of {self._seen} step(s): step {self.step} did not come.")
+            self._write(trainer, self._pipeline(trainer))
+
+    def _write(self, trainer: pl.Trainer, pipeline: PipelineAxis) -> None:
+        engine, timeline = pipeline.engine, self.timeline
+        if not trainer.is_global_zero or timeline is None or engine is None:
             return
-        count, chunks = len(part.last_result.sizes), engine.options.chunks_per_rank
+        count, chunks = self._microbatches, engine.options.chunks_per_rank
         expected = expected_idle_share(engine.options.schedule, engine.num_ranks, count, chunks_per_rank=chunks)
-        title = f"{engine.options.schedule}, {engine.num_ranks} ranks, {count} micro-batches, step {self.step}"
+        title = f"{engine.options.schedule}, {engine.num_ranks} ranks, {count} micro-batches, step {self._seen - 1}"
         folder = Path(self.dirpath or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "pipeline.svg").write_text(timeline_svg(timeline, title=title, expected_idle=expected))
@@ -85,6 +95,13 @@ class PipelineTimeline(pl.Callback):
         )
 
     @staticmethod
-    def _part(trainer: pl.Trainer) -> PipelinePart:
-        part: PipelinePart = trainer.strategy.pipeline  # type: ignore[attr-defined]
-        return part
+    def _pipeline(trainer: pl.Trainer) -> PipelineAxis:
+        pipeline = _pipeline_of(trainer)
+        if pipeline is None:
+            raise RuntimeError("The Trainer's strategy was exchanged since setup.")
+        return pipeline
+
+
+def _pipeline_of(trainer: pl.Trainer) -> PipelineAxis | None:
+    strategy = trainer.strategy
+    return strategy.axis(PipelineAxis) if isinstance(strategy, PardistStrategy) else None

@@ -1,1 +1,1 @@
-"""What Lightning sees: one strategy a file."""
+"""Strategies: Lightning's adapter and its presets."""

@@ -1,17 +1,17 @@
-"""Data parallelism: whole parameters on every rank, gradients averaged."""
+"""Data-parallel strategy (DDP)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning_pardist.engines.data_parallel import PowerSGD
-from lightning_pardist.engines.data_parallel.compression import Compression
-from lightning_pardist.strategies.base import PardistStrategy
-from lightning_pardist.strategies.parts import Replicated
+from lightning_pardist.axes.ddp import DDPAxis
+from lightning_pardist.engines.ddp import PowerSGD
+from lightning_pardist.engines.ddp.compression import Compression
+from lightning_pardist.strategies.strategy import PardistStrategy
 
 
 class DDPStrategy(PardistStrategy):
-    """Every rank trains on its own samples; gradients are averaged while backward still runs.
+    """Data parallel: whole model on every rank, gradients averaged in buckets overlapped with backward.
 
     The results are those of Lightning's ``ddp`` and of one process with the same global batch. Parameters that take no
     part in a step, or a different part on each rank, need no flag. Sends ``2 Psi (N-1)/N`` per rank and step and holds
@@ -23,7 +23,7 @@ class DDPStrategy(PardistStrategy):
         gradient_compression: ``"bf16"`` or ``"fp16"`` send halves of fp32 gradients, ``"powersgd"`` or a
             :class:`~lightning_pardist.PowerSGD` low-rank factors. All of them change the numbers; None does not.
         overlap: Whether gradients are sent while backward runs.
-        **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
+        **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -37,5 +37,5 @@ class DDPStrategy(PardistStrategy):
         overlap: bool = True,
         **kwargs: Any,
     ) -> None:
-        data = Replicated(bucket_size_mb=bucket_size_mb, gradient_compression=gradient_compression, overlap=overlap)
-        super().__init__(data=data, **kwargs)
+        data = DDPAxis(bucket_size_mb=bucket_size_mb, gradient_compression=gradient_compression, overlap=overlap)
+        super().__init__(axes=[data], **kwargs)

@@ -1,4 +1,4 @@
-"""ZeRO-3, FSDP and HSDP: parameters, gradients and optimizer state sharded, parameters gathered unit by unit."""
+"""ZeRO-3, FSDP and HSDP strategy."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, Literal
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_pardist.engines.fully_sharded.apply import Reshard
-from lightning_pardist.engines.fully_sharded.engine import Accumulate
-from lightning_pardist.engines.fully_sharded.materialize import InitFunction
-from lightning_pardist.engines.fully_sharded.units import MIN_UNIT_BYTES, UnitPolicy
-from lightning_pardist.strategies.base import PardistStrategy
-from lightning_pardist.strategies.parts import FullyShardedData
+from lightning_pardist.axes.fsdp import FSDPAxis
+from lightning_pardist.engines.common.meta_init import InitFunction
+from lightning_pardist.engines.fsdp.fsdp_units import MIN_UNIT_BYTES, UnitPolicy
+from lightning_pardist.engines.fsdp.fully_sharded import Accumulate
+from lightning_pardist.engines.fsdp.shard import Reshard
+from lightning_pardist.strategies.strategy import PardistStrategy
 
 _MIB = 2**20
 
 
 class FSDPStrategy(PardistStrategy):
-    """Every rank keeps a shard of parameters, gradients and optimizer state; parameters are gathered where they run.
+    """ZeRO-3, FSDP, HSDP: shards parameters, gradients and optimizer state; gathers parameters unit by unit.
 
     The module is split into units (repeated blocks, large layers), which are gathered right before they run and freed
     right after. Sends ``3 Psi (N-1)/N`` per rank and step and holds ``4 Psi/N`` plus the largest unit (fp32 Adam; Psi
@@ -44,14 +44,14 @@ class FSDPStrategy(PardistStrategy):
             ``"unsharded"`` sends once an optimizer step and holds whole gradients until then.
         mp_policy: torch's policy for the dtypes of gathered parameters and of reductions. By default that of the
             Trainer's ``precision``.
-        rank_dependent: Ranks may use different units in a step, or some of them return no loss from ``training_step``;
-            costs a small exchange for each unit.
-        watch: When to look for parameters used outside their module's call: in the ``"first"`` run of each step
-            function, ``"always"`` or ``"never"``.
+        allow_divergent_forward: Ranks may use different units in a step, or some of them return no loss from
+            ``training_step``; costs a small exchange for each unit.
+        detect_direct_param_use: When to look for parameters used outside their module's call: in the ``"first"`` run
+            of each step function, ``"always"`` or ``"never"``.
         init: For modules on ``meta``: initializes the own parameters of one module, in place of its
             ``reset_parameters``.
-        whole_after_run_mb: A module of up to this many MiB is whole and ordinary again on every rank when a run has
-            ended well. A larger one, or one whose run failed, stays sharded: every rank has to call it together.
+        unshard_after_fit_max_mb: A module of up to this many MiB is whole and ordinary again on every rank when a run
+            has ended well. A larger one, or one whose run failed, stays sharded: every rank has to call it together.
         offload: Where optimizer state lives and steps are taken. ``"cpu"``: in host memory. The path of a folder on a
             local disk: in files there, of which ``offload_window_mb`` are resident at a time. ``"disk"``: in files in
             the Trainer's ``default_root_dir``. Shards of parameters rest on the host as well. Adam and AdamW take
@@ -62,7 +62,7 @@ class FSDPStrategy(PardistStrategy):
             each gathered alone, so that no rank ever has the layer whole; results, names in checkpoints and optimizers
             stay as they are (memory-centric tiling, ZeRO-Infinity, arXiv 2104.07857). Their gathers do not overlap
             with computation.
-        **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
+        **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
         ValueError: If a setting is out of range; during a run, if an optimizer needs whole parameters (LBFGS, Muon,
@@ -79,28 +79,28 @@ class FSDPStrategy(PardistStrategy):
         data_shard_size: int | Literal["auto", "node"] = "auto",
         accumulate: Accumulate = "sharded",
         mp_policy: MixedPrecisionPolicy | None = None,
-        rank_dependent: bool = False,
-        watch: Literal["first", "always", "never"] = "first",
+        allow_divergent_forward: bool = False,
+        detect_direct_param_use: Literal["first", "always", "never"] = "first",
         init: InitFunction | None = None,
-        whole_after_run_mb: float = 1024.0,
+        unshard_after_fit_max_mb: float = 1024.0,
         offload: str | os.PathLike[str] | None = None,
         offload_window_mb: float = 64.0,
         tile_linear_above_mb: float | None = None,
         **kwargs: Any,
     ) -> None:
-        data = FullyShardedData(
+        data = FSDPAxis(
             units=units,
             min_unit_size_mb=min_unit_size_mb,
             reshard_after_forward=reshard_after_forward,
             data_shard_size=data_shard_size,
             accumulate=accumulate,
             mp_policy=mp_policy,
-            rank_dependent=rank_dependent,
-            watch=watch,
+            allow_divergent_forward=allow_divergent_forward,
+            detect_direct_param_use=detect_direct_param_use,
             init=init,
-            whole_after_run_mb=whole_after_run_mb,
+            unshard_after_fit_max_mb=unshard_after_fit_max_mb,
             offload=offload,
             offload_window_mb=offload_window_mb,
             tile_linear_above_mb=tile_linear_above_mb,
         )
-        super().__init__(data=data, **kwargs)
+        super().__init__(axes=[data], **kwargs)

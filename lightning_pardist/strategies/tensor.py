@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers split inside, of a module that knows nothing of it."""
+"""Tensor-parallel strategy."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_pardist.axes.by_name import DataParallel, data_parallel_axis
+from lightning_pardist.axes.tensor import TensorAxis, TensorParallelSize
 from lightning_pardist.engines.tensor import TensorParallelPlan
-from lightning_pardist.strategies import rehearsal
-from lightning_pardist.strategies.base import PardistStrategy
-from lightning_pardist.strategies.parts import TensorParallel, data_part
-from lightning_pardist.strategies.parts.data import DataParallel
-from lightning_pardist.strategies.parts.tensor import TensorParallelSize
+from lightning_pardist.strategies.strategy import PardistStrategy
+from lightning_pardist.trainer import trial_run
 
 
 class TensorParallelStrategy(PardistStrategy):
-    """Layers are split over ranks that work on the same samples (Megatron-LM, arXiv 1909.08053).
+    """Tensor parallel: shards each layer's weights over ranks with the same samples (Megatron-LM, arXiv 1909.08053).
 
     How is found out by one run of the module's own step on a batch, of which nothing remains: pairs of linear layers,
     attention by heads, embeddings and output heads by vocabulary, convolutions by channels; the rest stays whole on
@@ -42,7 +41,7 @@ class TensorParallelStrategy(PardistStrategy):
             the module's ``example_input_array`` where that cannot be read unnoticed.
         init: Gives values to the own parameters of one submodule that was built on ``meta``, in place of its
             ``reset_parameters``. Such a module is created layer by layer, of which each rank keeps its part.
-        **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
+        **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
         ValueError: If a setting is out of range; during a run, if ``plan`` does not fit the module, no sample can be
@@ -62,7 +61,7 @@ class TensorParallelStrategy(PardistStrategy):
         init: Callable[[nn.Module], None] | None = None,
         **kwargs: Any,
     ) -> None:
-        tensor = TensorParallel(
+        tensor = TensorAxis(
             tensor_parallel_size=tensor_parallel_size,
             plan=plan,
             on_indivisible=on_indivisible,
@@ -70,7 +69,7 @@ class TensorParallelStrategy(PardistStrategy):
             sample=sample,
             init=init,
         )
-        super().__init__(data=data_part(data_parallel, **(data_settings or {})), tensor=tensor, **kwargs)
+        super().__init__(axes=[tensor, data_parallel_axis(data_parallel, **(data_settings or {}))], **kwargs)
 
     @classmethod
     def plan(
@@ -96,10 +95,10 @@ class TensorParallelStrategy(PardistStrategy):
         Raises:
             ValueError: If ``plan`` does not fit the module.
         """
-        part = TensorParallel(plan=plan, on_indivisible=on_indivisible, sequence_parallel=sequence_parallel)
-        with rehearsal.without_trace(module):
-            return part.find_plan(
+        axis = TensorAxis(plan=plan, on_indivisible=on_indivisible, sequence_parallel=sequence_parallel)
+        with trial_run.without_trace(module):
+            return axis.find_plan(
                 module,
-                lambda: rehearsal.run(module, "training_step", sample),
+                lambda: trial_run.run(module, "training_step", sample),
                 tp_size=tensor_parallel_size,
             )

@@ -1,4 +1,4 @@
-"""ZeRO: data parallelism that shards optimizer state and gradients."""
+"""ZeRO-1 and ZeRO-2 strategy."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lightning_pardist.strategies.base import PardistStrategy
+from lightning_pardist.axes.zero import ZeroAxis
 from lightning_pardist.strategies.ddp import DDPStrategy
-from lightning_pardist.strategies.deepspeed_config import DeepSpeedConfig
 from lightning_pardist.strategies.fsdp import FSDPStrategy
-from lightning_pardist.strategies.parts import ZeroSharded
+from lightning_pardist.strategies.strategy import PardistStrategy
+from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
 
 
 class ZeroStrategy(PardistStrategy):
-    """Every rank updates an even slice of the parameters, and keeps optimizer state for that slice only.
+    """ZeRO-1 and ZeRO-2: shards optimizer state, in stage 2 gradients as well; parameters stay whole.
 
     Parameters stay ordinary, whole tensors on every rank. Sends ``2 Psi (N-1)/N`` per rank and step, as data
     parallelism does. In fp32 with Adam, stage 1 holds ``2 Psi + 2 Psi/N`` and stage 2, which keeps slices of gradients
@@ -32,7 +32,7 @@ class ZeroStrategy(PardistStrategy):
             the Trainer's ``default_root_dir``. Adam and AdamW take torch's fused kernel then, unless told otherwise.
             The files have no names, and are gone with the process, however it ends.
         offload_window_mb: With files, state that is resident at a time, in MiB.
-        **kwargs: See :class:`~lightning_pardist.strategies.base.PardistStrategy`.
+        **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
         ValueError: If a setting is out of range; during ``fit``, if an optimizer needs whole parameters (LBFGS, Muon,
@@ -50,14 +50,14 @@ class ZeroStrategy(PardistStrategy):
         offload_window_mb: float = 64.0,
         **kwargs: Any,
     ) -> None:
-        data = ZeroSharded(
+        data = ZeroAxis(
             zero_stage=zero_stage,
             bucket_size_mb=bucket_size_mb,
             overlap=overlap,
             offload=offload,
             offload_window_mb=offload_window_mb,
         )
-        super().__init__(data=data, **kwargs)
+        super().__init__(axes=[data], **kwargs)
 
     @staticmethod
     def from_deepspeed_config(

@@ -6,7 +6,12 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn, optim
 from torchmetrics.classification import MulticlassAccuracy
-from torchvision.models import resnet18
+
+from recipes.common import require
+
+require("torchvision", "skimage", "sklearn", "tensorboard", recipe="cifar")
+
+from torchvision.models import resnet18  # noqa: E402
 
 
 class PhotoClassifier(LightningModule):

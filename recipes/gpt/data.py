@@ -12,7 +12,9 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.common import EpochShuffle, fetch, load
+from recipes.common import EpochShuffle, fetch, load, require
+
+require("tensorboard", recipe="gpt")
 
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 

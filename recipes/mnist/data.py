@@ -13,7 +13,9 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from recipes.common import EpochShuffle, fetch, load
+from recipes.common import EpochShuffle, fetch, load, require
+
+require("torchvision", "sklearn", "tensorboard", recipe="mnist")
 
 Splits = tuple[TensorDataset, TensorDataset]
 

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_pardist.engines.checkpoint.assemble import assemble
-from lightning_pardist.engines.checkpoint.boxes import Shards, shards_of, shards_of_slice
-from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError
-from lightning_pardist.engines.checkpoint.exchange import GroupExchange, StoreExchange
-from lightning_pardist.engines.checkpoint.folder import FolderReader, FolderSave
-from lightning_pardist.engines.checkpoint.manifest import MANIFEST, Manifest, verify_files
+from lightning_pardist.checkpoint.chunks import Shards, shards_of, shards_of_slice
+from lightning_pardist.checkpoint.coordination import GroupCoordinator, StoreCoordinator
+from lightning_pardist.checkpoint.errors import DamagedCheckpointError
+from lightning_pardist.checkpoint.folder import FolderReader, FolderSave
+from lightning_pardist.checkpoint.gather import assemble
+from lightning_pardist.checkpoint.manifest import MANIFEST, Manifest, verify_files
 from tests.helpers.ranks import cpu_mesh, run_ranks
 
 SHAPES = {"even": (8, 6), "uneven": (7, 3), "short": (1, 5), "scalar": (), "none": (0, 4), "deep": (3, 5, 2)}
@@ -57,10 +57,10 @@ def _fused(path):
     module.weight = nn.Parameter(fused)
     fully_shard(module, mesh=mesh["data_shard"])
     save = FolderSave({"model.weight": shards_of(module.weight)}, path)
-    save.plan(GroupExchange())
-    save.write(GroupExchange(), {})
+    save.plan(GroupCoordinator())
+    save.write(GroupCoordinator(), {})
     assert torch.equal(FolderReader(path).read("model.weight"), whole)
-    together = assemble({"weight": shards_of(module.weight)}, GroupExchange())
+    together = assemble({"weight": shards_of(module.weight)}, GroupCoordinator())
     assert dist.get_rank() or torch.equal(together["weight"], whole)
 
 
@@ -84,8 +84,8 @@ def _save_under(layout, path):
     world = dist.get_world_size()
     tensors = {f"model.{name}": _held(layout, world, name, _values(name)) for name in SHAPES}
     save = FolderSave(tensors, path, about={"world_size": world})
-    save.plan(GroupExchange())
-    save.write(GroupExchange(), {"epoch": 3})
+    save.plan(GroupCoordinator())
+    save.write(GroupCoordinator(), {"epoch": 3})
 
 
 def _load_under(layout, path):
@@ -136,7 +136,7 @@ def _save_with_a_hole(path):
     bad = Shards((4,), torch.float32, ())
     save = FolderSave({"model.good": held, "model.hole": bad}, path)
     with pytest.raises((ValueError, RuntimeError), match=r"hold 0 of 4 elements of model\.hole"):
-        save.plan(GroupExchange())
+        save.plan(GroupCoordinator())
 
 
 def test_a_tensor_that_nobody_holds_is_refused_on_every_rank(tmp_path):
@@ -146,11 +146,11 @@ def test_a_tensor_that_nobody_holds_is_refused_on_every_rank(tmp_path):
 
 def _fail_on_one(path):
     save = FolderSave({"model.a": shards_of(torch.ones(1000)), "model.b": shards_of(torch.ones(1000))}, path)
-    save.plan(GroupExchange())
+    save.plan(GroupCoordinator())
     if dist.get_rank() == 1:
         save._folder = "/proc/nowhere"
     with pytest.raises((OSError, RuntimeError)) as caught:
-        save.write(GroupExchange(), {})
+        save.write(GroupCoordinator(), {})
     return str(caught.value)
 
 
@@ -166,11 +166,11 @@ def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_the_old_one_stay
 def _elsewhere(path):
     """Rank 1 writes to a folder that rank 0 does not see, as on a filesystem of its own."""
     save = FolderSave({"model.a": shards_of(torch.ones(1000)), "model.b": shards_of(torch.ones(1000))}, path)
-    save.plan(GroupExchange())
+    save.plan(GroupCoordinator())
     if dist.get_rank() == 1:
         save._folder = f"{path}-elsewhere"
     with pytest.raises(RuntimeError, match="needs a folder that all nodes share"):
-        save.write(GroupExchange(), {})
+        save.write(GroupCoordinator(), {})
 
 
 def test_shards_that_the_first_rank_cannot_see_are_refused_with_the_reason(tmp_path):
@@ -179,11 +179,11 @@ def test_shards_that_the_first_rank_cannot_see_are_refused_with_the_reason(tmp_p
 
 
 def _over_the_store(path):
-    exchange = StoreExchange(
+    exchange = StoreCoordinator(
         dist.distributed_c10d._get_default_store(), name=path, rank=dist.get_rank(), world_size=2, timeout_s=30
     )
     save = FolderSave({"model.a": _held("rows", 2, "even", _values("even"))}, path)
-    save.plan(GroupExchange())
+    save.plan(GroupCoordinator())
     save.stage()
     save.write(exchange, {"epoch": 1})
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lightning_pardist.engines.fully_sharded import find_units, shard
+from lightning_pardist.engines.fsdp import find_fsdp_units, shard
 from tests.distributed import sharded_modules as zoo
 from tests.helpers.ranks import cpu_mesh, run_ranks
 
@@ -58,7 +58,7 @@ def parity(name, optimizer="adam", hsdp=False, micro=1, keep="sharded", clip=Non
     reference = getattr(zoo, name)()
     if rank == 0:
         model = copy.deepcopy(reference)
-    engine = shard(model, make_mesh(hsdp), units=find_units(model, min_unit_bytes=1), **options)
+    engine = shard(model, make_mesh(hsdp), units=find_fsdp_units(model, min_unit_bytes=1), **options)
     mine, theirs = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
     if local:
         engine.attach(mine)
@@ -132,8 +132,11 @@ CASES = [
     *({"name": name, "reshard_after_forward": True} for name in ("Gpt", "OddShapes", "InPlace")),
     {"name": "Gpt", "clip": 0.05},
     {"name": "OddShapes", "clip": 0.05, "local": False, "optimizer": "sgd"},
-    {"name": "DirectWeight", "watch": "always"},
-    *({"name": name, "rank_dependent": True} for name in ("RankUnits", "RankBranch", "Repeated", "DirectWeight")),
+    {"name": "DirectWeight", "detect_direct_param_use": "always"},
+    *(
+        {"name": name, "allow_divergent_forward": True}
+        for name in ("RankUnits", "RankBranch", "Repeated", "DirectWeight")
+    ),
 ]
 
 
@@ -146,7 +149,7 @@ HSDP = [
     *({"name": name, "hsdp": True, "micro": 2} for name in ("Repeated", "RankBranch", "OddShapes")),
     {"name": "Repeated", "hsdp": True, "micro": 2, "keep": "unsharded"},
     {"name": "Gpt", "hsdp": True, "clip": 0.05},
-    {"name": "RankUnits", "hsdp": True, "rank_dependent": True},
+    {"name": "RankUnits", "hsdp": True, "allow_divergent_forward": True},
 ]
 
 
@@ -156,12 +159,12 @@ def test_replicated_and_sharded_on_two_axes():
 
 def _undeclared_rank_dependence():
     model = zoo.RankUnits()
-    engine = shard(model, make_mesh(), units=find_units(model, min_unit_bytes=1))
+    engine = shard(model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1))
     x = torch.randn(zoo.BATCH, zoo.WIDTH)
     # Rank 0 skips block 1, rank 1 block 0; the blocks have one size, so bytes would be exchanged without an error.
     y = torch.full((zoo.BATCH,), 2 if dist.get_rank() == 0 else 3)
     loss = engine.run(model.training_step, (x, y))
-    with pytest.raises(RuntimeError, match="rank_dependent=True"):
+    with pytest.raises(RuntimeError, match="allow_divergent_forward=True"):
         loss.backward()
     engine.reset()
     # The step is lost, the module is not.
@@ -185,7 +188,7 @@ def _uneven_evaluation():
     torch.manual_seed(0)
     model = zoo.Gpt()
     reference = copy.deepcopy(model)
-    engine = shard(model, make_mesh(), units=find_units(model, min_unit_bytes=1))
+    engine = shard(model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1))
     data = zoo.batches(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -246,7 +249,7 @@ def _manual_optimization():
     torch.manual_seed(0)
     model = Gan()
     reference = copy.deepcopy(model)
-    engine = shard(model, make_mesh(), units=find_units(model, min_unit_bytes=1))
+    engine = shard(model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1))
     make = OPTIMIZERS["adam"]
     mine = [make([*model.generator.parameters(), model.shift]), make(model.critic.parameters())]
     theirs = [make([*reference.generator.parameters(), reference.shift]), make(reference.critic.parameters())]
@@ -288,7 +291,7 @@ def _changed_by_hand():
         torch.manual_seed(0)
         model = zoo.Gpt()
         reference = copy.deepcopy(model)
-        engine = shard(model, make_mesh(), units=find_units(model, min_unit_bytes=1))
+        engine = shard(model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1))
         mine, theirs = OPTIMIZERS["sgd"](model.parameters()), OPTIMIZERS["sgd"](reference.parameters())
         engine.attach(mine)
 
@@ -318,7 +321,7 @@ def _compiled():
     reference = copy.deepcopy(model)
     for block in model.blocks:
         block.compile(backend="aot_eager")
-    engine = shard(model, make_mesh(), units=find_units(model, min_unit_bytes=1))
+    engine = shard(model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1))
     rank = dist.get_rank()
     for shares in zoo.batches(3, dist.get_world_size()):
         engine.run(model.training_step, shares[rank]).backward()

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_pardist.engines.fully_sharded import find_units, shard
-from lightning_pardist.engines.fully_sharded.state import (
+from lightning_pardist.engines.fsdp import find_fsdp_units, shard
+from lightning_pardist.engines.fsdp.full_state import (
     full_optimizer_state,
     full_state,
     load_full_optimizer_state,
@@ -32,7 +32,7 @@ def _states(name, hsdp, local, folder):
     torch.manual_seed(0)
     model = getattr(zoo, name)()
     plain = copy.deepcopy(model)
-    engine = shard(model, make_mesh(hsdp), units=find_units(model, min_unit_bytes=1))
+    engine = shard(model, make_mesh(hsdp), units=find_fsdp_units(model, min_unit_bytes=1))
     optimizer = OPTIMIZERS["adam"](model.parameters())
     if local:
         engine.attach(optimizer)
@@ -53,7 +53,7 @@ def _states(name, hsdp, local, folder):
     saved = torch.load(folder + "/full.pt", mmap=True, weights_only=True)
     torch.manual_seed(1)
     other = getattr(zoo, name)()
-    second = shard(other, make_mesh(hsdp), units=find_units(other, min_unit_bytes=300))
+    second = shard(other, make_mesh(hsdp), units=find_fsdp_units(other, min_unit_bytes=300))
     load_full_state(other, saved["state"])
     again = OPTIMIZERS["adam"](other.parameters())
     if local:
@@ -114,7 +114,7 @@ def _meta():
         model = Composite()
     torch.manual_seed(5 + dist.get_rank())
     peak = 0
-    shard(model, make_mesh(), units=find_units(model, min_unit_bytes=1))
+    shard(model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1))
     if dist.get_rank() == 0:
         assert torch.equal(torch.rand(3), after), "the random numbers that follow"
     for (name, p), q in zip(model.named_parameters(), wanted.parameters(), strict=True):
@@ -137,7 +137,7 @@ def _mixed_precision():
     torch.manual_seed(0)
     model = zoo.Blocks()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    engine = shard(model, make_mesh(), units=find_units(model, min_unit_bytes=1), mp_policy=policy)
+    engine = shard(model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1), mp_policy=policy)
     optimizer = OPTIMIZERS["adam"](model.parameters())
     engine.attach(optimizer)
     before = {name: whole(p).clone() for name, p in model.named_parameters()}
@@ -208,7 +208,7 @@ def test_sent_and_held_bytes_are_those_of_the_table(size):
 
 def _refused_optimizers():
     model = zoo.Blocks()
-    engine = shard(model, make_mesh(), units=find_units(model, min_unit_bytes=1))
+    engine = shard(model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1))
     kinds = [torch.optim.LBFGS(list(model.parameters())), torch.optim.Adafactor(model.parameters())]
     for optimizer in kinds:
         with pytest.raises(ValueError, match=type(optimizer).__name__):

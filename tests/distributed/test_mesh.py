@@ -6,9 +6,10 @@ from tests.helpers.ranks import run_ranks
 
 def _groups():
     dims = ParallelDims(data_replicate=2, tensor_parallel=2)
-    mesh, data_mesh = dims.build("cpu")
-    assert data_mesh.size() == 2
-    coordinates = dims.coordinates(dist.get_rank())
+    meshes = dims.build("cpu")
+    mesh = meshes.all
+    assert meshes.batch.size() == meshes.gradients.size() == 2
+    coordinates = {**dims.coordinates(dist.get_rank()), "data_parallel": dims.batch_rank(dist.get_rank())}
     return {
         axis: (
             mesh[axis].get_local_rank() == coordinates[axis],

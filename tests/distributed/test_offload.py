@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pardist import ZeroStrategy
-from lightning_pardist.engines.fully_sharded import ShardedDataEngine, find_units, shard
-from lightning_pardist.engines.gradient_norm import clip_grad_norm
+from lightning_pardist.engines.common.gradient_norm import clip_grad_norm
+from lightning_pardist.engines.fsdp import ShardedDataEngine, find_fsdp_units, shard
 from lightning_pardist.engines.offload import HostStep, Offload, StateFile, require_folder
 from lightning_pardist.engines.zero import ZeroEngine
 from tests.helpers.ranks import cpu_mesh, run_fresh_ranks, run_ranks
@@ -47,7 +47,7 @@ def _engine(stage, module, make, offload):
             module, [optimizer], group=dist.group.WORLD, zero_stage=stage, bucket_size_mb=0.03, offload=offload
         )
     mesh = cpu_mesh((dist.get_world_size(),))
-    handle = shard(module, mesh, units=find_units(module, min_unit_bytes=1))
+    handle = shard(module, mesh, units=find_fsdp_units(module, min_unit_bytes=1))
     optimizer = make(_groups(module))
     return optimizer, ShardedDataEngine(handle, [optimizer], accumulate="sharded", offload=offload)
 

@@ -18,9 +18,9 @@ from lightning_pardist.engines.pipeline import (
     PipelineOptions,
     PipelineTimeoutError,
     dry_run,
-    plan,
+    plan_stages,
+    record_step,
     split_batch,
-    trace,
 )
 from tests.helpers.pipeline_zoo import make
 from tests.helpers.ranks import run_ranks
@@ -29,8 +29,8 @@ from tests.helpers.ranks import run_ranks
 def start(
     model: Any, sample: Any, chunks: int = 1, group: Any = None, split: Any = None, **options: Any
 ) -> PipelineEngine:
-    recorded = trace(model, model.training_step, sample)
-    made = plan(recorded, dist.get_world_size(group) * chunks, split=split)
+    recorded = record_step(model, model.training_step, sample)
+    made = plan_stages(recorded, dist.get_world_size(group) * chunks, split=split)
     dry_run(model, model.training_step, sample, made)
     settings: dict[str, Any] = {"num_microbatches": 4, "timeout_s": 20.0, "chunks_per_rank": chunks, **options}
     return PipelineEngine(model, made, group=group, options=PipelineOptions(**settings))
@@ -42,16 +42,15 @@ def _evaluation() -> None:
     engine = start(model, batch, share="all", record_times=True)
     engine.free()
     model.eval()
+    other = make("resnet", 6)[0].batch(3)
     rng = torch.get_rng_state()
-    result = engine.eval_step(model.training_step, batch)
+    result = engine.eval_steps(model.training_step, [batch, other])
     assert torch.equal(rng, torch.get_rng_state())
     with torch.no_grad():
-        expected = alone.training_step(batch)
-    merged = result.merged()
-    assert result.sizes == (2, 2, 1, 1)
-    torch.testing.assert_close(result.loss, expected["loss"])
-    torch.testing.assert_close(merged["loss"], expected["loss"])
-    torch.testing.assert_close(merged["hits"], expected["hits"])
+        expected = [alone.training_step(each) for each in (batch, other)]
+    for mine, whole in zip(result.results, expected, strict=True):
+        torch.testing.assert_close(mine["loss"], whole["loss"])
+        torch.testing.assert_close(mine["hits"], whole["hits"])
     assert all(parameter.grad is None for parameter in model.parameters())
     assert result.timeline is not None
     assert {event.rank for event in result.timeline.events} == {0, 1}
@@ -61,8 +60,8 @@ def _evaluation() -> None:
         return model(batch["image"])
 
     whole = make("resnet", 6)[0].eval()
-    adapted = engine.plan.adapt(trace(whole, lambda b: whole(b["image"]), batch, grad=False))
-    predicted = engine.eval_step(predict, batch, plan=adapted, num_microbatches=1).merged()
+    adapted = engine.plan.adapt(record_step(whole, lambda b: whole(b["image"]), batch, grad=False))
+    (predicted,) = engine.eval_steps(predict, [batch], plan=adapted).results
     torch.testing.assert_close(predicted, alone(batch["image"]))
 
 
@@ -263,7 +262,7 @@ def test_wrong_settings() -> None:
 
 def _wrong_plan() -> None:
     model, batch = make("gpt", 8)
-    made = plan(trace(model, model.training_step, batch), 3)
+    made = plan_stages(record_step(model, model.training_step, batch), 3)
     with pytest.raises(ValueError, match="plan has 3 stages, but 2 ranks with chunks_per_rank=1 run 2"):
         PipelineEngine(model, made)
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pardist.engines.data_parallel import (
+from lightning_pardist.engines.ddp import (
     AllReduce,
     BufferSync,
     GradientReducer,
@@ -180,8 +180,8 @@ def _unfreeze_and_lanes():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     module[0].requires_grad_(False)
-    lanes = dict.fromkeys(module[0].parameters(), 0) | dict.fromkeys(module[1].parameters(), 1)
-    reducer = _reducer(module, lanes=lanes)
+    bucket_groups = dict.fromkeys(module[0].parameters(), 0) | dict.fromkeys(module[1].parameters(), 1)
+    reducer = _reducer(module, bucket_groups=bucket_groups)
     first = len(reducer.buckets)
     module[0].requires_grad_(True)
     loss = module(torch.full((1, 3), float(dist.get_rank() + 1))).sum()

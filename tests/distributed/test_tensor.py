@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lightning_pardist.engines.tensor import apply, full_state_dict, plan, whole_tensor
+from lightning_pardist.engines.tensor import apply_layout, full_state_dict, plan_layout, whole_tensor
 from tests.helpers.ranks import cpu_mesh, run_ranks
 from tests.helpers.zoo import ZOO, build
 
@@ -13,9 +13,9 @@ from tests.helpers.zoo import ZOO, build
 def split(model, world_size, **options):
     """Plan and apply on the tensor ranks; the plan comes from the first batch."""
     batch = model.batch(0)
-    found = plan(model, lambda: model.loss(batch), tp_size=world_size, **options)
+    found = plan_layout(model, lambda: model.loss(batch), tp_size=world_size, **options)
     mesh = cpu_mesh((world_size,), ("tensor_parallel",))
-    return found, apply(model, found, mesh["tensor_parallel"])
+    return found, apply_layout(model, found, mesh["tensor_parallel"])
 
 
 def make_optimizer(kind, model):

@@ -5,13 +5,21 @@ import copy
 import pytest
 import torch
 
-from lightning_pardist.engines.data_parallel import AllReduce, GradientReducer
-from lightning_pardist.engines.data_parallel.buffers import broadcast_tensors
-from lightning_pardist.engines.fully_sharded import ShardedDataEngine, find_units, shard
-from lightning_pardist.engines.fully_sharded.state import full_state, load_full_state
-from lightning_pardist.engines.local_tensors import own_part
-from lightning_pardist.engines.tensor import apply, attach, dissolve, full_state_dict, local_like, plan, whole_tensor
+from lightning_pardist.engines.ddp import AllReduce, GradientReducer
+from lightning_pardist.engines.ddp.buffers import broadcast_tensors
+from lightning_pardist.engines.fsdp import ShardedDataEngine, find_fsdp_units, shard
+from lightning_pardist.engines.fsdp.full_state import full_state, load_full_state
+from lightning_pardist.engines.tensor import (
+    apply_layout,
+    attach,
+    full_state_dict,
+    local_like,
+    plan_layout,
+    unsplit_module,
+    whole_tensor,
+)
 from lightning_pardist.engines.zero import ZeroEngine
+from lightning_pardist.local_tensors import own_part
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import cpu_mesh, run_ranks
 from tests.helpers.zoo import build
@@ -37,7 +45,7 @@ def train(kind, name, optimizer_name):
     mesh = cpu_mesh((2, 2), ("data_parallel", "tensor_parallel"))
     data_rank = mesh["data_parallel"].get_local_rank()
     sample = model.batch(0)
-    runtime = apply(model, plan(model, lambda: model.loss(sample), tp_size=2), mesh["tensor_parallel"])
+    runtime = apply_layout(model, plan_layout(model, lambda: model.loss(sample), tp_size=2), mesh["tensor_parallel"])
     broadcast_tensors([*model.parameters(), *model.buffers()], group=mesh["data_parallel"].get_group())
     one, many = OPTIMIZERS[optimizer_name](reference.parameters()), OPTIMIZERS[optimizer_name](model.parameters())
     engine = make_engine(kind, model, many, mesh["data_parallel"].get_group())
@@ -75,8 +83,8 @@ def train_sharded(name, optimizer_name):
     mesh = cpu_mesh((2, 2), ("data_shard", "tensor_parallel"))
     data_rank = mesh["data_shard"].get_local_rank()
     sample = model.batch(0)
-    runtime = apply(model, plan(model, lambda: model.loss(sample), tp_size=2), mesh["tensor_parallel"])
-    sharded = shard(model, mesh["data_shard"], units=find_units(model, min_unit_bytes=0))
+    runtime = apply_layout(model, plan_layout(model, lambda: model.loss(sample), tp_size=2), mesh["tensor_parallel"])
+    sharded = shard(model, mesh["data_shard"], units=find_fsdp_units(model, min_unit_bytes=0))
     one, many = OPTIMIZERS[optimizer_name](reference.parameters()), OPTIMIZERS[optimizer_name](model.parameters())
     engine = ShardedDataEngine(sharded, [many], accumulate="sharded")
 
@@ -105,8 +113,8 @@ def train_sharded(name, optimizer_name):
     load_full_state(
         model, {key: local_like(value, dict(model.state_dict())[key]) for key, value in reference.state_dict().items()}
     )
-    sharded.dissolve()
-    dissolve(model)
+    sharded.unshard_module()
+    unsplit_module(model)
     assert_close(model.state_dict(), reference.state_dict(), rtol=0.0)
     return held / sum(param.numel() for param in reference.parameters())
 
@@ -136,7 +144,7 @@ def step_of_optimizers_on_whole_matrices():
         reference = build("mlp").double()
         model = copy.deepcopy(reference)
         batch = tuple(t.double() if t.is_floating_point() else t for t in model.batch(0))
-        runtime = apply(model, plan(model, lambda: model.loss(batch), tp_size=2), mesh["tensor_parallel"])  # noqa: B023
+        runtime = apply_layout(model, plan_layout(model, lambda: model.loss(batch), tp_size=2), mesh["tensor_parallel"])  # noqa: B023
         one, many = make(reference), make(model)
         attach(many)
 

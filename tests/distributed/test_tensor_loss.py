@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_pardist.engines.tensor import Layout, SplitTensor, TensorRuntime, apply, plan
+from lightning_pardist.engines.tensor import Layout, SplitTensor, TensorRuntime, apply_layout, plan_layout
 from tests.helpers.ranks import cpu_mesh, run_ranks
 
 CLASSES = 12
@@ -92,7 +92,7 @@ class Sum(nn.Module):
 def _own_gradients():
     module, reference = Sum(), Sum()
     mesh = cpu_mesh((2,), ("tensor_parallel",))["tensor_parallel"]
-    runtime = apply(module, plan(module, module, tp_size=2), mesh)
+    runtime = apply_layout(module, plan_layout(module, module, tp_size=2), mesh)
     with runtime.step():
         module().backward()
     reference().backward()

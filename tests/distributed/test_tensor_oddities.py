@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_pardist.engines.tensor import apply, attach, full_state_dict, plan
+from lightning_pardist.engines.tensor import apply_layout, attach, full_state_dict, plan_layout
 from tests.helpers.oddities import ODDITIES
 from tests.helpers.ranks import cpu_mesh, run_ranks
 
@@ -23,8 +23,8 @@ def _error(name, size):
     """Worst relative error of losses and weights over three steps, and what share of the parameters a rank holds."""
     one, many = _build(name), _build(name)
     batch = _batch(one, 0)
-    found = plan(many, lambda: many.loss(batch), tp_size=size)
-    runtime = apply(many, found, cpu_mesh((size,), ("tensor_parallel",))["tensor_parallel"])
+    found = plan_layout(many, lambda: many.loss(batch), tp_size=size)
+    runtime = apply_layout(many, found, cpu_mesh((size,), ("tensor_parallel",))["tensor_parallel"])
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9) for module in (one, many)]
     attach(optimizers[1])
     worst = 0.0

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.zero_table import LiveBytes
-from lightning_pardist.engines.fully_sharded import find_units, shard
-from lightning_pardist.engines.fully_sharded.tiling import find_tiled
+from lightning_pardist.engines.fsdp import find_fsdp_units, shard
+from lightning_pardist.engines.fsdp.tiling import find_tiled
 from tests.distributed import sharded_modules as zoo
 from tests.distributed.test_fully_sharded import close, make_mesh, many, whole
 from tests.helpers.ranks import run_ranks
@@ -20,7 +20,7 @@ NAMES = ("Mlp", "Blocks", "Gpt", "ForwardNeverCalled", "Repeated", "Outputs", "F
 
 def test_the_numbers_of_one_process():
     cases = [{"name": name, **TILED} for name in ("Mlp", "OddShapes", "Frozen")]
-    run_ranks(2, many, [*cases, {"name": "RankBranch", "rank_dependent": True, **TILED}])
+    run_ranks(2, many, [*cases, {"name": "RankBranch", "allow_divergent_forward": True, **TILED}])
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def test_every_module_and_way():
     cases = [{"name": name, **TILED} for name in (*NAMES, "SharedBlock", "TiedBlocks", "InPlace")]
     for keep in ("sharded", "unsharded"):
         cases += [{"name": name, "micro": 2, "keep": keep, **TILED} for name in NAMES[:2]]
-    cases += [{"name": "RankUnits", "rank_dependent": True, **TILED}, {"name": "Mlp", "clip": 0.05, **TILED}]
+    cases += [{"name": "RankUnits", "allow_divergent_forward": True, **TILED}, {"name": "Mlp", "clip": 0.05, **TILED}]
     run_ranks(2, many, cases)
 
 
@@ -36,7 +36,7 @@ def test_every_module_and_way():
 def test_replicated_shards_and_four_ranks():
     cases = [{"name": "OddShapes", **TILED}, {"name": "Mlp", "hsdp": True, **TILED}]
     cases += [{"name": "Blocks", "hsdp": True, "micro": 2, **TILED}]
-    cases += [{"name": "RankUnits", "hsdp": True, "rank_dependent": True, **TILED}]
+    cases += [{"name": "RankUnits", "hsdp": True, "allow_divergent_forward": True, **TILED}]
     run_ranks(4, many, cases)
 
 
@@ -60,7 +60,9 @@ def _peak(tile_above_bytes):
     torch.manual_seed(0)
     model = Wide()
     with LiveBytes() as live:
-        handle = shard(model, make_mesh(), units=find_units(model, min_unit_bytes=1), tile_above_bytes=tile_above_bytes)
+        handle = shard(
+            model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1), tile_above_bytes=tile_above_bytes
+        )
         x = torch.randn(2, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
         # The second step is like all that follow.
         for _ in range(2):
@@ -95,7 +97,7 @@ def _half():
         torch.manual_seed(0)
         model = zoo.Mlp()
         handle = shard(
-            model, make_mesh(), units=find_units(model, min_unit_bytes=1), mp_policy=policy, tile_above_bytes=above
+            model, make_mesh(), units=find_fsdp_units(model, min_unit_bytes=1), mp_policy=policy, tile_above_bytes=above
         )
         with torch.autocast("cpu", torch.bfloat16):
             loss = handle.run(model.training_step, zoo.batches(1, 2)[0][dist.get_rank()])

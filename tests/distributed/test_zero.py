@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pardist.engines.data_parallel import AllReduce, GradientReducer
-from lightning_pardist.engines.gradient_norm import clip_grad_norm
-from lightning_pardist.engines.memory import held_bytes
+from lightning_pardist.engines.common.gradient_norm import clip_grad_norm
+from lightning_pardist.engines.common.memory import held_bytes
+from lightning_pardist.engines.ddp import AllReduce, GradientReducer
 from lightning_pardist.engines.zero import ZeroEngine
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks

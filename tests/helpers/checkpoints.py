@@ -37,6 +37,8 @@ STRATEGIES = {
         tensor_parallel_size=2, data_parallel="zero3", data_settings={"min_unit_size_mb": 0}, **kwargs
     ),
     "pp": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, **kwargs),
+    "mp": lambda **kwargs: PipelineStrategy(schedule="mp", **kwargs),
+    "pp_interleaved": lambda **kwargs: PipelineStrategy(schedule="interleaved", chunks_per_rank=2, **kwargs),
     "pp_zero1": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, data_parallel="zero1", **kwargs),
     "pp_zero3": lambda **kwargs: PipelineStrategy(
         pipeline_parallel_size=2, data_parallel="zero3", data_settings={"min_unit_size_mb": 0}, **kwargs

@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pardist.engines.pipeline import PipelineEngine, PipelineOptions, dry_run, plan, split_batch, trace
+from lightning_pardist.engines.pipeline import (
+    PipelineEngine,
+    PipelineOptions,
+    dry_run,
+    plan_stages,
+    record_step,
+    split_batch,
+)
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy
 from tests.helpers.pipeline_zoo import count_tokens, make
 
@@ -86,8 +93,8 @@ def train_as_pipeline(case: Case) -> tuple[Outcome, list[int], int]:
     """On every rank: the outcome (state on rank 0), micro-batches of each step, bytes freed here."""
     model, batch = make(case.model, case.batch_size)
     sample = split_batch(batch, case.num_microbatches)[0].value
-    recorded = trace(model, model.training_step, sample)
-    made = plan(recorded, dist.get_world_size() * case.chunks_per_rank)
+    recorded = record_step(model, model.training_step, sample)
+    made = plan_stages(recorded, dist.get_world_size() * case.chunks_per_rank)
     dry_run(model, model.training_step, sample, made)
     options = PipelineOptions(
         schedule=case.schedule,

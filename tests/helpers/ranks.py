@@ -1,8 +1,8 @@
 """Run functions on N ranks that are started once per test session.
 
-Starting a rank costs seconds of imports; a function handed to a rank that is already up costs milliseconds. Ranks are
-started by ``spawn`` from a pool a world size, each worker keeps its gloo process group between calls, and a call that
-fails, hangs or leaves something behind throws the pool away, so that one test cannot spoil the next.
+Imports cost seconds; a rank forked from a server that has made them costs milliseconds. There is a pool of ranks for
+each world size, each rank keeps its gloo process group between calls, and a call that fails, hangs or leaves something
+behind throws the pool away, so that one test cannot spoil the next.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ class RankFailed(AssertionError):
 class RankPool:
     """``world_size`` processes joined in one gloo group, answering calls until closed."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, start_method: str = "forkserver") -> None:
         self.world_size = world_size
-        context = mp.get_context("spawn")
+        context = mp.get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload(["tests.helpers.preload"])
         # Listens from here on: a port that is only found free may be somebody else's when a rank takes it.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port
@@ -138,7 +140,7 @@ def run_fresh_ranks(
     Raises:
         RankFailed: As :func:`run_ranks`.
     """
-    pool = RankPool(world_size)
+    pool = RankPool(world_size, start_method="spawn")
     try:
         return pool.run(function, args, timeout_s)
     finally:

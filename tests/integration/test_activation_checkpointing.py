@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_pardist import DDPStrategy, FSDPStrategy, ZeroStrategy
-from lightning_pardist.engines import activation_checkpointing
+from lightning_pardist.engines.common import activation_checkpointing
 from tests.helpers.models import Base
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
@@ -83,7 +83,7 @@ def test_memory_is_that_of_the_inputs():
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8)) for _ in range(4)))
     held = []
     for setting in (None, "auto"):
-        undo = activation_checkpointing.apply(module, setting) if setting else None
+        undo = activation_checkpointing.checkpoint_blocks(module, setting) if setting else None
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):  # noqa: B023
             loss = module(torch.randn(32, 8, requires_grad=True)).sum()
@@ -102,11 +102,11 @@ def test_memory_is_that_of_the_inputs():
 def test_what_cannot_work_is_refused_by_name():
     module = Residual()
     with pytest.raises(ValueError, match=r"names Attention, but the module.s classes are .*Block"):
-        activation_checkpointing.apply(module, ["Attention"])
+        activation_checkpointing.checkpoint_blocks(module, ["Attention"])
     with pytest.raises(ValueError, match="found no repeated blocks in Linear"):
-        activation_checkpointing.apply(nn.Linear(2, 2), "auto")
+        activation_checkpointing.checkpoint_blocks(nn.Linear(2, 2), "auto")
     with pytest.raises(ValueError, match="chooses blocks, which cannot be called"):
-        activation_checkpointing.apply(module, ["ModuleList"])
+        activation_checkpointing.checkpoint_blocks(module, ["ModuleList"])
     module.blocks[1].forward = lambda x: x
     with pytest.raises(ValueError, match=r"chooses blocks\.1, whose forward was replaced"):
-        activation_checkpointing.apply(module, "auto")
+        activation_checkpointing.checkpoint_blocks(module, "auto")

@@ -20,7 +20,7 @@ from lightning_pardist import (
     ZeroStrategy,
     load_from_checkpoint,
 )
-from lightning_pardist.engines.watchdog import PeerFailedError
+from lightning_pardist.runtime.watchdog import PeerFailedError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
 

@@ -19,9 +19,9 @@ from lightning_pardist import (
     PeerFailedError,
     ZeroStrategy,
 )
-from lightning_pardist.engines.checkpoint.folder import FolderReader
-from lightning_pardist.engines.checkpoint.full_file import load_file, verify_file
-from lightning_pardist.engines.checkpoint.manifest import MANIFEST, verify_files
+from lightning_pardist.checkpoint.folder import FolderReader
+from lightning_pardist.checkpoint.full_file import load_file, verify_file
+from lightning_pardist.checkpoint.manifest import MANIFEST, verify_files
 from tests.helpers.models import MODULES, Classifier
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer

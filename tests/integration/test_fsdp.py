@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pardist import FSDPStrategy, PeerFailedError, ZeroStrategy
+from lightning_pardist.axes.fsdp import FSDPAxis
 from lightning_pardist.registry import TABLE
 from tests.helpers.models import BatchNormNet, Classifier, Gan, ParamGroups, Text
 from tests.helpers.parity import assert_close, snapshot
@@ -144,7 +145,7 @@ def _afterwards():
         assert all(parameter.grad is not None for parameter in twin.parameters())
         assert not any(child._forward_hooks or child._forward_pre_hooks for child in twin.modules())
     whole = snapshot(module)
-    held, trainer = fit(Classifier, sharded(whole_after_run_mb=0), 2, 1)
+    held, trainer = fit(Classifier, sharded(unshard_after_fit_max_mb=0), 2, 1)
     assert all(isinstance(parameter, DTensor) for parameter in held.parameters())
     state = trainer.strategy.lightning_module_state_dict()
     if dist.get_rank() == 0:
@@ -333,7 +334,7 @@ def _steps(name, devices, strategies):
 def test_same_weights_as_one_process(name):
     (expected,) = _steps(name, 1, ["auto"])
     # All parameters the root's, and units of their own.
-    strategies = [FSDPStrategy(), sharded(), sharded(rank_dependent=True)]
+    strategies = [FSDPStrategy(), sharded(), sharded(allow_divergent_forward=True)]
     for rank_weights in run_ranks(2, _steps, name, 2, strategies):
         for weights in rank_weights:
             assert_close(weights, expected)
@@ -380,7 +381,9 @@ def test_half_precision_keeps_fp32_shards(precision, dtype):
 def _averaged_and_kept():
     module = Classifier()
     trainer = quiet_trainer(
-        strategy=FSDPStrategy(min_unit_size_mb=0, whole_after_run_mb=0), devices=2, callbacks=[EMAWeightAveraging()]
+        strategy=FSDPStrategy(min_unit_size_mb=0, unshard_after_fit_max_mb=0),
+        devices=2,
+        callbacks=[EMAWeightAveraging()],
     )
     loader = DataLoader(module.dataset(8), batch_size=2)
     trainer.fit(module, loader)
@@ -421,7 +424,7 @@ def test_what_cannot_work_is_refused_by_name(name):
     [
         ({"accumulate": "twice"}, "accumulate='twice' is unknown. Use sharded or unsharded."),
         ({"data_shard_size": "rack"}, "data_shard_size='rack' is unknown. Use auto, node or a number of ranks."),
-        ({"watch": "last"}, "watch='last' is unknown. Use first, always or never."),
+        ({"detect_direct_param_use": "last"}, "detect_direct_param_use='last' is unknown. Use first, always or never."),
         ({"tile_linear_above_mb": 0}, "tile_linear_above_mb=0 is not positive. None runs every layer whole."),
         ({"min_unit_size_mb": -1}, "min_unit_size_mb=-1 is negative. Use 0 for units of any size."),
         ({"reshard_after_forward": "no"}, "reshard_after_forward='no' is unknown. Use auto, True or False."),
@@ -484,7 +487,7 @@ def _tiled_fit(folder):
         assert_close(tiled[part], plain[part])
     strategy = functools.partial(sharded, tile_linear_above_mb=0.0001)
     module, trainer = fit(OnMeta, strategy(), 2, 1)
-    assert "tiles of" in trainer.strategy.describe() or trainer.strategy.data._sharded is None
+    assert "tiles of" in trainer.strategy.describe() or trainer.strategy.axis(FSDPAxis)._sharded is None
     _, trainer = fit(Classifier, strategy(), 2, 1)
     trainer.save_checkpoint(f"{folder}/tiled.ckpt")
     _, trainer = fit(Classifier, strategy(), 2, 2, ckpt_path=f"{folder}/one.ckpt")
@@ -502,3 +505,38 @@ def test_layers_in_tiles_change_nothing_that_a_user_sees(tmp_path):
         assert_close(weights, snapshot(one))
     same_checkpoints(tmp_path / "tiled.ckpt", tmp_path / "one.ckpt")
     same_checkpoints(tmp_path / "end_tiled.ckpt", tmp_path / "end.ckpt")
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+class _Fails(Classifier):
+    where = "training_step"
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.where == "training_step" and batch_idx == 1:
+            raise KeyError("the user's own")
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.where == "on_before_optimizer_step":
+            raise KeyError("the user's own")
+
+
+def _user_error(where, strategy):
+    module = _Fails()
+    module.where = where
+    trainer = quiet_trainer(strategy=strategy, devices=2, use_distributed_sampler=False, max_epochs=1)
+    try:
+        trainer.fit(module, datamodule=Data(module.dataset(BATCH * BATCHES)))
+    except Exception as error:
+        return repr(error), [type(p).__name__ for p in module.parameters() if not isinstance(p, DTensor)]
+    return "", []
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_before_optimizer_step"])
+def test_an_error_of_the_users_is_what_is_raised(where):
+    for found, whole in run_ranks(2, _user_error, where, sharded()):
+        assert found == repr(KeyError("the user's own"))
+        assert not whole

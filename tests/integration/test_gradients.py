@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pardist import PipelineStrategy, TensorParallelStrategy, ZeroStrategy
-from lightning_pardist.engines.gradient_norm import clip_grad_norm
+from lightning_pardist.engines.common.gradient_norm import clip_grad_norm
 from lightning_pardist.engines.zero import ZeroEngine
-from lightning_pardist.engines.zero.bucket import ShardedBucket
+from lightning_pardist.engines.zero.sharded_bucket import ShardedBucket
 from tests.helpers.models import points
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks

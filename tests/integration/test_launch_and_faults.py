@@ -73,6 +73,14 @@ def test_hanging_rank_is_found_and_its_place_shown():
     assert not finished.left
 
 
+def test_ranks_that_wait_in_the_same_place_are_ended_long_before_the_timeout():
+    finished = run_script(TRAIN, "pardist_ddp", "2", "stuck", "0")
+    assert finished.code == 1
+    assert "All ranks have waited in the same collective for 5 s" in finished.output, finished.output
+    assert "torch.distributed.recv(torch.zeros(1)" in finished.output, finished.output
+    assert not finished.left
+
+
 def test_ranks_in_different_collectives_are_named_long_before_the_timeout():
     finished = run_script(TRAIN, "pardist_ddp", "2", "desync", "1")
     assert finished.code == 1

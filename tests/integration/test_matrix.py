@@ -4,7 +4,12 @@ import functools
 
 import pytest
 
-from lightning_pardist import FSDPStrategy, HybridStrategy, PipelineStrategy, TensorParallelStrategy
+from lightning_pardist import (
+    FSDPStrategy,
+    HybridStrategy,
+    PipelineStrategy,
+    TensorParallelStrategy,
+)
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.runs import train
@@ -111,7 +116,7 @@ FEATURES = {
 _BY_PIPELINES = {"gan": "optimizes by hand", "awkward": "control flow depends on the data"}
 _TOO_SMALL = dict.fromkeys(("classifier", "param_groups", "large_embedding"), "the step calls only [23] unit")
 _FOUR_STAGES = ("pp_interleaved-2", "pp-4", "pp_zb-4")
-REFUSED = {row: _BY_PIPELINES for row in STRATEGIES if row.startswith(("pp", "mp"))}
+REFUSED = {row: _BY_PIPELINES for row in STRATEGIES if row.startswith("pp")}
 REFUSED |= dict.fromkeys(_FOUR_STAGES, _BY_PIPELINES | _TOO_SMALL)
 #: Cells that every push runs, of rows that need not run them all; `make test-all` runs the rest.
 QUICK = {
@@ -142,7 +147,8 @@ QUICK = {
     "pp_zero3-4": ("clip_norm",),
     "pp_zero3_kept-4": ("accumulate",),
     "pp_hsdp-8": (),
-    "pp_tp_zero3-8": (),
+    # Three axes.
+    "pp_tp_zero3-8": ("sgd",),
 }
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pardist import CannotPipelineError, PeerFailedError, PipelineStrategy, PipelineTimeline
+from lightning_pardist.axes.pipeline import PipelineAxis
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -197,18 +198,19 @@ def _points(length):
     return [(row, row.sum().sin().reshape(1)) for row in x]
 
 
-def _picture(directory):
-    timeline = PipelineTimeline(directory, step=1)
+def _picture(directory, step):
+    timeline = PipelineTimeline(directory, step=step)
     trainer = quiet_trainer(strategy="pardist_pp", devices=2, callbacks=[timeline])
     trainer.fit(Small(), DataLoader(_points(24), batch_size=8))
     assert len(timeline.timeline.events) == 2 * 2 * 8
     assert 0 <= timeline.timeline.idle_share < 1
-    return trainer.strategy.pipeline.last_result.timeline is None
+    return trainer.strategy.axis(PipelineAxis).last_result.timeline is None
 
 
-def test_timeline(tmp_path):
-    assert run_ranks(2, _picture, tmp_path) == [True, True]
-    assert "1f1b, 2 ranks, 8 micro-batches, step 1" in (tmp_path / "pipeline.svg").read_text()
+@pytest.mark.parametrize(("step", "shown"), [(1, 1), (5, 2)], ids=["asked_for", "run_too_short"])
+def test_timeline(tmp_path, step, shown):
+    assert run_ranks(2, _picture, tmp_path, step) == [step == shown] * 2
+    assert f"1f1b, 2 ranks, 8 micro-batches, step {shown}<" in (tmp_path / "pipeline.svg").read_text()
     assert len(json.loads((tmp_path / "pipeline.json").read_text())["traceEvents"]) == 2 + 32
 
 
@@ -239,8 +241,11 @@ def test_resume_after_training_has_ended(tmp_path):
 
 
 class _Different:
+    def __init__(self, rank):
+        self.rank = rank
+
     def __iter__(self):
-        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        generator = torch.Generator().manual_seed(self.rank)
         for _ in range(3):
             x = torch.randn(8, 6, generator=generator)
             yield x, x.sum(1, keepdim=True)
@@ -251,7 +256,7 @@ def _different():
     module = Small()
     trainer = quiet_trainer(strategy="pardist_pp", devices=2)
     with pytest.warns(UserWarning, match="different batches") if torch.distributed.get_rank() == 0 else nullcontext():
-        trainer.fit(module, _Different())
+        trainer.fit(module, _Different(torch.distributed.get_rank()))
     return snapshot(module)
 
 

@@ -100,7 +100,33 @@ class Layers(Base):
         return F.cross_entropy(self.net(y[:, 0]), batch[1])
 
 
-KINDS = (Buffers, Attributes, Cell, Layers)
+class Pairs(Base):
+    """Two states in a tuple, as of Lightning's own demo of an LSTM: as many layers as a micro-batch has samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, num_layers=2, batch_first=True)
+        self.hidden = None
+
+    def on_train_epoch_end(self):
+        self.hidden = None
+
+    def training_step(self, batch, batch_idx):
+        if self.hidden is None:
+            self.hidden = (torch.zeros(2, len(batch[0]), 8), torch.zeros(2, len(batch[0]), 8))
+        self.hidden = (self.hidden[0].detach(), self.hidden[1].detach())
+        y, self.hidden = self.rnn(batch[0][:, None], self.hidden)
+        return F.cross_entropy(self.net(y[:, 0]), batch[1])
+
+
+class Begun(Pairs):
+    """The same, begun by a hook for the whole batch."""
+
+    def on_train_epoch_start(self):
+        self.hidden = (torch.zeros(2, 16, 8), torch.ones(2, 16, 8))
+
+
+KINDS = (Buffers, Attributes, Cell, Layers, Pairs, Begun)
 
 
 def _fit_all(strategy="auto", devices=1):

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_pardist
 from lightning_pardist import registry
+from lightning_pardist.axes.ddp import DDPAxis
 from tests.helpers.models import Classifier
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -87,7 +88,7 @@ def _cli(args):
 def test_class_path_on_the_command_line(args):
     cli = _cli([*args, "--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"])
     assert isinstance(cli.trainer.strategy, lightning_pardist.DDPStrategy)
-    assert cli.trainer.strategy.data.bucket_size_mb == 1
+    assert cli.trainer.strategy.axis(DDPAxis).bucket_size_mb == 1
     assert cli.trainer.world_size == 2
 
 
@@ -97,7 +98,7 @@ def test_powersgd_on_the_command_line():
          "--trainer.strategy.gradient_compression=lightning_pardist.PowerSGD",
          "--trainer.strategy.gradient_compression.rank=3"]
     )  # fmt: skip
-    assert cli.trainer.strategy.data.gradient_compression == lightning_pardist.PowerSGD(rank=3)
+    assert cli.trainer.strategy.axis(DDPAxis).gradient_compression == lightning_pardist.PowerSGD(rank=3)
 
 
 def _wrong_size():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_pardist import DDPStrategy, SLURMEnvironment
-from lightning_pardist.strategies import resuming
+from lightning_pardist.trainer import auto_resume
 from tests.helpers.parity import snapshot
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.scripts import ROOT
@@ -29,7 +29,7 @@ class SignalAt(pl.Callback):
 
 def _fit(folder, monkeypatch, *, callbacks=(), resume="always", environment=None, **kwargs):
     # As in a process of its own.
-    monkeypatch.setattr(resuming, "_fits", itertools.count())
+    monkeypatch.setattr(auto_resume, "_fits", itertools.count())
     torch.manual_seed(3)
     module = SCRIPT["Module"](0, 0)
     trainer = quiet_trainer(

@@ -1,6 +1,6 @@
-"""A user's training script for clusters: the first argument is JSON with what the Trainer gets, and some wishes.
+"""A user's training script for clusters: the first argument is JSON with what the Trainer gets, and some settings.
 
-Wishes: ``strategy`` may be a list, whose members train one after the other; ``settings`` are arguments of them;
+``strategy`` may be a list, whose members train one after the other; ``settings`` are arguments of them;
 ``step_s`` and ``samples`` set the length; ``batch_size`` of a rank, by default a share of 12; ``global_batch_size`` is
 kept by accumulation; ``checkpoint_every`` so many steps; at step ``fault_at`` rank ``fault_rank`` meets its ``fault``
 when the job is started for the first time.

@@ -18,11 +18,11 @@ import lightning_pardist  # noqa: F401  # isort: skip
 import torch
 import torch.distributed as dist
 
-from lightning_pardist.engines.checkpoint.boxes import Part, Shards
-from lightning_pardist.engines.checkpoint.exchange import GroupExchange, together
-from lightning_pardist.engines.checkpoint.folder import FolderReader, FolderSave
-from lightning_pardist.engines.checkpoint.full_file import load_file, save_file, verify_file
-from lightning_pardist.engines.checkpoint.manifest import verify_files
+from lightning_pardist.checkpoint.chunks import Chunk, Shards
+from lightning_pardist.checkpoint.coordination import GroupCoordinator, together
+from lightning_pardist.checkpoint.folder import FolderReader, FolderSave
+from lightning_pardist.checkpoint.full_file import load_file, save_file, verify_file
+from lightning_pardist.checkpoint.manifest import verify_files
 
 WORLD, ROWS = 2, 200_000
 
@@ -30,13 +30,13 @@ WORLD, ROWS = 2, 200_000
 def _rank(rank: int, path: str, meeting: str, first: int, sharded: bool, report: int) -> None:
     store = dist.FileStore(meeting, WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
-    exchange = GroupExchange()
+    exchange = GroupCoordinator()
     number = first
     while True:
         number += 1
         values = torch.full((ROWS // WORLD, 2), float(number))
         if sharded:
-            part = Part((rank * ROWS // WORLD, 0), values)
+            part = Chunk((rank * ROWS // WORLD, 0), values)
             save = FolderSave({"model.weight": Shards((ROWS, 2), torch.float32, (part,))}, path)
             save.plan(exchange)
             save.write(exchange, {"number": number})

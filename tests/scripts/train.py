@@ -29,8 +29,15 @@ class Module(pl.LightningModule):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.fault == "hang":
                 time.sleep(600)
+            if self.fault == "sleep":
+                print("sleeping", flush=True)
+                time.sleep(600)
             if self.fault == "desync":
                 torch.distributed.barrier()
+        if batch_idx == 3 and self.fault == "stuck":
+            torch.distributed.recv(torch.zeros(1), src=1 - self.global_rank)
+        if batch_idx == 3 and self.fault == "all":
+            raise ValueError("a mistake on every rank")
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self):
@@ -42,7 +49,7 @@ def main() -> None:
     if fault == "import" and os.environ.get("LOCAL_RANK") == fault_rank:
         raise ImportError("no such module on this rank")
     timeout_s = 8.0 if fault == "hang" else 60.0
-    heartbeat_timeout_s = 5.0 if fault in ("desync", "stop") else 60.0
+    heartbeat_timeout_s = 5.0 if fault in ("desync", "stop", "stuck") else 60.0
     if strategy == "pardist_ddp":
         strategy = lightning_pardist.DDPStrategy(timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
     pl.seed_everything(0)

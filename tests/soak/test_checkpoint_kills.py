@@ -8,12 +8,12 @@ import subprocess
 import pytest
 import torch
 
-from lightning_pardist.engines.checkpoint.boxes import shards_of
-from lightning_pardist.engines.checkpoint.exchange import AloneExchange
-from lightning_pardist.engines.checkpoint.files import remove_abandoned
-from lightning_pardist.engines.checkpoint.folder import FolderReader, FolderSave
-from lightning_pardist.engines.checkpoint.full_file import load_file, save_file, verify_file
-from lightning_pardist.engines.checkpoint.manifest import verify_files
+from lightning_pardist.checkpoint.atomic import remove_abandoned
+from lightning_pardist.checkpoint.chunks import shards_of
+from lightning_pardist.checkpoint.coordination import SingleCoordinator
+from lightning_pardist.checkpoint.folder import FolderReader, FolderSave
+from lightning_pardist.checkpoint.full_file import load_file, save_file, verify_file
+from lightning_pardist.checkpoint.manifest import verify_files
 from tests.helpers.scripts import ROOT, run_script
 
 pytestmark = pytest.mark.soak
@@ -66,5 +66,5 @@ def test_a_full_disk_loses_nothing(small_disk):
 
 def _save_folder(state, path):
     save = FolderSave({f"model.{name}": shards_of(value) for name, value in state.items()}, path)
-    save.plan(AloneExchange())
-    save.write(AloneExchange(), {})
+    save.plan(SingleCoordinator())
+    save.write(SingleCoordinator(), {})

@@ -3,19 +3,20 @@
 import itertools
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_pardist import DDPStrategy, load_from_checkpoint
+from lightning_pardist.checkpoint import stream
+from lightning_pardist.checkpoint.chunks import Chunk, Shards
+from lightning_pardist.checkpoint.coordination import SingleCoordinator
+from lightning_pardist.checkpoint.folder import FolderReader, FolderSave
+from lightning_pardist.checkpoint.full_file import save_file, verify_file
+from lightning_pardist.checkpoint.stream import LazyTensor, write_archive
 from lightning_pardist.cli import main
-from lightning_pardist.engines.checkpoint import stream
-from lightning_pardist.engines.checkpoint.boxes import Part, Shards
-from lightning_pardist.engines.checkpoint.exchange import AloneExchange
-from lightning_pardist.engines.checkpoint.folder import FolderReader, FolderSave
-from lightning_pardist.engines.checkpoint.full_file import save_file, verify_file
-from lightning_pardist.engines.checkpoint.stream import LazyTensor, write_archive
 from tests.helpers.models import MODULES, Classifier
 from tests.helpers.runs import quiet_trainer
 
@@ -141,14 +142,55 @@ def test_inspect(saved, tmp_path, capsys):
     (tmp_path / "a.ckpt").write_bytes(content[: len(content) // 2])
     assert main(["inspect", str(tmp_path / "a.ckpt")]) == 1
     assert "damaged" in capsys.readouterr().err
-    assert main(["inspect", str(tmp_path / "nowhere")]) == 1
+    assert main(["inspect", str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"pardist inspect: There is no {tmp_path / 'nowhere'}."
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (b"epoch: 3\n", "is no checkpoint: it does not begin like a file of torch.save."),
+        (b"PK\x05\x06" + bytes(18), "is no checkpoint: it does not begin like a file of torch.save."),
+        (None, "is no checkpoint, but an archive of something else."),
+    ],
+    ids=["text", "empty_archive", "archive"],
+)
+def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path, capsys, command, content, wanted):
+    path = tmp_path / "a.ckpt"
+    if content is None:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("word/document.xml", "text")
+    else:
+        path.write_bytes(content)
+    more = [str(tmp_path / "target")] if command == "convert" else []
+    assert main([command, str(path), *more]) == 2
+    assert capsys.readouterr().err == f"pardist {command}: {path} {wanted}\n"
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused_in_a_sentence(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "is not a complete checkpoint folder: it has no manifest.json" in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten_unless_asked_for(saved, tmp_path, capsys):
+    for source, target in (("folder", "a.ckpt"), ("a.ckpt", "again")):
+        assert main(["convert", str(tmp_path / source), str(tmp_path / target)]) == 0
+        capsys.readouterr()
+        assert main(["convert", str(tmp_path / source), str(tmp_path / target)]) == 2
+        assert capsys.readouterr().err == (
+            f"pardist convert: {tmp_path / target} exists. Pass --overwrite to replace it, or name another target.\n"
+        )
+        assert main(["convert", str(tmp_path / source), str(tmp_path / target), "--overwrite"]) == 0
+        assert main(["inspect", str(tmp_path / target), "--check"]) == 0
 
 
 def test_code_is_run_only_if_allowed(tmp_path, capsys):
     module = MODULES["classifier"]()
     module.save_hyperparameters({"custom": Custom()})
     _trained(DDPStrategy(), module).save_checkpoint(tmp_path / "a.ckpt")
-    assert main(["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "folder")]) == 1
+    assert main(["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "folder")]) == 2
     assert "Custom" in (said := capsys.readouterr().err)
     assert "--allow-code" in said
     assert main(["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "folder"), "--allow-code"]) == 0
@@ -156,7 +198,7 @@ def test_code_is_run_only_if_allowed(tmp_path, capsys):
 
 _CONVERT = """
 import sys, threading
-from lightning_pardist.engines.checkpoint import convert
+from lightning_pardist.checkpoint import convert
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -191,17 +233,17 @@ print(peak_of(lambda: convert.contents(again, check=True)))
 @pytest.mark.slow
 def test_conversion_needs_less_memory_than_the_model(tmp_path):
     """Mapped files can be dropped by the system at any time, and do not count."""
-    small = FolderSave({"model.0": Shards((2,), torch.float32, (Part((0,), torch.ones(2)),))}, tmp_path / "small")
-    small.plan(AloneExchange())
-    small.write(AloneExchange(), {"state_dict": {}})
+    small = FolderSave({"model.0": Shards((2,), torch.float32, (Chunk((0,), torch.ones(2)),))}, tmp_path / "small")
+    small.plan(SingleCoordinator())
+    small.write(SingleCoordinator(), {"state_dict": {}})
     tensors = {}
     for index in range(16):
         whole = torch.full((1024, 1024), float(index))
-        halves = (Part((0, 0), whole[:512]), Part((512, 0), whole[512:]))
+        halves = (Chunk((0, 0), whole[:512]), Chunk((512, 0), whole[512:]))
         tensors[f"model.{index}"] = Shards((1024, 1024), torch.float32, halves)
     save = FolderSave(tensors, tmp_path / "folder")
-    save.plan(AloneExchange())
-    save.write(AloneExchange(), {"state_dict": {}})
+    save.plan(SingleCoordinator())
+    save.write(SingleCoordinator(), {"state_dict": {}})
     places = [str(tmp_path / name) for name in ("folder", "a.ckpt", "again", "small")]
     command = [sys.executable, "-c", _CONVERT, *places]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -14,10 +14,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_pardist import DDPStrategy
-from lightning_pardist.engines.checkpoint import files
-from lightning_pardist.engines.checkpoint.errors import DamagedCheckpointError
-from lightning_pardist.engines.checkpoint.full_file import load_file, save_file, verify_file
-from lightning_pardist.strategies.checkpoint_io import PardistCheckpointIO
+from lightning_pardist.checkpoint import atomic
+from lightning_pardist.checkpoint.errors import DamagedCheckpointError
+from lightning_pardist.checkpoint.full_file import load_file, save_file, verify_file
+from lightning_pardist.trainer.checkpoint_io import PardistCheckpointIO
 from tests.helpers.models import MODULES
 from tests.helpers.runs import quiet_trainer
 
@@ -108,9 +108,9 @@ def test_local_tensors_are_mapped_and_the_file_stays_as_it_is(tmp_path):
 def test_a_folder_takes_the_place_of_a_file_and_back(tmp_path):
     goal = str(tmp_path / "last.ckpt")
     save_file(STATE, goal)
-    folder = files.temporary_name(goal)
+    folder = atomic.temporary_name(goal)
     os.mkdir(folder)
-    files.replace_folder(folder, goal)
+    atomic.replace_folder(folder, goal)
     assert os.path.isdir(goal)
     save_file(STATE, goal)
     assert os.path.isfile(goal)
@@ -118,24 +118,24 @@ def test_a_folder_takes_the_place_of_a_file_and_back(tmp_path):
 
 
 def test_a_filesystem_that_cannot_exchange_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_exchange", lambda *unused: False)
+    monkeypatch.setattr(atomic, "_exchange", lambda *unused: False)
     goal = tmp_path / "last.ckpt"
     for number in range(2):
-        folder = files.temporary_name(str(goal))
+        folder = atomic.temporary_name(str(goal))
         os.mkdir(folder)
         (tmp_path / os.path.basename(folder) / str(number)).touch()
-        files.replace_folder(folder, str(goal))
+        atomic.replace_folder(folder, str(goal))
     assert os.listdir(goal) == ["1"]
     assert os.listdir(tmp_path) == ["last.ckpt"]
     # Killed between its two renames.
-    os.rename(goal, files.temporary_name(str(goal), "old"))
-    files.remove_abandoned(str(tmp_path))
-    assert files.recover(str(goal))
+    os.rename(goal, atomic.temporary_name(str(goal), "old"))
+    atomic.remove_abandoned(str(tmp_path))
+    assert atomic.recover(str(goal))
     assert os.listdir(goal) == ["1"]
 
 
 def _write_half(path):
-    with files.complete_file(path) as stream:
+    with atomic.complete_file(path) as stream:
         stream.write(b"half")
         raise RuntimeError("no more")
 
@@ -166,7 +166,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
 
 _SAVER = """
 import sys, torch
-from lightning_pardist.engines.checkpoint.full_file import save_file
+from lightning_pardist.checkpoint.full_file import save_file
 number = 0
 while True:
     number += 1

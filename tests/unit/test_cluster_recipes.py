@@ -42,6 +42,11 @@ _STARTS = {
     "one_node.sbatch": ["srun --kill-on-bad-exit=1 pardist fit"],
     "many_nodes.sbatch": ["srun pardist doctor", "srun --kill-on-bad-exit=1 pardist fit"],
     "requeue.sbatch": ["srun --kill-on-bad-exit=1 pardist fit", "default_root_dir runs/train"],
+    "three_axes.sbatch": [
+        "srun pardist doctor --strategy pardist_3d --devices 1 --num-nodes 2",
+        "srun --kill-on-bad-exit=1 pardist fit -c recipes/gpt/config.yaml -c recipes/gpt/3d.yaml",
+        "--trainer.default_root_dir runs/train",
+    ],
     "torchrun.sbatch": ["srun torchrun --nnodes=2", "--rdzv-endpoint=n1:20007 --rdzv-id=7 -m lightning_pardist fit"],
     "container.sbatch": ["srun --kill-on-bad-exit=0 apptainer exec --nv train.sif pardist fit"],
     "many_hosts.sh": ["torchrun --nnodes=1:4", "--rdzv-endpoint=h1:29400", "--trainer.num_nodes 4"],
@@ -80,13 +85,21 @@ def test_recipes_train_with_a_command_of_ours(monkeypatch, capsys):
     _parses(_COMMAND, monkeypatch, capsys)
 
 
+def test_the_recipe_of_three_axes_parses(monkeypatch, capsys):
+    shown = _parses(_COMMAND.replace("--trainer.strategy pardist_zero2", "-c recipes/gpt/3d.yaml"), monkeypatch, capsys)
+    assert "checkpoint: sharded" in shown
+    assert "data_parallel: zero1" in shown
+
+
 def _parses(command, monkeypatch, capsys):
     """What the recipe trains with is a command line of ours."""
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as ended:
         main([*shlex.split(command), "--print_config"])
     assert ended.value.code == 0, capsys.readouterr().err
-    assert "strategy:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "strategy:" in shown
+    return shown
 
 
 def test_kubernetes_job_trains_with_a_command_of_ours(monkeypatch, capsys):

@@ -8,6 +8,7 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_pardist import DDPStrategy, FSDPStrategy, ZeroStrategy
+from lightning_pardist.axes.zero import ZeroAxis
 from lightning_pardist.cli import main
 from tests.helpers.models import Classifier
 from tests.helpers.runs import quiet_trainer
@@ -56,7 +57,7 @@ def test_what_has_no_counterpart_is_listed_once():
         "fp16.hysteresis",
         "fp16.min_loss_scale",
     ]
-    assert strategy.data.offload.offload == "cpu"
+    assert strategy.axis(ZeroAxis).offload.offload == "cpu"
     plugin = strategy.precision_plugin
     assert isinstance(plugin, MixedPrecision)
     assert plugin.precision == "16-mixed"

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_pardist.cli import main
 from lightning_pardist.doctor import _compare
-from lightning_pardist.environments.facts import Facts
+from lightning_pardist.runtime.environments.facts import Facts
 from tests.helpers.ranks import free_port
 from tests.helpers.scripts import run_script
 
@@ -63,7 +63,49 @@ def test_alone(capsys):
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "no launcher: this process starts its own ranks" in shown
+    assert "not examined: the Trainer's devices and num_nodes, and whether degrees fit them. Pass --devices" in shown
     assert shown.endswith("training could start\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--devices", "2", "--tensor-parallel-size", "3"], "tensor_parallel_size=3 does not divide world_size=2"),
+        (["--devices", "3", "--strategy", "pardist_tp", "--tensor-parallel-size", "2"], "does not divide world_size=3"),
+        (["--devices", "2", "--strategy", "pardist_ddp", "--tensor-parallel-size", "2"], "does not take"),
+        (["--devices", "2", "--accelerator", "quantum"], "quantum"),
+    ],
+)
+def test_refuses_what_the_trainer_refuses(arguments, wanted, capsys):
+    assert main(["doctor", *arguments]) == 1
+    shown = capsys.readouterr().out
+    assert wanted in shown
+    assert shown.endswith("training could not start\n")
+
+
+def test_numbers_that_fit_and_what_was_not_examined(capsys):
+    assert main(["doctor", "--devices", "4", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "not examined: connections among the 4 ranks, which nothing has started. The Trainer's numbers fit." in shown
+    assert shown.endswith("training could start\n")
+
+
+def test_degrees_are_compared_with_the_ranks_of_the_launcher(monkeypatch, capsys):
+    given = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["doctor", "--timeout", "1", "--tensor-parallel-size", "3"]) == 1
+    assert "tensor_parallel_size=3 does not divide world_size=2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--devices", "0"], ["--timeout", "soon"], ["--megabytes", "-1"], ["--strategy", "pardist_pd"], ["x"]]
+)
+def test_bad_options_end_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    assert ended.value.code == 2
+    assert "pardist doctor: error: " in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_pardist import HybridStrategy
-from lightning_pardist.strategies.hybrid import degrees_of_machine
+from lightning_pardist.mesh import degrees_of_machine
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_the_data_axis_takes_what_the_others_leave():
             "schedule='zbv' with data_parallel='zero3' would gather a stage a third time",
         ),
         (
-            {"pipeline_parallel_size": 2, "data_parallel": "zero3", "data_settings": {"rank_dependent": True}},
-            "rank_dependent=True is not for data_parallel='zero3' under a pipeline",
+            {"pipeline_parallel_size": 2, "data_parallel": "zero3", "data_settings": {"allow_divergent_forward": True}},
+            "allow_divergent_forward=True is not for data_parallel='zero3' under a pipeline",
         ),
         ({"data_shard_size": 2}, "data_shard_size=2 is for data_parallel='zero3', not 'ddp'"),
         ({"data_parallel": "zero4"}, "data_parallel='zero4' is unknown"),

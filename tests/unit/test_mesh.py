@@ -32,9 +32,9 @@ def test_wrong_degrees_are_refused_with_the_fix(world_size, degrees, message):
 def test_coordinates_tensor_ranks_are_neighbours_and_every_rank_is_unique():
     dims = ParallelDims(pipeline_parallel=2, data_replicate=2, data_shard=2, tensor_parallel=2)
     seen = [
-        tuple(dims.coordinates(rank)[axis] for axis in ("pipeline_parallel", "data_parallel", "tensor_parallel"))
+        (dims.coordinates(rank)["pipeline_parallel"], dims.batch_rank(rank), dims.coordinates(rank)["tensor_parallel"])
         for rank in range(16)
     ]
     assert len(set(seen)) == 16
     assert [dims.coordinates(rank)["tensor_parallel"] for rank in range(4)] == [0, 1, 0, 1]
-    assert [dims.coordinates(rank)["data_parallel"] for rank in range(0, 8, 2)] == [0, 1, 2, 3]
+    assert [dims.batch_rank(rank) for rank in range(0, 8, 2)] == [0, 1, 2, 3]

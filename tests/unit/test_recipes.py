@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import pickle
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,7 +22,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer, see
 
 from recipes.cifar.data import PhotoData, draws, shift_and_mirror
 from recipes.cifar.model import PhotoClassifier
-from recipes.common import EpochShuffle, fetch
+from recipes.common import EpochShuffle, fetch, require
+from recipes.finetune.data import TextClasses
 from recipes.gpt.data import TextData, Windows
 from recipes.gpt.model import GPT, warmup_cosine
 from recipes.mnist.data import DigitData
@@ -48,6 +52,21 @@ def small_gpt(**changes: object) -> GPT:
     return GPT(**(settings | changes))
 
 
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (the extra [models])"
+)
+
+
+def small_encoder(**changes: object) -> LightningModule:
+    from recipes.finetune.model import TextClassifier
+
+    return TextClassifier(**({"dim": 16, "layers": 3, "heads": 2, "max_length": 16} | changes))
+
+
+def few_texts() -> TextClasses:
+    return TextClasses(source="offline", length=16, batch_size=4)
+
+
 RECIPES = {
     "mnist": (DigitClassifier, lambda: DigitData(source="offline", batch_size=8), {"val_loss", "val_acc"}),
     "cifar": (PhotoClassifier, lambda: PhotoData(source="offline", batch_size=2), {"val_loss", "val_acc"}),
@@ -56,15 +75,19 @@ RECIPES = {
         lambda: TextData(source="offline", context=8, batch_size=4),
         {"val_loss", "val_perplexity"},
     ),
+    "finetune": (small_encoder, few_texts, {"val_loss", "val_acc"}),
 }
 DATA = {
     "mnist": lambda **kw: DigitData(**kw),
     "cifar": lambda **kw: PhotoData(**kw),
     "gpt": lambda **kw: TextData(**kw),
+    "finetune": lambda **kw: TextClasses(**kw),
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_transformers if name == "finetune" else ()) for name in RECIPES]
+)
 def test_trains_on_offline_data(name, tmp_path):
     make_module, make_data, metrics = RECIPES[name]
     seed_everything(0, verbose=False)
@@ -85,10 +108,14 @@ def test_offline_splits_are_disjoint_and_repeat(name):
     for split in ("train_set", "val_set"):
         first, second = getattr(one, split), getattr(two, split)
         assert len(first) == len(second) > 100
-        assert all(torch.equal(a, b) for a, b in zip(first[7], second[7], strict=True))
+        leaves = [torch.utils._pytree.tree_leaves(split[7]) for split in (first, second)]
+        assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True))
     if name == "gpt":
         both = torch.cat([one.train_set.tokens, one.val_set.tokens])
         assert len(one.train_set.tokens) == len(both) * 9 // 10
+    elif name == "finetune":
+        assert len(one.train_set) + len(one.val_set) == 6 * 300
+        assert set(one.train_set.classes.tolist()) == set(one.val_set.classes.tolist()) == set(range(6))
     else:
         images = [{image.numpy().tobytes() for image in split.tensors[0]} for split in (one.train_set, one.val_set)]
         assert len(images[0] & images[1]) == 0
@@ -194,6 +221,81 @@ def test_gpt_folder_or_file(given, tmp_path):
     assert bytes(data.val_set.tokens.tolist()) == text[90:]
     tokens, targets = data.train_set[2]
     assert (tokens.tolist(), targets.tolist()) == ([8, 9, 10, 11], [9, 10, 11, 12])
+
+
+def test_texts_of_a_folder(tmp_path):
+    for name, texts in (("a", ["one", "a longer text"]), ("b", ["two"])):
+        (tmp_path / name).mkdir()
+        for number, text in enumerate(texts):
+            (tmp_path / name / f"{number}.txt").write_text(text)
+    data = TextClasses(data_dir=str(tmp_path), source="folder", length=5)
+    data.setup("fit")
+    tokens, number = data.train_set[0]
+    assert bytes(tokens["input_ids"].tolist()) == b"a lon"
+    assert number == 0
+    tokens, _ = data.train_set[1]
+    assert (tokens["attention_mask"].tolist(), tokens["input_ids"].tolist()) == ([1, 1, 1, 0, 0], [*b"two", 0, 0])
+    assert bytes(data.val_set[0][0]["input_ids"].tolist()[:3]) == b"one"
+
+
+@needs_transformers
+def test_frozen_blocks_keep_their_weights(tmp_path):
+    module = small_encoder(frozen_blocks=2)
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    train(module, few_texts(), tmp_path, steps=2)
+    kept = {name for name, parameter in module.named_parameters() if torch.equal(before[name], parameter)}
+    assert {name.split(".")[3] if "encoder" in name else "embeddings" for name in kept} >= {"embeddings"}
+    assert {name for name in kept if "layer.0." in name or "layer.1." in name}
+    assert not {name for name in kept if "layer.2." in name or "classifier" in name}
+    with pytest.raises(ValueError, match="frozen_blocks=4, but the encoder has 3 blocks"):
+        small_encoder(frozen_blocks=4)
+
+
+@needs_transformers
+def test_fine_tunes_what_transformers_has_saved(tmp_path):
+    from recipes.finetune.model import TextClassifier, small_config
+
+    torch.manual_seed(0)
+    first = small_encoder()
+    first.net.save_pretrained(tmp_path / "saved")
+    second = TextClassifier(pretrained=str(tmp_path / "saved"), frozen_blocks=1)
+    for (name, one), two in zip(first.net.bert.named_parameters(), second.net.bert.parameters(), strict=True):
+        assert torch.equal(one, two), name
+    assert second.net.config.hidden_size == small_config(16, 3, 2, 16).hidden_size
+    train(second, few_texts(), tmp_path, steps=1)
+
+
+def test_missing_packages_are_named_with_the_extra_that_brings_them():
+    require("json", "skimage", recipe="cifar")
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=r"The cifar recipe needs no_such_one\. Install the extra \[recipes\]: pip install -c constraints.txt",
+    ):
+        require("json", "no_such_one", recipe="cifar")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lacking", "wanted"),
+    [
+        ("cifar", "skimage", "The cifar recipe needs scikit-image. Install the extra [recipes]:"),
+        ("finetune", "transformers", "The finetune recipe needs transformers. Install the extra [models]:"),
+    ],
+)
+def test_a_recipe_without_its_packages_says_what_to_install(recipe, lacking, wanted):
+    """As `pardist fit -c recipes/NAME/config.yaml` of an environment that lacks a package."""
+    code = (
+        "import sys, importlib.util as util; find = util.find_spec\n"
+        f"util.find_spec = lambda name, *more: None if name == {lacking!r} else find(name, *more)\n"
+        "from lightning_pardist.cli import main\n"
+        f"sys.exit(main(['fit', '-c', 'recipes/{recipe}/config.yaml']))"
+    )
+    root = Path(__file__).parents[2]
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert finished.returncode == 2, finished.stderr
+    assert wanted in finished.stderr
+    assert "Traceback" not in finished.stderr
 
 
 def test_text_shorter_than_a_window_is_refused():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Moves tensors while the device computes. On the host itself a copy is a copy.
+    """Copies tensors asynchronously between device and pinned host memory; plain copies on CPU.
 
     Args:
         device: The other end.

@@ -2,8 +2,8 @@
 
 Life cycle, the same on every rank of a pipeline::
 
-    recorded = trace(module, step, sample_microbatch)       # one run, nothing left behind
-    made = plan(recorded, num_stages)                        # print(made.describe())
+    recorded = record_step(module, step, sample_microbatch)       # one run, nothing left behind
+    made = plan_stages(recorded, num_stages)                        # print(made.describe())
     dry_run(module, step, sample_microbatch, made)           # refuses what only stubs would find
     engine = PipelineEngine(module, made, group=group, options=PipelineOptions(schedule="1f1b", num_microbatches=8))
     engine.free()                                            # other stages' parameters go to the meta device
@@ -18,13 +18,13 @@ from lightning_pardist.engines.pipeline.clock import (
     expected_idle_share,
     simulate,
 )
+from lightning_pardist.engines.pipeline.cut import BatchCut, BatchDim, SplitFunction, UnevenBatchError, split_batch
 from lightning_pardist.engines.pipeline.dry_run import dry_run
-from lightning_pardist.engines.pipeline.engine import PipelineEngine, PipelineOptions, StepResult
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError, PipelineTimeoutError
-from lightning_pardist.engines.pipeline.microbatch import MicroBatch, batch_size_of, merge_results, split_batch
+from lightning_pardist.engines.pipeline.microbatch import MicroBatch, merge_results
+from lightning_pardist.engines.pipeline.pipeline_engine import PipelineEngine, PipelineOptions, StepResult
 from lightning_pardist.engines.pipeline.placement import Placement
-from lightning_pardist.engines.pipeline.plan import PipelinePlan, StageCost, plan
-from lightning_pardist.engines.pipeline.records import Trace
+from lightning_pardist.engines.pipeline.records import StepRecord
 from lightning_pardist.engines.pipeline.schedule import (
     SCHEDULES,
     SPLIT_BACKWARD,
@@ -36,13 +36,16 @@ from lightning_pardist.engines.pipeline.schedule import (
     forward_schedule,
     stage_ranks,
 )
-from lightning_pardist.engines.pipeline.trace import find_loss, trace
+from lightning_pardist.engines.pipeline.stage_plan import PipelinePlan, StageCost, plan_stages
+from lightning_pardist.engines.pipeline.step_record import find_loss, record_step
 
 __all__ = [
     "SCHEDULES",
     "SPLIT_BACKWARD",
     "Action",
     "ActionLists",
+    "BatchCut",
+    "BatchDim",
     "CannotPipelineError",
     "Durations",
     "Kind",
@@ -52,12 +55,13 @@ __all__ = [
     "PipelinePlan",
     "PipelineTimeoutError",
     "Placement",
+    "SplitFunction",
     "StageCost",
+    "StepRecord",
     "StepResult",
     "TimedAction",
     "Timeline",
-    "Trace",
-    "batch_size_of",
+    "UnevenBatchError",
     "build_schedule",
     "check_schedule",
     "dry_run",
@@ -65,9 +69,9 @@ __all__ = [
     "find_loss",
     "forward_schedule",
     "merge_results",
-    "plan",
+    "plan_stages",
+    "record_step",
     "simulate",
     "split_batch",
     "stage_ranks",
-    "trace",
 ]

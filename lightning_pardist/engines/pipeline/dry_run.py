@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
-from lightning_pardist.engines.pipeline.intercept import undisturbed
+from lightning_pardist.engines.pipeline.interception import undisturbed
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy
-from lightning_pardist.engines.pipeline.plan import PipelinePlan
 from lightning_pardist.engines.pipeline.records import Output, Value
 from lightning_pardist.engines.pipeline.replay import StageReplay, StageRun, contains_stub
-from lightning_pardist.engines.pipeline.trace import find_loss
+from lightning_pardist.engines.pipeline.stage_plan import PipelinePlan
+from lightning_pardist.engines.pipeline.step_record import find_loss
 
 
 def dry_run(

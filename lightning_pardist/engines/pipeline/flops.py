@@ -17,7 +17,7 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         kwargs: Its keyword arguments.
         result: What it returned.
     """
-    packet = func._overloadpacket
+    packet = func.overloadpacket
     formula = flop_registry.get(packet)
     if formula is not None:
         try:

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pardist.collectives import as_bytes
-from lightning_pardist.engines.local_tensors import own_part, wrapped_like
-from lightning_pardist.engines.pipeline.elsewhere import ElsewhereParameter
-from lightning_pardist.engines.pipeline.plan import PipelinePlan
+from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.engines.common.agreed_buffers import agree_on_buffers
+from lightning_pardist.engines.pipeline.remote_parameter import RemoteParameter
+from lightning_pardist.engines.pipeline.stage_plan import PipelinePlan
+from lightning_pardist.local_tensors import own_part, wrapped_like
 
 
 class Placement:
@@ -45,6 +47,7 @@ class Placement:
         }
         self._first_name = {name: first for first, info in plan.trace.parameters.items() for name in info.names}
         self._units = sorted(plan.unit_stages, key=len, reverse=True)
+        self._buffer_names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
         self._remembered: dict[str, nn.Parameter] | None = None
 
     def remember(self) -> None:
@@ -64,11 +67,16 @@ class Placement:
             name: Any name of it, as in the module's own ``state_dict``.
 
         Returns:
-            A rank of the pipeline. Buffers outside of units live on every rank; rank 0 answers for them.
+            A rank of the pipeline. Buffers outside of units live on every rank; rank 0 answers for them. For a buffer
+            that the module has registered since, every rank that has it.
         """
         first = self._first_name.get(name)
         if first is not None:
             return self.holders[first][0]
+        return self.rank if self._came_later(name) else self.unit_owner_of(name)
+
+    def unit_owner_of(self, name: str) -> int:
+        """The rank that runs the unit in which something is, by the name of that; 0 outside of units."""
         unit = self._unit_of(name)
         return 0 if unit is None else self.unit_owner(unit)
 
@@ -110,13 +118,13 @@ class Placement:
             if id(parameter) not in empty:
                 freed += 0 if parameter.is_meta else parameter.numel() * parameter.element_size()
                 meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-                empty[id(parameter)] = replaced[parameter] = ElsewhereParameter(
+                empty[id(parameter)] = replaced[parameter] = RemoteParameter(
                     meta,
                     parameter.requires_grad,
                     what=f"{name!r}, which rank {self.owner_of(name)} of the pipeline holds",
                 )
             owner, _, last = name.rpartition(".")
-            self.module.get_submodule(owner)._parameters[last] = empty[id(parameter)]
+            own_parameters(self.module.get_submodule(owner))[last] = empty[id(parameter)]
         return freed
 
     @torch.no_grad()
@@ -144,10 +152,11 @@ class Placement:
         for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
             if parameter in replaced:
                 owner, _, last = name.rpartition(".")
-                self.module.get_submodule(owner)._parameters[last] = replaced[parameter]
-        for name, buffer in self.module.named_buffers():
-            if self._unit_of(name) is not None and not buffer.is_meta:
-                self.broadcast(buffer, self.owner_of(name))
+                own_parameters(self.module.get_submodule(owner))[last] = replaced[parameter]
+        for each in agree_on_buffers(self.module, group=self.group, source_of=self.unit_owner_of):
+            # Buffers of free code are the same on all ranks that have them.
+            if self._unit_of(each.name) is not None or not each.is_everywhere:
+                self.broadcast(each.tensor, each.source)
         return replaced
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> None:
@@ -331,6 +340,9 @@ class Placement:
         if buffer.numel():
             dist.recv(buffer, src=self._global(owner), group=self.group)
         return buffer
+
+    def _came_later(self, name: str) -> bool:
+        return name not in self._buffer_names and name in dict(self.module.named_buffers(remove_duplicate=False))
 
     def _unit_of(self, name: str) -> str | None:
         return next((unit for unit in self._units if name.startswith(f"{unit}.")), None)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_pardist.engines.pipeline.structure import Spec
+from lightning_pardist.engines.pipeline.nested import Spec
 
 
 class Value(NamedTuple):
@@ -178,7 +178,7 @@ class ParameterInfo:
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepRecord:
     """One recorded run of a training or evaluation step on one micro-batch.
 
     Attributes:
@@ -192,6 +192,10 @@ class Trace:
         dynamic: Whether a shape depended on values, so that shapes may change from one micro-batch to the next.
         grad_enabled: Whether the run recorded gradients.
         loss: Value of the loss, as a check on the replay; None if the step gave none.
+        free_parameters: Parameters that free code reads.
+        steady_buffers: Buffers of units that change by nothing in the batch's values, such as those of a power
+            iteration over weights.
+        writers: Units that write to their arguments in place.
     """
 
     calls: tuple[UnitCall, ...]
@@ -205,6 +209,8 @@ class Trace:
     grad_enabled: bool
     loss: float | None = None
     free_parameters: frozenset[str] = field(default_factory=frozenset)
+    steady_buffers: frozenset[str] = frozenset()
+    writers: frozenset[str] = frozenset()
 
     def leaf(self, value: Value) -> Leaf:
         """The recorded leaf of a value."""

@@ -17,19 +17,21 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import (
+
+from lightning_pardist.compat import patches
+from lightning_pardist.compat.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
 )
-
-from lightning_pardist.engines.pipeline.errors import CannotPipelineError
-from lightning_pardist.engines.pipeline.intercept import intercepted
-from lightning_pardist.engines.pipeline.plan import PipelinePlan
+from lightning_pardist.compat.modules import own_buffers, own_parameters
+from lightning_pardist.engines.pipeline.errors import ALTERNATIVES, CannotPipelineError
+from lightning_pardist.engines.pipeline.interception import intercepted
+from lightning_pardist.engines.pipeline.nested import flatten, rebuild
 from lightning_pardist.engines.pipeline.records import AliasLeaf, ConstLeaf, Leaf, Output, TensorLeaf, Value
-from lightning_pardist.engines.pipeline.structure import flatten, rebuild
+from lightning_pardist.engines.pipeline.stage_plan import PipelinePlan
+from lightning_pardist.engines.pipeline.step_record import argument_versions, describe_output
 from lightning_pardist.engines.pipeline.stubs import StubMode
-from lightning_pardist.engines.pipeline.trace import argument_versions, describe_output
 
 
 class _CutOffError(BaseException):
@@ -118,7 +120,7 @@ class StageReplay:
         """Let parameters that have been freed (meta) pretend to live on the device while steps run."""
         swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in self.root.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in own_parameters(module).items():
                 if parameter is not None and parameter.is_meta:
                     swapped.append((module, name, parameter))
         known, self._parameter_stubs = self._parameter_stubs, {}
@@ -127,12 +129,17 @@ class StageReplay:
             if stub is None or stub.requires_grad != parameter.requires_grad:
                 shape, stride = tuple(parameter.shape), tuple(parameter.stride())
                 stub = nn.Parameter(self._stub(shape, stride, parameter.dtype, "cpu"), parameter.requires_grad)
-            module._parameters[name] = self._parameter_stubs[parameter] = stub
+            own_parameters(module)[name] = self._parameter_stubs[parameter] = stub
+        before = {parameter: parameter.requires_grad for parameter in self._parameter_stubs}
         try:
             yield
         finally:
             for module, name, parameter in swapped:
-                module._parameters[name] = parameter
+                own_parameters(module)[name] = parameter
+            for parameter, stub in self._parameter_stubs.items():
+                # The step may have frozen what it found in the module.
+                if stub.requires_grad != before[parameter]:
+                    parameter.requires_grad_(stub.requires_grad)
 
     def stub_of(self, leaf: TensorLeaf, *, overwritten: bool = False) -> torch.Tensor:
         """A tensor with a leaf's shape and dtype and no values.
@@ -188,7 +195,7 @@ class _Run:
             return self._go(step, microbatch)
         finally:
             for owner, name, value in reversed(self.set_attributes):
-                _put(owner, name, value)
+                set_attribute(owner, name, value)
 
     def _go(self, step: Callable[[Any], Any], microbatch: Any) -> StageRun:
         try:
@@ -231,17 +238,8 @@ class _Run:
     @contextlib.contextmanager
     def _rerunnable(self) -> Iterator[None]:
         """Let activation checkpointing, when it runs a piece of the step again in backward, meet the same stubs."""
-        module: Any = torch.utils.checkpoint
-        original = module._checkpoint_without_reentrant_generator
-
-        def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return original(self._rerun(function), *args, **kwargs)
-
-        module._checkpoint_without_reentrant_generator = generator
-        try:
+        with patches.recomputed_functions(self._rerun):
             yield
-        finally:
-            module._checkpoint_without_reentrant_generator = original
 
     def _rerun(self, function: Callable[..., Any]) -> Callable[..., Any]:
         position = self.position
@@ -273,7 +271,7 @@ class _Run:
         if index == self.calls.stop - 1 and not self.is_last:
             # At once, before free code can overwrite in place what is going to be sent.
             self.cut = True
-            raise torch.utils.checkpoint._StopRecomputationError if self.again else _CutOffError
+            raise patches.StopRecomputation if self.again else _CutOffError
         self._reseed(2 * index + 2)
         return result
 
@@ -286,7 +284,7 @@ class _Run:
         if any(value.call == index for value in self.replay.needed):
             result = self.replay.whole(result)
         unit = self.replay.units[name]
-        side = tuple((a.module, a.name, _get(unit, a.module, a.name)) for a in recorded.side)
+        side = tuple((a.module, a.name, attribute_of(unit, a.module, a.name)) for a in recorded.side)
         output, leaves = describe_output(result, (args, kwargs), versions, side)
         self.done.outputs.append(output)
         for position, leaf in enumerate(leaves):
@@ -318,8 +316,8 @@ class _Run:
         for attribute in output.side:
             mine, rest = rest[: attribute.num_leaves], rest[attribute.num_leaves :]
             owner = unit.get_submodule(attribute.module)
-            self.set_attributes.append((owner, attribute.name, _get(unit, attribute.module, attribute.name)))
-            _put(owner, attribute.name, rebuild(attribute.spec, mine))
+            self.set_attributes.append((owner, attribute.name, attribute_of(unit, attribute.module, attribute.name)))
+            set_attribute(owner, attribute.name, rebuild(attribute.spec, mine))
         return rebuild(output.spec, leaves[: output.num_returned])
 
     def _stub_leaf(self, value: Value, leaf: Leaf) -> Any:
@@ -344,14 +342,16 @@ class _Run:
         expected = repr(calls[self.position].unit) if self.position < len(calls) else "no further unit"
         return CannotPipelineError(
             f"The step {what} after {self.position} calls of units, where the recorded run had {expected}: its control"
-            " flow depends on the data, so that no fixed stages exist."
+            " flow depends on the data, so that no fixed stages exist.",
+            ("pardist_mp", *ALTERNATIVES),
         )
 
     def _looked_at(self, error: Exception) -> CannotPipelineError:
         after = repr(self.plan.trace.calls[self.position - 1].unit) if self.position else "the beginning of the step"
         return CannotPipelineError(
             f"Behind {after}, free code looks at the value of a tensor that lives on another stage ({error}), seen in"
-            f" stage {self.stage_index}. Data-dependent control flow between units cannot be split."
+            f" stage {self.stage_index}. Data-dependent control flow between units cannot be split.",
+            ("pardist_mp", *ALTERNATIVES),
         )
 
 
@@ -362,14 +362,16 @@ def _is_about_stubs(error: Exception) -> bool:
     )
 
 
-def _get(unit: nn.Module, module: str, name: str) -> Any:
+def attribute_of(unit: nn.Module, module: str, name: str) -> Any:
+    """A buffer or other attribute of a module inside a unit; None if it has none."""
     owner = unit.get_submodule(module)
-    return owner._buffers[name] if name in owner._buffers else owner.__dict__.get(name)
+    return own_buffers(owner)[name] if name in own_buffers(owner) else owner.__dict__.get(name)
 
 
-def _put(owner: nn.Module, name: str, value: Any) -> None:
-    if name in owner._buffers:
-        owner._buffers[name] = value
+def set_attribute(owner: nn.Module, name: str, value: Any) -> None:
+    """Set a buffer or other attribute past ``nn.Module.__setattr__``."""
+    if name in own_buffers(owner):
+        own_buffers(owner)[name] = value
     else:
         owner.__dict__[name] = value
 

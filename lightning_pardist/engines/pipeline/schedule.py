@@ -1,7 +1,7 @@
 """Schedules as data: torch's own order of forwards and backwards, lowered to sends and receives, and checked.
 
 The orders come from the schedule classes of ``torch.distributed.pipelining``, which compute them for all ranks; nothing
-of theirs is run. See :mod:`~lightning_pardist.engines.pipeline.runtime` for why.
+of theirs is run. See :mod:`~lightning_pardist.engines.pipeline.schedule_runtime` for why.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
-from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
+
+from lightning_pardist.compat.pipelining import ComputationType, TorchAction, add_send_recv, stage_to_rank
 
 SCHEDULES = ("mp", "gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv")
 #: Those that put off the parameters' half of backward.
@@ -118,7 +118,7 @@ def stage_ranks(name: str, num_ranks: int, chunks_per_rank: int = 1) -> tuple[in
     if name == "zbv" and chunks_per_rank != 2:
         raise ValueError(f"schedule='zbv' runs two stages a rank, not {chunks_per_rank}. Set chunks_per_rank=2.")
     style = "v" if name == "zbv" else "loop"
-    mapping = generate_stage_to_rank_mapping(num_ranks, num_ranks * chunks_per_rank, style=style)
+    mapping = stage_to_rank(num_ranks, num_ranks * chunks_per_rank, style=style)
     return tuple(mapping[stage] for stage in range(num_ranks * chunks_per_rank))
 
 
@@ -187,10 +187,12 @@ def forward_schedule(ranks: Sequence[int], num_microbatches: int) -> ActionLists
 def _breadth_first(ranks: Sequence[int], num_microbatches: int, backward: bool) -> dict[int, list[Any]]:
     order: dict[int, list[Any]] = {rank: [] for rank in range(max(ranks) + 1)}
     for stage, rank in enumerate(ranks):
-        order[rank] += [_Action(stage, _ComputationType.FORWARD, index) for index in range(num_microbatches)]
+        order[rank] += [TorchAction(stage, ComputationType.FORWARD, index) for index in range(num_microbatches)]
     if backward:
         for stage, rank in reversed(list(enumerate(ranks))):
-            order[rank] += [_Action(stage, _ComputationType.FULL_BACKWARD, index) for index in range(num_microbatches)]
+            order[rank] += [
+                TorchAction(stage, ComputationType.FULL_BACKWARD, index) for index in range(num_microbatches)
+            ]
     return order
 
 
@@ -230,11 +232,11 @@ def _torch_order(name: str, num_ranks: int, num_microbatches: int, chunks_per_ra
 def _one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[Any]:
     """What ``Schedule1F1B`` runs. Its ``pipeline_order`` is another: on the last rank it begins with micro-batch 1."""
     warmup = min(num_microbatches, num_ranks - rank)
-    order = [_Action(rank, _ComputationType.FORWARD, index) for index in range(warmup)]
+    order = [TorchAction(rank, ComputationType.FORWARD, index) for index in range(warmup)]
     for index in range(num_microbatches):
-        order.append(_Action(rank, _ComputationType.FULL_BACKWARD, index))
+        order.append(TorchAction(rank, ComputationType.FULL_BACKWARD, index))
         if warmup + index < num_microbatches:
-            order.append(_Action(rank, _ComputationType.FORWARD, warmup + index))
+            order.append(TorchAction(rank, ComputationType.FORWARD, warmup + index))
     return order
 
 
@@ -242,7 +244,7 @@ def _with_messages(
     name: str, compute: dict[int, list[Any]], ranks: tuple[int, ...], num_microbatches: int, has_backward: bool
 ) -> ActionLists:
     try:
-        lowered = _add_send_recv(
+        lowered = add_send_recv(
             {rank: list(actions) for rank, actions in compute.items()},
             stage_to_rank=lambda stage: ranks[stage],
             num_stages=len(ranks),

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
+
+from lightning_pardist.compat.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    pack_padded_sequence,
 )
 
 _aten = torch.ops.aten
@@ -23,7 +25,7 @@ _aten = torch.ops.aten
 _DECIDED_BY: dict[Any, tuple[int, ...]] = {
     _aten.index.Tensor: (1,),
     _aten.masked_select.default: (1,),
-    _aten._pack_padded_sequence.default: (1,),
+    pack_padded_sequence: (1,),
 }
 
 

@@ -2,9 +2,9 @@
 
 Life cycle::
 
-    found = plan(module, lambda: module.loss(batch), tp_size=2)   # one traced run, no process group needed
+    found = plan_layout(module, lambda: module.loss(batch), tp_size=2)   # one traced run, no process group needed
     print(found)                                                  # what is split, why, and what it sends
-    runtime = apply(module, found, mesh["tensor_parallel"])       # parameters become DTensors in place
+    runtime = apply_layout(module, found, mesh["tensor_parallel"])       # parameters become DTensors in place
     optimizer = torch.optim.AdamW(module.parameters())            # as ever
     attach(optimizer)                                             # it steps on this rank's parts
     with runtime.step():                                          # around forward and backward of every step
@@ -12,26 +12,26 @@ Life cycle::
         loss.backward()
     optimizer.step()
     state = full_state_dict(module)                               # plain whole tensors under the module's own names
-    dissolve(module)                                              # plain whole parameters again
+    unsplit_module(module)                                              # plain whole parameters again
 """
 
+from lightning_pardist.engines.tensor.dispatch import Fallback, TensorRuntime
 from lightning_pardist.engines.tensor.layout import Layout
-from lightning_pardist.engines.tensor.optimizer import attach, steps_on_whole
 from lightning_pardist.engines.tensor.parallelize import (
-    apply,
-    dissolve,
+    apply_layout,
     full_optimizer_state,
     full_state_dict,
     load_full_optimizer_state,
     load_full_state_dict,
     local_like,
     local_squared_norm,
+    unsplit_module,
     whole_tensor,
 )
-from lightning_pardist.engines.tensor.plan import CollectivePlan, FallbackPlan, TensorParallelPlan, TensorPlan
-from lightning_pardist.engines.tensor.planner import plan
-from lightning_pardist.engines.tensor.runtime import Fallback, TensorRuntime
-from lightning_pardist.engines.tensor.split import SplitTensor
+from lightning_pardist.engines.tensor.planner import plan_layout
+from lightning_pardist.engines.tensor.split_tensor import SplitTensor
+from lightning_pardist.engines.tensor.tensor_optimizer import attach, steps_on_whole
+from lightning_pardist.engines.tensor.tensor_plan import CollectivePlan, FallbackPlan, TensorParallelPlan, TensorPlan
 
 __all__ = [
     "CollectivePlan",
@@ -42,16 +42,16 @@ __all__ = [
     "TensorParallelPlan",
     "TensorPlan",
     "TensorRuntime",
-    "apply",
+    "apply_layout",
     "attach",
-    "dissolve",
     "full_optimizer_state",
     "full_state_dict",
     "load_full_optimizer_state",
     "load_full_state_dict",
     "local_like",
     "local_squared_norm",
-    "plan",
+    "plan_layout",
     "steps_on_whole",
+    "unsplit_module",
     "whole_tensor",
 ]

@@ -1,4 +1,4 @@
-"""One call of a torch function as the sharding rules see it: operands with shapes and layouts, no data.
+"""A torch function call as sharding rules see it: operands with shapes and layouts, no data.
 
 The same rules serve the plan, which asks what would happen, and the step, which makes it happen: a rule looks at a
 :class:`Call` and answers with an :class:`Outcome` (how each operand is needed and how the results lie) or raises
@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
+from lightning_pardist.compat import pytree
 from lightning_pardist.engines.tensor.layout import Layout
 
 
@@ -74,7 +74,7 @@ class Need:
 
 
 class NoRule(Exception):
-    """The call cannot run on parts.
+    """Raised where a call cannot run on local shards.
 
     Args:
         reason: What stands in the way.
@@ -149,7 +149,7 @@ class Call:
 
 @dataclass(eq=False)
 class Outcome:
-    """How a call runs on parts.
+    """How a call runs on local shards.
 
     Attributes:
         args: Positional arguments, operands replaced by :class:`Need` and sizes by local ones.

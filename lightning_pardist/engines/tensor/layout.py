@@ -1,10 +1,10 @@
-"""Where the parts of one tensor lie: the dim that is split over the tensor ranks, and in how many segments.
+"""Layout of a tensor over the tensor ranks: the sharded dim, and its number of segments.
 
 [Note: segments] A fused projection computes q, k and v with one weight of shape ``[3 * C, C]``, and user code takes
 its output apart with ``split(C, dim=2)``. Split into plain blocks, rank 0 of 2 would hold all of q and half of k, and
 the split would need a gather. With ``segments=3`` every third of the dim is split by itself: rank 0 holds the first
 half of q, of k and of v, one after the other, and the user's split needs nothing. torch's placement for it is
-``_StridedShard``.
+``StridedShard``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_pardist.compat.dtensor import StridedShard
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def to_placement(layout: Layout | None) -> Placement:
         return Replicate()
     if layout.segments == 1:
         return Shard(layout.dim)
-    return _StridedShard(layout.dim, split_factor=layout.segments)
+    return StridedShard(layout.dim, split_factor=layout.segments)
 
 
 def from_placement(placement: Placement, ndim: int) -> Layout | None:
@@ -97,7 +99,7 @@ def from_placement(placement: Placement, ndim: int) -> Layout | None:
     """
     if isinstance(placement, Replicate):
         return None
-    if isinstance(placement, _StridedShard):
+    if isinstance(placement, StridedShard):
         return Layout(placement.dim % ndim, int(placement.split_factor))
     if isinstance(placement, Shard):
         return Layout(placement.dim % ndim)

@@ -1,4 +1,4 @@
-"""Plans by hand: patterns of names to ways of splitting."""
+"""User-given plans: name patterns mapped to sharding styles."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from lightning_pardist.engines.tensor.layout import Layout
-from lightning_pardist.engines.tensor.trace import Slot, Trace
+from lightning_pardist.engines.tensor.operator_trace import OperatorTrace, TraceSlot
 
 if TYPE_CHECKING:
-    from lightning_pardist.engines.tensor.analysis import Wishes
+    from lightning_pardist.engines.tensor.layout_propagation import LayoutConstraints
 
 WAYS = ("column", "row", "vocab", "replicate")
 
 
 def resolve_overrides(
     module: nn.Module,
-    found: Trace,
+    found: OperatorTrace,
     overrides: Mapping[str, Any],
     tp_size: int,
     on_indivisible: str,
-    wishes: Wishes,
+    constraints: LayoutConstraints,
 ) -> dict[str, str]:
     """Turn overrides into layouts that stand.
 
@@ -34,7 +34,7 @@ def resolve_overrides(
         overrides: Patterns to ways.
         tp_size: Number of tensor ranks.
         on_indivisible: ``"error"`` or ``"replicate"``.
-        wishes: Extended.
+        constraints: Extended.
 
     Returns:
         Reasons by parameter name.
@@ -60,12 +60,12 @@ def resolve_overrides(
                 if on_indivisible == "error":
                     raise ValueError(_indivisible(pattern, way, name, tuple(parameter.shape), layout.dim, tp_size))
                 layout = None
-            wishes.fixed.pop(first, None)
+            constraints.fixed.pop(first, None)
             if layout is None:
-                wishes.whole[first] = f"by hand: {pattern}"
+                constraints.whole[first] = f"by hand: {pattern}"
             else:
-                wishes.fixed[first] = layout
-                wishes.whole.pop(first, None)
+                constraints.fixed[first] = layout
+                constraints.whole.pop(first, None)
             reasons[first] = f"by hand: {pattern}"
     return reasons
 
@@ -111,19 +111,19 @@ def _way(pattern: str, value: Any, embedding: bool) -> str:
     )
 
 
-def _uses(found: Trace) -> dict[str, str]:
+def _uses(found: OperatorTrace) -> dict[str, str]:
     """The function that uses each parameter as a weight."""
     uses: dict[str, str] = {}
     for node in found.nodes:
         for arg in (*node.args, *node.kwargs.values()):
-            weight = isinstance(arg, Slot) and arg.name and node.name not in ("t", "to", "transpose")
+            weight = isinstance(arg, TraceSlot) and arg.name and node.name not in ("t", "to", "transpose")
             # A tied weight is named after its head: for an embedding, columns would be something else.
             if weight and uses.get(arg.name) in (None, "embedding"):
                 uses[arg.name] = node.name
     return uses
 
 
-def _layout(found: Trace, name: str, way: str, use: str | None) -> Layout | None:
+def _layout(found: OperatorTrace, name: str, way: str, use: str | None) -> Layout | None:
     """Layout of one parameter: dims of a weight are ``[out, in, ...]`` but for matrix products and transposed ones."""
     if way == "replicate":
         return None

@@ -1,4 +1,4 @@
-"""Carrying out a plan: parameters become DTensors in place, and leave as plain tensors under their own names."""
+"""Applies a plan: replaces parameters by DTensors in place, and back."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.collectives import as_bytes
-from lightning_pardist.engines.data_parallel.sparse import sparse_parameters
-from lightning_pardist.engines.fully_sharded.materialize import InitFunction, materialize, on_meta
-from lightning_pardist.engines.fully_sharded.parameters import make_settable
-from lightning_pardist.engines.local_tensors import over_tensor_ranks
+from lightning_pardist.compat.dtensor_operators import complete_operators, restore_operators
+from lightning_pardist.compat.modules import own_buffers, own_parameters
+from lightning_pardist.engines.common.meta_init import InitFunction, materialize, on_meta
+from lightning_pardist.engines.common.settable_parameter import make_settable
+from lightning_pardist.engines.ddp.sparse import sparse_parameters
+from lightning_pardist.engines.tensor.dispatch import TensorRuntime
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
-from lightning_pardist.engines.tensor.missing_operators import complete_operators
-from lightning_pardist.engines.tensor.plan import TensorParallelPlan
-from lightning_pardist.engines.tensor.runtime import TensorRuntime
+from lightning_pardist.engines.tensor.tensor_plan import TensorParallelPlan
+from lightning_pardist.local_tensors import over_tensor_ranks
 
 
-def apply(
+def apply_layout(
     module: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh, *, init: InitFunction | None = None
 ) -> TensorRuntime:
     """Split a module in place. Collective over the mesh; make optimizers afterwards.
@@ -35,7 +36,7 @@ def apply(
 
     Args:
         module: The module that the plan was made for, whole, on the device it trains on or on ``meta``.
-        plan: From :func:`~lightning_pardist.engines.tensor.plan`.
+        plan: From :func:`~lightning_pardist.engines.tensor.tensor_plan`.
         mesh: One-dimensional mesh of the tensor ranks.
         init: Gives values to the own parameters of one submodule that was built on ``meta``, in place of its
             ``reset_parameters``; the random state is to be the same on all ranks.
@@ -72,10 +73,12 @@ class _Splitting:
         self.prefixes = {owner: prefix for prefix, owner in module.named_modules()}
         # Their gradients name rows, which a DTensor cannot.
         sparse = set(sparse_parameters(module))
-        self.sparse = {full for owner, name, full in _slots(module, buffers=False) if owner._parameters[name] in sparse}
-        uses = Counter(id(owner._parameters[name]) for owner, name, _ in _slots(module, buffers=False))
+        self.sparse = {
+            full for owner, name, full in _slots(module, buffers=False) if own_parameters(owner)[name] in sparse
+        }
+        uses = Counter(id(own_parameters(owner)[name]) for owner, name, _ in _slots(module, buffers=False))
         self.tied = {
-            full for owner, name, full in _slots(module, buffers=False) if uses[id(owner._parameters[name])] > 1
+            full for owner, name, full in _slots(module, buffers=False) if uses[id(own_parameters(owner)[name])] > 1
         }
         self.on_meta = on_meta(module)
         self.made: dict[int, nn.Parameter] = {}
@@ -85,19 +88,19 @@ class _Splitting:
     def split(self, owner: nn.Module) -> None:
         """What is the submodule's own, not that of its children. Collective over the tensor ranks."""
         prefix = self.prefixes[owner]
-        for name in list(owner._parameters):
+        for name in list(own_parameters(owner)):
             self._split_parameter(owner, name, f"{prefix}.{name}" if prefix else name)
-        for name, buffer in list(owner._buffers.items()):
+        for name, buffer in list(own_buffers(owner).items()):
             if buffer is None or isinstance(buffer, DTensor):
                 continue
             buffer = self._on_device(buffer)
             if (full := f"{prefix}.{name}" if prefix else name) in self.layouts:
-                owner._buffers[name] = _distribute(buffer, self.layouts[full], self.runtime)
+                own_buffers(owner)[name] = _distribute(buffer, self.layouts[full], self.runtime)
             else:
-                owner._buffers[name] = _broadcast(buffer, self.runtime) if buffer.numel() else buffer
+                own_buffers(owner)[name] = _broadcast(buffer, self.runtime) if buffer.numel() else buffer
 
     def _split_parameter(self, owner: nn.Module, name: str, full: str) -> None:
-        parameter = owner._parameters[name]
+        parameter = own_parameters(owner)[name]
         if parameter is None or isinstance(parameter, DTensor):
             return
         if full in self.sparse:
@@ -123,7 +126,7 @@ class _Splitting:
         _replace_references(self.module, self.made)
 
 
-def dissolve(module: nn.Module) -> None:
+def unsplit_module(module: nn.Module) -> None:
     """Take back what :func:`apply` did: plain whole parameters and buffers on every rank. Collective.
 
     Tied parameters stay tied. Gradients are let go.
@@ -133,7 +136,7 @@ def dissolve(module: nn.Module) -> None:
     """
     made: dict[int, nn.Parameter] = {}
     for owner, name, _ in _slots(module, buffers=False):
-        parameter: Tensor | None = owner._parameters[name]
+        parameter: Tensor | None = own_parameters(owner)[name]
         if not isinstance(parameter, DTensor):
             continue
         if id(parameter) not in made:
@@ -144,9 +147,11 @@ def dissolve(module: nn.Module) -> None:
     for whole in made.values():
         del whole._pardist_split  # type: ignore[attr-defined]
     for owner, name, _ in _slots(module, buffers=True):
-        buffer = owner._buffers[name]
+        buffer = own_buffers(owner)[name]
         if isinstance(buffer, DTensor):
-            owner._buffers[name] = whole_tensor(buffer).clone()
+            own_buffers(owner)[name] = whole_tensor(buffer).clone()
+    if made:
+        restore_operators()
 
 
 def _check(module: nn.Module, plan: TensorParallelPlan) -> None:
@@ -162,7 +167,7 @@ def _check(module: nn.Module, plan: TensorParallelPlan) -> None:
 def _slots(module: nn.Module, *, buffers: bool) -> Iterator[tuple[nn.Module, str, str]]:
     """Owner, attribute and full name of every parameter or buffer, tied ones each time."""
     for prefix, owner in module.named_modules():
-        for name in list(owner._buffers if buffers else owner._parameters):
+        for name in list(own_buffers(owner) if buffers else own_parameters(owner)):
             yield owner, name, f"{prefix}.{name}" if prefix else name
 
 

@@ -1,28 +1,29 @@
-"""Deriving a plan from a module and one traced run of its real step."""
+"""Derives a tensor-parallel plan from one traced run of the module's step."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import nn
 
-from lightning_pardist.engines.data_parallel.sparse import sparse_parameters
-from lightning_pardist.engines.tensor.analysis import Walk, Wishes
+from lightning_pardist.engines.common.tables import starred
+from lightning_pardist.engines.ddp.sparse import sparse_parameters
+from lightning_pardist.engines.tensor.dispatch import eager
 from lightning_pardist.engines.tensor.layout import Layout
+from lightning_pardist.engines.tensor.layout_propagation import LayoutConstraints, LayoutPropagation
+from lightning_pardist.engines.tensor.operator_trace import OperatorTrace, TraceSlot, trace_operators
 from lightning_pardist.engines.tensor.overrides import resolve_overrides
-from lightning_pardist.engines.tensor.plan import TensorParallelPlan, TensorPlan
-from lightning_pardist.engines.tensor.runtime import eager
-from lightning_pardist.engines.tensor.trace import Slot, Trace, trace
+from lightning_pardist.engines.tensor.tensor_plan import TensorParallelPlan, TensorPlan
 
 #: An unpaired weight smaller than this share of the model is not worth the collectives of splitting it.
 _SMALL = 0.01
+_NOT_WORTH_IT = "small, not worth splitting"
 #: A head this large keeps its split even if its outputs have to be gathered.
 _LARGE = 0.1
 
 
-def plan(
+def plan_layout(
     module: nn.Module,
     step: Callable[[], Any],
     *,
@@ -51,34 +52,40 @@ def plan(
     if tp_size < 1:
         raise ValueError(f"tp_size={tp_size} is not a positive number of ranks. Use 1 or more.")
     with eager():
-        found = trace(module, step)
-    wishes = Wishes()
+        found = trace_operators(module, step)
+    constraints = LayoutConstraints()
     sparse = set(sparse_parameters(module))
-    wishes.whole |= {name: "its gradients are sparse" for name, p in found.parameters.items() if p in sparse}
-    why = resolve_overrides(module, found, overrides or {}, tp_size, on_indivisible, wishes)
-    _prepare(found, wishes)
-    walk = _settle(found, tp_size, wishes) if tp_size > 1 else Walk(found, tp_size, wishes, {}, decide=False)
+    constraints.whole |= {name: "its gradients are sparse" for name, p in found.parameters.items() if p in sparse}
+    why = resolve_overrides(module, found, overrides or {}, tp_size, on_indivisible, constraints)
+    _prepare(found, constraints)
+    walk = (
+        _settle(found, tp_size, constraints)
+        if tp_size > 1
+        else LayoutPropagation(found, tp_size, constraints, {}, decide=False)
+    )
     if sequence_parallel:
-        why_split, walk = walk.why, Walk(found, tp_size, wishes, walk.layouts, decide=False, sequence=True).run()
+        why_split, walk = (
+            walk.why,
+            LayoutPropagation(found, tp_size, constraints, walk.layouts, decide=False, sequence=True).run(),
+        )
         walk.why = why_split
-    shorten = _shortener(module)
     return TensorParallelPlan(
         tp_size=tp_size,
-        parameters=_describe(found, found.parameters, walk, wishes, why, buffer=False),
-        buffers=_describe(found, found.buffers, walk, wishes, why, buffer=True),
-        collectives=walk.collectives(shorten),
-        fallbacks=walk.fallback_plans(shorten),
+        parameters=_describe(found, found.parameters, walk, constraints, why, buffer=False),
+        buffers=_describe(found, found.buffers, walk, constraints, why, buffer=True),
+        collectives=walk.collectives(starred),
+        fallbacks=walk.fallback_plans(starred),
         sequence_parallel=sequence_parallel,
     )
 
 
-def _prepare(found: Trace, wishes: Wishes) -> None:
+def _prepare(found: OperatorTrace, constraints: LayoutConstraints) -> None:
     """Which embeddings to split by vocabulary, and which heads to keep split at the price of a gather."""
     total = sum(parameter.numel() for parameter in found.parameters.values()) or 1
     embedded, multiplied = set(), set()
     last = ""
     for node in found.nodes:
-        slots = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Slot) and arg.name]
+        slots = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, TraceSlot) and arg.name]
         if node.name == "embedding":
             embedded |= {slot.name for slot in slots}
         elif node.name in ("linear", "matmul", "mm"):
@@ -87,47 +94,56 @@ def _prepare(found: Trace, wishes: Wishes) -> None:
     for name, parameter in found.parameters.items():
         share = parameter.numel() / total
         if name in embedded and (name in multiplied or share >= _SMALL):
-            wishes.lookups.add(name)
+            constraints.lookups.add(name)
         tied = name in embedded and name in multiplied
         if tied or (name == last and share >= _LARGE):
-            wishes.gather.add(name)
+            constraints.gather.add(name)
 
 
-def _settle(found: Trace, tp_size: int, wishes: Wishes) -> Walk:
-    """Walk until nothing new is learnt: first deciding, then once more with everything in place from the start."""
+def _settle(found: OperatorTrace, tp_size: int, constraints: LayoutConstraints) -> LayoutPropagation:
+    """Propagate until nothing new is learnt: first deciding, then once more with every decision in place."""
     total = sum(parameter.numel() for parameter in found.parameters.values()) or 1
     while True:
-        walk = Walk(found, tp_size, wishes, wishes.fixed, decide=True).run()
-        final = Walk(found, tp_size, wishes, walk.layouts, decide=False).run()
+        walk = LayoutPropagation(found, tp_size, constraints, constraints.fixed, decide=True).run()
+        final = LayoutPropagation(found, tp_size, constraints, walk.layouts, decide=False).run()
         learnt = dict(final.problems)
         if not learnt:
             # Sources end in a sum; what follows them (biases, norms) is no source of its own.
             for name in walk.layouts:
-                if name in wishes.fixed or name not in walk.starts:
+                if name in constraints.fixed or name not in walk.starts:
                     continue
                 if name not in final.ended:
-                    learnt[name] = "its split outputs end in no sum"
+                    learnt[name] = "the step needs its outputs whole"
                 elif name not in final.paired and found.parameters[name].numel() < _SMALL * total:
-                    learnt[name] = "too small to be worth a collective"
+                    learnt[name] = _NOT_WORTH_IT
         fresh = {
-            name: reason for name, reason in learnt.items() if name not in wishes.whole and name not in wishes.gather
+            name: reason
+            for name, reason in learnt.items()
+            if name not in constraints.whole and name not in constraints.gather
         }
         if not fresh:
             final.why = walk.why
             return final
-        wishes.whole.update(fresh)
+        constraints.whole.update(fresh)
 
 
 def _describe(
-    found: Trace, tensors: Mapping[str, Any], walk: Walk, wishes: Wishes, why: Mapping[str, str], *, buffer: bool
+    found: OperatorTrace,
+    tensors: Mapping[str, Any],
+    walk: LayoutPropagation,
+    constraints: LayoutConstraints,
+    why: Mapping[str, str],
+    *,
+    buffer: bool,
 ) -> tuple[TensorPlan, ...]:
     items = []
+    total = sum(parameter.numel() for parameter in found.parameters.values()) or 1
     for name, tensor in tensors.items():
         layout: Layout | None = walk.layouts.get(name)
         reason = (
             why.get(name)
-            or (walk.why.get(name) if layout is not None else wishes.whole.get(name))
-            or "not part of a pair"
+            or (walk.why.get(name) if layout is not None else constraints.whole.get(name))
+            or (_NOT_WORTH_IT if tensor.numel() < _SMALL * total else "no layer of the step splits it")
         )
         items.append(
             TensorPlan(
@@ -141,8 +157,3 @@ def _describe(
             )
         )
     return tuple(items)
-
-
-def _shortener(module: nn.Module) -> Callable[[str], str]:
-    """Replace the indices of repeated blocks by a star, so that they share a line."""
-    return lambda text: re.sub(r"(?<=\.)\d+(?=\.|$|\s)", "*", text)

@@ -1,4 +1,4 @@
-"""Random numbers that differ between tensor ranks, inside a stream that does not.
+"""Random numbers that differ between tensor ranks on sharded tensors and agree on whole ones.
 
 All tensor ranks run the same program with the same generator state, so dropout on whole tensors agrees by itself. On a
 split tensor every rank draws from a generator seeded by one number of the common stream and its rank; the common stream
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_pardist.engines.tensor.collectives import TensorGroup
+from lightning_pardist.engines.tensor.regions import TensorGroup
 
 
 @contextmanager
 def apart(group: TensorGroup, like: Tensor) -> Iterator[None]:
-    """Draw different random numbers on every tensor rank inside the block.
+    """Draw rank-specific random numbers inside the block; the common stream advances alike on all ranks.
 
     Args:
         group: Tensor ranks.

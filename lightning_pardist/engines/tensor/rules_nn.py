@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
+from lightning_pardist.compat import pytree
+from lightning_pardist.compat.tensors import assert_async
 from lightning_pardist.engines.tensor.calls import Call, Need, NoRule, Operand, Outcome, rule
-from lightning_pardist.engines.tensor.collectives import PlainFunction, TensorGroup
 from lightning_pardist.engines.tensor.layout import Layout
+from lightning_pardist.engines.tensor.regions import PlainFunction, TensorGroup
 from lightning_pardist.engines.tensor.rng import apart
 from lightning_pardist.engines.tensor.rules_elementwise import keep_all
 
@@ -236,7 +237,7 @@ def check_range(index: Tensor, size: int, problem: str) -> None:
         if lowest < 0 or highest >= size:
             raise IndexError(f"{problem}: {int(lowest)} to {int(highest)} where 0 to {size - 1} is possible.")
     else:
-        torch._assert_async((lowest >= 0) & (highest < size))
+        assert_async((lowest >= 0) & (highest < size))
 
 
 class _SplitCrossEntropy(PlainFunction):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from lightning_pardist.compat import pytree
 from lightning_pardist.engines.tensor.calls import Call, NoRule, Operand, Outcome, rule
 from lightning_pardist.engines.tensor.layout import Layout
 from lightning_pardist.engines.tensor.rules_elementwise import keep_all

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lightning_pardist.engines.checkpoint.boxes import flat_boxes, overlap, shards_of, shards_of_slice, within
+from lightning_pardist.checkpoint.chunks import flat_boxes, overlap, shards_of, shards_of_slice, within
 
 
 def _fill(whole, shards):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pardist.engines.elementwise import require_elementwise, state_bytes_per_element
+from lightning_pardist.engines.common.elementwise import require_elementwise, state_bytes_per_element
 
 
 class Lamb(torch.optim.Optimizer):

@@ -2,15 +2,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pardist.engines.fully_sharded import find_units, format_units
-from lightning_pardist.engines.fully_sharded.materialize import materialize
-from lightning_pardist.engines.fully_sharded.outputs import before_backward, shares_memory, tensors_in
+from lightning_pardist.engines.common.meta_init import materialize
+from lightning_pardist.engines.fsdp import find_fsdp_units, format_units
+from lightning_pardist.engines.fsdp.outputs import before_backward, shares_memory, tensors_in
 from tests.distributed import sharded_modules as zoo
 
 
 def plan(module, **options):
     options.setdefault("min_unit_bytes", 1)
-    return {unit.name: unit for unit in find_units(module, **options)}
+    return {unit.name: unit for unit in find_fsdp_units(module, **options)}
 
 
 def test_repeated_blocks_and_big_layers_are_units_and_the_rest_is_the_roots():
@@ -79,16 +79,16 @@ def test_large_blocks_are_split_at_their_inner_blocks():
 
 
 def test_policies_by_name_and_by_function():
-    assert [u.name for u in find_units(zoo.Blocks(), policy=["Block"])] == ["blocks.0", "blocks.1", "blocks.2", ""]
-    assert [u.name for u in find_units(zoo.Blocks(), policy=lambda m: isinstance(m, nn.LayerNorm))][:1] == [
+    assert [u.name for u in find_fsdp_units(zoo.Blocks(), policy=["Block"])] == ["blocks.0", "blocks.1", "blocks.2", ""]
+    assert [u.name for u in find_fsdp_units(zoo.Blocks(), policy=lambda m: isinstance(m, nn.LayerNorm))][:1] == [
         "blocks.0.norm"
     ]
-    nested = find_units(zoo.Blocks(), policy=["Block", "Linear"])
+    nested = find_fsdp_units(zoo.Blocks(), policy=["Block", "Linear"])
     assert [u.name for u in nested if u.name.startswith("blocks.0")] == ["blocks.0.up", "blocks.0.down", "blocks.0"]
     with pytest.raises(ValueError, match="names Blok, but"):
-        find_units(zoo.Blocks(), policy=["Blok"])
+        find_fsdp_units(zoo.Blocks(), policy=["Blok"])
     with pytest.raises(ValueError, match="blocks, which cannot be called"):
-        find_units(zoo.Blocks(), policy=["ModuleList"])
+        find_fsdp_units(zoo.Blocks(), policy=["ModuleList"])
 
 
 def test_outputs_are_searched_everywhere():

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pardist.engines.pipeline import CannotPipelineError
-from lightning_pardist.engines.pipeline.elsewhere import ElsewhereParameter
+from lightning_pardist.engines.pipeline.remote_parameter import RemoteParameter
 
 
 def _pair() -> tuple[Tensor, Tensor]:
-    there = ElsewhereParameter(torch.empty(3, 4, device="meta"), what="'layer.weight', which rank 1 holds")
+    there = RemoteParameter(torch.empty(3, 4, device="meta"), what="'layer.weight', which rank 1 holds")
     return nn.Parameter(torch.ones(3, 4)), there
 
 
@@ -60,7 +60,7 @@ def test_what_comes_to_nothing_here_is_done_where_the_parameter_is() -> None:
     assert there.norm().is_meta
     assert isinstance(there, nn.Parameter)
     assert (there.shape, there.numel(), there.is_leaf, there.requires_grad) == ((3, 4), 12, True, True)
-    assert "ElsewhereParameter" in repr(there)
+    assert "RemoteParameter" in repr(there)
 
 
 def test_modules_with_stand_ins_are_copied_moved_and_optimized() -> None:

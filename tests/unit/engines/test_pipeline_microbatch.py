@@ -6,12 +6,14 @@ from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_pardist.engines.pipeline import batch_size_of, merge_results, split_batch
+from lightning_pardist.engines.pipeline import BatchCut, MicroBatch, UnevenBatchError, merge_results, split_batch
+from lightning_pardist.engines.pipeline.cut import parts_of
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy
-from lightning_pardist.engines.pipeline.structure import flatten, rebuild
+from lightning_pardist.engines.pipeline.nested import flatten, rebuild
 
 
 class Pair(NamedTuple):
@@ -24,6 +26,21 @@ class Frozen:
     x: Tensor
     names: list[str]
     scale: float = 2.0
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Tensor
+    size: int = 2
+
+
+@dataclass(slots=True, frozen=True)
+class FrozenSlotted:
+    __x: Tensor
+
+    @property
+    def x(self) -> Tensor:
+        return self.__x
 
 
 class Plain:
@@ -52,6 +69,9 @@ def test_any_class() -> None:
         (Pair(x, x), lambda b: b.x),
         (Frozen(x, ["a", "b", "c", "d"]), lambda b: b.x),
         (Plain(x), lambda b: b.extra["y"] - 1),
+        (Slotted(x), lambda b: b.x),
+        (FrozenSlotted(x), lambda b: b.x),
+        ({"graphs": Slotted(x)}, lambda b: b["graphs"].x),
         (Encoding(x=x), lambda b: b["x"]),
         (OrderedDict(a=[x, {"b": x}]), lambda b: b["a"][1]["b"]),
     ):
@@ -66,7 +86,13 @@ def test_any_class() -> None:
 
 def test_what_is_no_sample_goes_everywhere() -> None:
     batch = {"x": torch.zeros(6, 2), "y": torch.zeros(6), "weights": torch.ones(3), "step": torch.tensor(1), "k": 5}
-    for part in split_batch(batch, 3):
+    batch["mask"] = torch.ones(1, 4)
+    with pytest.raises(UnevenBatchError, match="'x', 'y' have 6, 'weights' has 3"):
+        split_batch(batch, 3)
+    for cut in (BatchCut({"weights": None}), BatchCut(whole=frozenset({"weights"}))):
+        assert len(cut.split(batch, 3)) == 3
+        assert {each.name: each.dim for each in cut.describe(batch)}["weights"] is None
+    for part in split_batch(batch, 3, batch_dim={"weights": None}):
         assert part.value["x"].shape == (2, 2)
         assert part.value["weights"].shape == (3,)
         assert part.value["step"].ndim == 0
@@ -84,7 +110,7 @@ def test_batches_of_detectors() -> None:
             list(zip(images, targets, strict=True)),
             [{"image": image, **target} for image, target in zip(images, targets, strict=True)],
         ):
-            assert batch_size_of(batch) == 4
+            assert BatchCut().size_of(batch) == 4
             for index, part in enumerate(split_batch(batch, 4)):
                 found = [tensor for tensor in flatten(part.value)[0] if tensor.ndim > 1]
                 assert [tensor.mean().item() for tensor in found] == [index, index], (counts, type(batch))
@@ -92,7 +118,7 @@ def test_batches_of_detectors() -> None:
 
 def test_batches_of_several_loaders() -> None:
     batch = [{"x": torch.zeros(8, 2), "y": torch.zeros(8)}, {"x": torch.zeros(8, 2), "y": torch.zeros(8)}]
-    assert batch_size_of(batch) == 8
+    assert BatchCut().size_of(batch) == 8
     assert [len(part["x"]) for part in split_batch(batch, 2)[0].value] == [4, 4]
 
 
@@ -102,7 +128,35 @@ def test_lists_of_samples_and_other_batch_dims() -> None:
     assert [len(part.value["images"]) for part in parts] == [4, 4] or [len(p.value["images"]) for p in parts] == [2, 2]
     time_first = split_batch((torch.zeros(9, 4, 2), torch.zeros(4)), 2, batch_dim=1)
     assert [part.value[0].shape for part in time_first] == [(9, 2, 2), (9, 2, 2)]
-    assert batch_size_of((torch.zeros(9, 4), torch.zeros(9))) == 9
+    by_name = split_batch({"a": (torch.zeros(9, 4), torch.zeros(7, 4)), "b": torch.zeros(4)}, 2, batch_dim={"a": 1})
+    assert [part.value["a"][1].shape for part in by_name] == [(7, 2), (7, 2)]
+    assert BatchCut().size_of((torch.zeros(9, 4), torch.zeros(9))) == 9
+
+
+def test_ragged_batches_are_refused() -> None:
+    graph = (torch.zeros(105, 8), torch.zeros(105), torch.zeros(16))
+    with pytest.raises(UnevenBatchError, match=r"'0', '1' have 105, '2' has 16.*split_batch"):
+        split_batch(graph, 4)
+    assert len(split_batch(graph, 1)) == 1
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(4, 2), torch.zeros(3, 2)])
+    with pytest.raises(UnevenBatchError):
+        split_batch((packed, torch.zeros(2)), 2)
+    with pytest.raises(ValueError, match=r"cannot be cut.*split_batch"):
+        split_batch(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), 2)
+    with pytest.raises(ValueError, match="tensors in a set"):
+        split_batch({"x": torch.zeros(4), "more": {torch.zeros(4)}}, 2)
+
+
+def test_functions_that_cut() -> None:
+    def halves(batch: Any, most: int) -> list[Any]:
+        return [MicroBatch((batch[0][:3], batch[1][:1]), 1), (batch[0][3:4], batch[1][1:])]
+
+    parts = parts_of(halves, (torch.zeros(9), torch.zeros(2)), 4, BatchCut())
+    assert [part.size for part in parts] == [1, 1]
+    with pytest.raises(ValueError, match="returned 2 micro-batches where 1 to 1"):
+        parts_of(halves, (torch.zeros(9), torch.zeros(2)), 1, BatchCut())
+    with pytest.raises(ValueError, match="cannot be counted"):
+        parts_of(lambda batch, most: [batch], (torch.zeros(9), torch.zeros(2)), 1, BatchCut())
 
 
 def test_results_are_merged() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pardist.engines.pipeline import Placement, plan, trace
+from lightning_pardist.engines.pipeline import Placement, plan_stages, record_step
 from tests.helpers.pipeline_zoo import make
 
 
 def placement(rank: int) -> Placement:
     model, batch = make("gpt", 4)
-    made = plan(trace(model, model.training_step, batch), 2)
+    made = plan_stages(record_step(model, model.training_step, batch), 2)
     return Placement(model, made, (0, 1), rank)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pardist.engines.pipeline import CannotPipelineError, dry_run, plan, trace
+from lightning_pardist.engines.pipeline import CannotPipelineError, dry_run, plan_stages, record_step
 from lightning_pardist.engines.pipeline.records import AliasLeaf, TensorLeaf, Value
 from tests.helpers.pipeline_zoo import ZOO, Block, make
 
@@ -43,7 +43,7 @@ def net(between: Callable[[Any, Tensor, Tensor], Tensor]) -> tuple[Net, Tensor]:
 
 def test_units_are_items_of_lists_and_single_layers() -> None:
     model, batch = make("gpt", 4)
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     assert recorded.unit_names == ("wte", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head")
     assert [call.unit for call in recorded.calls] == list(recorded.unit_names)
     assert Value(0, 0) in recorded.calls[1].needs
@@ -56,7 +56,7 @@ def test_units_are_items_of_lists_and_single_layers() -> None:
 
 def test_flops_are_counted() -> None:
     model, batch = net(lambda self, x, y: y)
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     assert [call.flops for call in recorded.calls] == [2 * 5 * 4 * 4] * 6
 
 
@@ -66,9 +66,9 @@ def test_nothing_is_left_behind(name: str) -> None:
     before = {key: value.clone() for key, value in model.state_dict().items()}
     attributes = {key: set(module.__dict__) for key, module in model.named_modules()}
     rng = torch.get_rng_state()
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     for stages in (2, 3):
-        dry_run(model, model.training_step, batch, plan(recorded, stages))
+        dry_run(model, model.training_step, batch, plan_stages(recorded, stages))
     assert torch.equal(rng, torch.get_rng_state())
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in before.items())
     assert attributes == {key: set(module.__dict__) for key, module in model.named_modules()}
@@ -88,14 +88,14 @@ def test_outputs_handed_through_are_aliases() -> None:
             return x.square().mean()
 
     model = Model()
-    recorded = trace(model, model.training_step, torch.randn(2, 3, 16))
+    recorded = record_step(model, model.training_step, torch.randn(2, 3, 16))
     assert isinstance(recorded.calls[0].output.leaves[1], AliasLeaf)
-    assert plan(recorded, 3).sent == ((Value(0, 0),), (Value(1, 0),), ())
+    assert plan_stages(recorded, 3).sent == ((Value(0, 0),), (Value(1, 0),), ())
 
 
 def test_attributes_left_by_a_unit_are_outputs() -> None:
     model, batch = make("experts", 4)
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     call = next(call for call in recorded.calls if call.unit == "layers.1")
     assert [(side.module, side.name) for side in call.output.side] == [("", "balance")]
     assert any(value in recorded.result_needs for value in (Value(2, 1),))
@@ -103,11 +103,11 @@ def test_attributes_left_by_a_unit_are_outputs() -> None:
 
 def test_integers_and_detached_values_count() -> None:
     model, batch = net(lambda self, x, y: torch.tanh(y) + torch.arange(4.0)[y.argmax(1)].unsqueeze(1))
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     assert recorded.reads == ()
-    dry_run(model, model.training_step, batch, plan(recorded, 6))
+    dry_run(model, model.training_step, batch, plan_stages(recorded, 6))
     with torch.no_grad():
-        evaluated = trace(model, model.training_step, batch, grad=False)
+        evaluated = record_step(model, model.training_step, batch, grad=False)
     assert [call.needs for call in evaluated.calls] == [call.needs for call in recorded.calls]
     leaf = evaluated.calls[0].output.leaves[0]
     assert isinstance(leaf, TensorLeaf)
@@ -116,9 +116,9 @@ def test_integers_and_detached_values_count() -> None:
 
 def test_in_place_between_units() -> None:
     model, batch = net(lambda self, x, y: y.relu_())
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     assert recorded.mutated == {Value(2, 0)}
-    dry_run(model, model.training_step, batch, plan(recorded, 6))
+    dry_run(model, model.training_step, batch, plan_stages(recorded, 6))
 
 
 def test_hooks_inside_blocks_open_them() -> None:
@@ -138,9 +138,9 @@ def test_hooks_inside_blocks_open_them() -> None:
 
     model = Model()
     batch = torch.randn(2, 3, 8)
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     assert "blocks.0.linear1" in recorded.unit_names
-    dry_run(model, model.training_step, batch, plan(recorded, 3))
+    dry_run(model, model.training_step, batch, plan_stages(recorded, 3))
 
 
 def test_weights_used_without_calling_their_layer() -> None:
@@ -157,9 +157,9 @@ def test_weights_used_without_calling_their_layer() -> None:
             return F.cross_entropy(F.linear(x, self.embed.weight).flatten(0, 1), tokens.flatten())
 
     model, batch = Model(), torch.randint(0, 7, (3, 4))
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     assert [call.unit for call in recorded.calls] == ["embed", "attention"]
-    made = plan(recorded, 2)
+    made = plan_stages(recorded, 2)
     assert made.parameter_stages["embed.weight"] == (0, 1)
     assert made.parameter_stages["scale.weight"] == (1,)
     dry_run(model, model.training_step, batch, made)
@@ -168,15 +168,15 @@ def test_weights_used_without_calling_their_layer() -> None:
 def test_reentrant_checkpoint_is_refused() -> None:
     model, batch = net(lambda self, x, y: checkpoint(self.layers[3], y, use_reentrant=True))
     with pytest.raises(CannotPipelineError, match="use_reentrant=False"):
-        trace(model, model.training_step, batch)
+        record_step(model, model.training_step, batch)
 
 
 def test_checkpoint_over_a_cut() -> None:
     model, batch = net(
         lambda self, x, y: checkpoint(lambda z: self.layers[4](self.layers[3](z)), y, use_reentrant=False)
     )
-    recorded = trace(model, model.training_step, batch)
-    dry_run(model, model.training_step, batch, plan(recorded, 4))
+    recorded = record_step(model, model.training_step, batch)
+    dry_run(model, model.training_step, batch, plan_stages(recorded, 4))
 
 
 def looks(kind: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
@@ -197,21 +197,21 @@ def looks(kind: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
 @pytest.mark.parametrize("kind", ["if", "item", "list", "numpy"])
 def test_looking_at_values_between_stages_is_refused_with_the_line(kind: str) -> None:
     model, batch = net(looks(kind))
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     assert all("test_pipeline_trace.py" in read.where for read in recorded.reads)
     with pytest.raises(CannotPipelineError, match=r"looks at the value of the output of 'layers.2'") as caught:
-        plan(recorded, 4, split=["layers.1", "layers.3", "layers.5"])
+        plan_stages(recorded, 4, split=["layers.1", "layers.3", "layers.5"])
     assert "pardist_ddp" in str(caught.value)
     # In the last stage, the value is a real one.
-    dry_run(model, model.training_step, batch, plan(recorded, 3, split=["layers.1", "layers.2"]))
-    dry_run(model, model.training_step, batch, plan(recorded, 6, reads="send"))
+    dry_run(model, model.training_step, batch, plan_stages(recorded, 3, split=["layers.1", "layers.2"]))
+    dry_run(model, model.training_step, batch, plan_stages(recorded, 6, reads="send"))
 
 
 def test_checks_inside_torch_are_served() -> None:
     model, batch = net(lambda self, x, y: torch.distributions.Normal(y, F.one_hot(y.argmax(1), 4) + 1.0).mean)
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     assert recorded.reads
-    dry_run(model, model.training_step, batch, plan(recorded, 6))
+    dry_run(model, model.training_step, batch, plan_stages(recorded, 6))
 
 
 def test_batch_masks_select_from_stubs() -> None:
@@ -221,26 +221,26 @@ def test_batch_masks_select_from_stubs() -> None:
         model.kept = x[:, 0] > 0
         return model.training_step(x)
 
-    recorded = trace(model, step, batch)
-    made = plan(recorded, 6)
+    recorded = record_step(model, step, batch)
+    made = plan_stages(recorded, 6)
     assert all(len(sent) <= 1 for sent in made.sent)
     dry_run(model, step, batch, made)
 
 
 def test_other_order_of_calls_is_refused() -> None:
     model, batch = net(lambda self, x, y: self.layers[1](y) if self.kept else torch.tanh(y))
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     model.kept = True
     with pytest.raises(CannotPipelineError, match=r"called 'layers.1' after 3 calls .* had 'layers.3'"):
-        dry_run(model, model.training_step, batch, plan(recorded, 2))
+        dry_run(model, model.training_step, batch, plan_stages(recorded, 2))
 
 
 def test_a_look_that_the_recorded_run_did_not_show_is_refused() -> None:
     model, batch = net(lambda self, x, y: torch.tanh(y) * (float(y.sum()) if self.kept else 1.0))
-    recorded = trace(model, model.training_step, batch)
+    recorded = record_step(model, model.training_step, batch)
     model.kept = True
     with pytest.raises(CannotPipelineError, match=r"Behind 'layers.2', free code looks at the value"):
-        dry_run(model, model.training_step, batch, plan(recorded, 6))
+        dry_run(model, model.training_step, batch, plan_stages(recorded, 6))
 
 
 def test_a_dependence_that_the_recorded_run_did_not_show_is_refused() -> None:
@@ -251,7 +251,7 @@ def test_a_dependence_that_the_recorded_run_did_not_show_is_refused() -> None:
         return (states[-1] + (states[0] if model.kept else 0)).mean()
 
     model, batch = net(lambda self, x, y: y)
-    recorded = trace(model, step, batch)
+    recorded = record_step(model, step, batch)
     model.kept = True
     with pytest.raises(CannotPipelineError, match="did not show"):
-        dry_run(model, step, batch, plan(recorded, 3))
+        dry_run(model, step, batch, plan_stages(recorded, 3))

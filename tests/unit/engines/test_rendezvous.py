@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import FileStore, TCPStore
 
-from lightning_pardist.engines import rendezvous
-from lightning_pardist.engines.rendezvous import MeetingPoint, interface_towards, open_store
+from lightning_pardist.runtime import rendezvous
+from lightning_pardist.runtime.rendezvous import RendezvousEndpoint, interface_towards, open_store
 from tests.helpers.ranks import free_port
 
 WAIT = timedelta(seconds=20)
@@ -44,7 +44,7 @@ def _listeners(port):
 
 def test_one_host_listens_on_loopback_alone():
     port = free_port()
-    stores = _together(MeetingPoint(ports=(port,), token="a"))
+    stores = _together(RendezvousEndpoint(ports=(port,), token="a"))
     stores[1].set("key", "value")
     assert stores[0].get("key") == b"value"
     assert _listeners(port) == ["0100007F"]
@@ -55,7 +55,7 @@ def test_port_that_another_program_holds():
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = other.getsockname()[1]
-        stores = _together(MeetingPoint(ports=(taken, free_port()), token="a"))
+        stores = _together(RendezvousEndpoint(ports=(taken, free_port()), token="a"))
         stores[0].set("key", "value")
         assert stores[1].get("key") == b"value"
     # The thread that asked the other program ends once that has closed its connection.
@@ -66,8 +66,8 @@ def test_port_that_another_program_holds():
 
 def test_store_of_another_job():
     port, own = free_port(), free_port()
-    theirs = open_store(MeetingPoint(ports=(port,), token="theirs"), rank=0, world_size=2, timeout=WAIT)
-    stores = _together(MeetingPoint(ports=(port, own), token="ours"))
+    theirs = open_store(RendezvousEndpoint(ports=(port,), token="theirs"), rank=0, world_size=2, timeout=WAIT)
+    stores = _together(RendezvousEndpoint(ports=(port, own), token="ours"))
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
     assert not theirs.check(["key"])
@@ -76,9 +76,9 @@ def test_store_of_another_job():
 def test_first_rank_on_another_host_than_expected(monkeypatch):
     monkeypatch.setattr(rendezvous, "_SEARCH_AFTER_S", 0.0)
     ports = (free_port(),)
-    store = open_store(MeetingPoint("127.0.0.2", ports, "a"), rank=0, world_size=2, timeout=WAIT)
+    store = open_store(RendezvousEndpoint("127.0.0.2", ports, "a"), rank=0, world_size=2, timeout=WAIT)
     store.set("key", "value")
-    elsewhere = MeetingPoint("127.0.0.1", ports, "a", others=("127.0.0.3", "127.0.0.2"))
+    elsewhere = RendezvousEndpoint("127.0.0.1", ports, "a", others=("127.0.0.3", "127.0.0.2"))
     assert open_store(elsewhere, rank=1, world_size=2, timeout=WAIT).get("key") == b"value"
 
 
@@ -86,20 +86,20 @@ def test_no_free_port_is_an_error_of_the_first_rank():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        meeting = MeetingPoint(ports=(other.getsockname()[1],))
+        meeting = RendezvousEndpoint(ports=(other.getsockname()[1],))
         with pytest.raises(OSError, match="Set MASTER_PORT to a free port"):
             open_store(meeting, rank=0, world_size=2, timeout=WAIT)
 
 
 def test_first_rank_that_never_comes():
     with pytest.raises(TimeoutError, match="Rank 0 was not found at 127"):
-        open_store(MeetingPoint(ports=(free_port(),)), rank=1, world_size=2, timeout=timedelta(seconds=1))
+        open_store(RendezvousEndpoint(ports=(free_port(),)), rank=1, world_size=2, timeout=timedelta(seconds=1))
 
 
 def test_each_start_has_its_own_part_of_a_store_that_stays():
     port = free_port()
     agent = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    meeting = MeetingPoint(ports=(port,), hosted=True)
+    meeting = RendezvousEndpoint(ports=(port,), hosted=True)
     for start in range(3):
         stores = _together(meeting, world_size=3 - start % 2)
         assert not stores[1].check(["key"])
@@ -109,7 +109,7 @@ def test_each_start_has_its_own_part_of_a_store_that_stays():
 
 
 def test_a_file_is_met_at_again(tmp_path):
-    meeting = MeetingPoint(path=str(tmp_path / "meet"))
+    meeting = RendezvousEndpoint(path=str(tmp_path / "meet"))
     FileStore(meeting.path, 2).set("pardist/start", "an earlier one")
     for _ in range(2):
         stores = _together(meeting)
@@ -119,5 +119,5 @@ def test_a_file_is_met_at_again(tmp_path):
 
 
 def test_interface():
-    assert interface_towards(MeetingPoint(address="127.0.0.1")) == "lo"
-    assert interface_towards(MeetingPoint(address="anywhere", one_host=True)) == "lo"
+    assert interface_towards(RendezvousEndpoint(address="127.0.0.1")) == "lo"
+    assert interface_towards(RendezvousEndpoint(address="anywhere", one_host=True)) == "lo"

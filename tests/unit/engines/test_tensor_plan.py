@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from lightning_pardist.engines.tensor import Layout, plan
+from lightning_pardist.engines.tensor import Layout, plan_layout
 from tests.helpers.oddities import ODDITIES
 from tests.helpers.zoo import ZOO, Llama, NanoGPT, build
 
@@ -14,7 +14,7 @@ from tests.helpers.zoo import ZOO, Llama, NanoGPT, build
 def make(name, tp_size=2, **options):
     model = build(name)
     batch = model.batch(0)
-    return plan(model, lambda: model.loss(batch), tp_size=tp_size, **options)
+    return plan_layout(model, lambda: model.loss(batch), tp_size=tp_size, **options)
 
 
 COLUMN, ROW, FUSED = Layout(0), Layout(1), Layout(0, 3)
@@ -116,7 +116,7 @@ def test_megatrons_count():
     for layers in (1, 3):
         model = NanoGPT(layers=layers)
         batch = model.batch(0)
-        found = plan(model, lambda model=model, batch=batch: model.loss(batch), tp_size=2)
+        found = plan_layout(model, lambda model=model, batch=batch: model.loss(batch), tp_size=2)
         # Two a block and direction; embedding, loss, and the head's input besides.
         assert found.collective_count("forward") == 2 * layers + 2
         assert found.collective_count("backward") == 2 * layers + 1
@@ -134,11 +134,11 @@ def test_planning_leaves_no_trace(name):
         loss = model.loss(batch)
         loss.backward()
 
-    first = plan(model, step, tp_size=2)
+    first = plan_layout(model, step, tp_size=2)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert plan(model, step, tp_size=2) == first
+    assert plan_layout(model, step, tp_size=2) == first
 
 
 def test_one_rank_splits_nothing():
@@ -150,7 +150,7 @@ def test_one_rank_splits_nothing():
 def test_what_does_not_divide_is_whole_with_the_reason():
     model = Llama(heads=3, kv_heads=3, dim=24, hidden=30)
     batch = model.batch(0)
-    found = plan(model, lambda: model.loss(batch), tp_size=4)
+    found = plan_layout(model, lambda: model.loss(batch), tp_size=4)
     items = {item.name: item for item in found.parameters}
     assert items["layers.0.q_proj.weight"].layout is None
     assert "layers.0" in items["layers.0.q_proj.weight"].why
@@ -159,7 +159,7 @@ def test_what_does_not_divide_is_whole_with_the_reason():
 
 def test_prints_as_tables():
     text = str(make("gpt"))
-    assert "transformer.h.0.attn.c_attn.weight" in text
+    assert "transformer.h.0-1.attn.c_attn.weight" in text
     assert "dim 0 in 3 segments" in text
     assert "sum of transformer.h.*.mlp.c_proj" in text
     assert "(= " in text
@@ -219,4 +219,4 @@ def test_bad_overrides_are_refused():
 def test_transforms_of_torch_func_are_refused():
     layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
     with pytest.raises(RuntimeError, match=r"inside of a transform of torch\.func"):
-        plan(layer, lambda: torch.func.vmap(torch.func.jacrev(layer))(x).sum(), tp_size=2)
+        plan_layout(layer, lambda: torch.func.vmap(torch.func.jacrev(layer))(x).sum(), tp_size=2)

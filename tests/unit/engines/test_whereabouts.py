@@ -3,7 +3,13 @@
 import threading
 import time
 
-from lightning_pardist.engines.whereabouts import Stillness, main_stack, places, waits_in_collective
+from lightning_pardist.runtime.hang_diagnosis import (
+    StallDetector,
+    is_in_engines,
+    main_stack,
+    places,
+    waits_in_collective,
+)
 
 STACK = """\
   File "/home/me/train.py", line 9, in <module>
@@ -29,9 +35,30 @@ def test_places_are_grouped_and_show_the_users_lines():
 
 
 def test_slow_disk_is_no_collective():
-    frame = '  File "/lib/lightning_pardist/engines/checkpoint/files.py", line 76, in write\n    {}\n'
+    frame = '  File "/lib/lightning_pardist/checkpoint/files.py", line 76, in write\n    {}\n'
     assert not waits_in_collective(frame.format("os.fsync(stream.fileno())"))
     assert waits_in_collective(frame.format("self._store.wait([key], self._timeout)"))
+
+
+def test_all_ranks_may_wait_for_a_process_that_each_has_started():
+    stack = '  File "/lib/python/subprocess.py", line 1, in wait\n    return self._wait(timeout) or proc.wait()\n'
+    assert waits_in_collective(stack)
+    assert not is_in_engines(stack)
+    assert is_in_engines(STACK.format(name="barrier"))
+
+
+def test_a_process_that_sends_does_not_stand(tmp_path):
+    go_on = threading.Event()
+    thread = threading.Thread(target=go_on.wait)
+    thread.start()
+    still = StallDetector(thread.ident)
+    still.seconds()
+    time.sleep(0.2)
+    assert still.seconds() > 0.1
+    (tmp_path / "sent").write_bytes(bytes(2**20))
+    assert still.seconds() == 0.0
+    go_on.set()
+    thread.join()
 
 
 def test_stillness(monkeypatch):
@@ -43,7 +70,7 @@ def test_stillness(monkeypatch):
 
     thread = threading.Thread(target=work)
     thread.start()
-    still = Stillness(thread.ident)
+    still = StallDetector(thread.ident)
     still.seconds()
     time.sleep(0.3)
     assert still.seconds() > 0.2

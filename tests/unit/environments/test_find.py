@@ -9,9 +9,9 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_pardist import DDPStrategy, ManualEnvironment, MPIEnvironment, SLURMEnvironment, TorchrunEnvironment
-from lightning_pardist.environments.external import candidate_ports
-from lightning_pardist.environments.find import describe, find
-from lightning_pardist.environments.slurm import SLURMShellEnvironment
+from lightning_pardist.runtime.environments.external import candidate_ports
+from lightning_pardist.runtime.environments.find import describe, find
+from lightning_pardist.runtime.environments.slurm import SLURMShellEnvironment
 
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "train"}
 STEP = JOB | {
@@ -106,7 +106,7 @@ def test_find(variables, found, kind):
 
 def test_notebook_inside_an_allocation(variables, monkeypatch):
     variables(ONE_TASK)
-    monkeypatch.setattr("lightning_pardist.environments.slurm._IS_INTERACTIVE", True)
+    monkeypatch.setattr("lightning_pardist.runtime.environments.slurm.IS_INTERACTIVE", True)
     assert type(find()) is SLURMShellEnvironment
 
 
@@ -115,7 +115,7 @@ def test_slurm_step(variables):
     environment = SLURMEnvironment()
     ranks = (environment.world_size(), environment.global_rank(), environment.local_rank(), environment.node_rank())
     assert ranks == (4, 3, 1, 1)
-    assert environment.meeting_point().address == "n1"
+    assert environment.rendezvous_endpoint().address == "n1"
     assert environment.job_key == "slurm-77"
     assert environment.restart_count == 0
 
@@ -130,13 +130,13 @@ def test_slurm_first_rank_on_another_node(variables):
     variables(STEP | {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n2"})
     assert SLURMEnvironment().main_address == "n2"
     variables({"SLURM_PROCID": "1", "SLURMD_NODENAME": "n1"})
-    meeting = SLURMEnvironment().meeting_point()
+    meeting = SLURMEnvironment().rendezvous_endpoint()
     assert (meeting.address, meeting.others) == ("n1", ("n2",))
 
 
 def test_one_node_meets_on_loopback(variables):
     variables(ONE_TASK)
-    meeting = SLURMEnvironment().meeting_point()
+    meeting = SLURMEnvironment().rendezvous_endpoint()
     assert meeting.address == "127.0.0.1"
     assert meeting.is_local
 
@@ -246,7 +246,7 @@ def test_torchrun_with_fewer_hosts_warns(variables):
 
 def test_torchrun_store_of_the_agent(variables):
     variables(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    meeting = TorchrunEnvironment().meeting_point()
+    meeting = TorchrunEnvironment().rendezvous_endpoint()
     assert meeting.hosted
     assert meeting.is_local
 
@@ -254,7 +254,7 @@ def test_torchrun_store_of_the_agent(variables):
 def test_mpi_on_several_hosts_needs_an_address(variables):
     variables(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
     with pytest.raises(ValueError, match="mpirun -x MASTER_ADDR=HOST"):
-        MPIEnvironment().meeting_point()
+        MPIEnvironment().rendezvous_endpoint()
     variables({"OMPI_MCA_orte_hnp_uri": "3456.0;tcp://10.77.0.1:41235"})
     environment = MPIEnvironment()
     assert environment.main_address == "10.77.0.1"
@@ -265,7 +265,7 @@ def test_mpi_ranks_of_one_host(variables):
     variables(MPICH)
     environment = MPIEnvironment()
     assert (environment.world_size(), environment.global_rank(), environment.node_rank()) == (2, 1, 0)
-    assert environment.meeting_point().is_local
+    assert environment.rendezvous_endpoint().is_local
 
 
 def test_mpi4py_of_another_mpi(variables, monkeypatch):
@@ -275,7 +275,7 @@ def test_mpi4py_of_another_mpi(variables, monkeypatch):
         def Get_size(self):
             return 1
 
-    monkeypatch.setattr("lightning_pardist.environments.mpi._communicator", Lonely)
+    monkeypatch.setattr("lightning_pardist.runtime.environments.mpi._communicator", Lonely)
     with pytest.raises(ValueError, match="MPI4PY_MPIABI"):
         MPIEnvironment().validate_settings(num_devices=2, num_nodes=1)
 
@@ -283,9 +283,9 @@ def test_mpi4py_of_another_mpi(variables, monkeypatch):
 def test_manual(variables, tmp_path):
     environment = ManualEnvironment("tcp://localhost:29500", rank=3, world_size=4, local_rank=1)
     environment.validate_settings(num_devices=2, num_nodes=2)
-    assert environment.meeting_point().address == "localhost"
+    assert environment.rendezvous_endpoint().address == "localhost"
     shared = ManualEnvironment(f"file://{tmp_path}/meet", rank=0, world_size=2)
-    assert shared.meeting_point().path == f"{tmp_path}/meet"
+    assert shared.rendezvous_endpoint().path == f"{tmp_path}/meet"
     with pytest.raises(ValueError, match="not a place to meet"):
         ManualEnvironment("localhost:29500", rank=0, world_size=2)
     with pytest.raises(ValueError, match="not one of world_size=2"):

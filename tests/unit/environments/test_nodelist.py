@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_pardist.environments.nodelist import expand_counts, expand_nodes
+from lightning_pardist.runtime.environments.nodelist import expand_counts, expand_nodes
 
 
 @pytest.mark.parametrize(

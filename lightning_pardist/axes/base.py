@@ -1,0 +1,420 @@
+"""The base classes of parallel axes, and the context that the axes of a run share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pardist.collectives import broadcast_object
+from lightning_pardist.compat.lightning_functions import update_device
+from lightning_pardist.compat.lightning_loops import trainer_of
+from lightning_pardist.compat.modules import apply_to_tensors
+from lightning_pardist.engines.common.loss_setting import LossWeight
+from lightning_pardist.engines.common.meta_init import on_meta
+from lightning_pardist.engines.data_engine import DataEngine
+from lightning_pardist.mesh import Degree, ParallelDims
+from lightning_pardist.runtime.distributed_context import DistributedContext
+
+T = TypeVar("T")
+
+
+class Samples(Protocol):
+    """Batches to plan with, see :class:`~lightning_pardist.trainer.sample_batches.SampleBatches`."""
+
+    def first(self) -> Any:
+        """A batch as the Trainer's first step will see it."""
+        ...
+
+    def of(self, stage: RunningStage) -> list[Any]:
+        """The first batch of each loader of a stage."""
+        ...
+
+    def rehearsed(self) -> AbstractContextManager[None]:
+        """Around a trial run in which loaders may be set up."""
+        ...
+
+    def put_back(self, loader: Any) -> Any:
+        """A loader with what was taken of it in front again."""
+        ...
+
+    def detach(self) -> None:
+        """Leave the Trainer as it was."""
+        ...
+
+
+class RunContext:
+    """State that a strategy's axes and its Trainer helpers share during a run.
+
+    Args:
+        name: Of the strategy, for messages.
+        distributed: This rank among the others.
+        loss_weight: How losses of ranks and micro-batches are weighed.
+
+    Attributes:
+        axes: Those that are in use, in the order in which they transform the module.
+        module: The user's, from the moment at which a Trainer has it.
+        optimizers: The user's, once made.
+        precision: The Trainer's plugin.
+        data_engine: Keeps gradients right over the gradient mesh; from the first ``fit`` on.
+        loads_after_setup: Whether this run loads checkpoints into the transformed module.
+        sharded_checkpoints: Whether checkpoints hold what each rank has, and nothing whole.
+        sample_batches: First batches of the loaders of this run.
+        batch_counts: Whether the batch of a training step counts on this rank; None in place of an answer where each
+            one does.
+        batches_of_own: In an evaluation of exact shares, the batches that this rank has of each loader.
+    """
+
+    def __init__(self, name: str, distributed: DistributedContext, *, loss_weight: LossWeight = "auto") -> None:
+        self.name = name
+        self.distributed = distributed
+        self.loss_weight: LossWeight = loss_weight
+        self.axes: tuple[ParallelAxis, ...] = ()
+        self.module: pl.LightningModule | None = None
+        self.optimizers: list[Optimizer] = []
+        self.precision = Precision()
+        self.data_engine: DataEngine | None = None
+        self.loads_after_setup = False
+        self.sharded_checkpoints = False
+        self.sample_batches: Samples | None = None
+        self.batch_counts: Callable[[], bool | None] | None = None
+        self.batches_of_own: Callable[[], list[int]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is bound to process groups: a Trainer may be saved as a whole."""
+        return self.__dict__ | {"data_engine": None, "batches_of_own": None, "batch_counts": None}
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The degrees of parallelism of the job."""
+        return self.distributed.dims
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.distributed.device
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The job's mesh, every axis by name."""
+        return self.distributed.meshes.all
+
+    @property
+    def batch_group(self) -> dist.ProcessGroup:
+        """Ranks that see different samples, this one among them."""
+        return self.distributed.meshes.batch.get_group()
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup:
+        """Ranks whose gradients are averaged in every step, this one among them."""
+        return self.distributed.meshes.gradients.get_group()
+
+    @property
+    def samples(self) -> Samples:
+        """Batches to plan with.
+
+        Raises:
+            RuntimeError: Outside of a Trainer's run.
+        """
+        if self.sample_batches is None:
+            raise RuntimeError("Batches to plan with are those of a Trainer's fit, validate, test or predict.")
+        return self.sample_batches
+
+    @property
+    def model_axes(self) -> tuple[ParallelAxis, ...]:
+        """Axes whose ranks hold different parts of the module."""
+        return tuple(axis for axis in self.axes if axis.splits_module)
+
+    @property
+    def data_axis(self) -> DataParallelAxis:
+        """The axis that keeps gradients right.
+
+        Raises:
+            RuntimeError: Before axes are chosen.
+        """
+        for axis in self.axes:
+            if isinstance(axis, DataParallelAxis):
+                return axis
+        raise RuntimeError("The axes of a strategy are chosen when a Trainer has its module.")
+
+    @property
+    def boundaries(self) -> Sequence[Sequence[nn.Module]] | None:
+        """Modules that an axis runs one by one, see :attr:`ParallelAxis.boundaries`."""
+        return next((axis.boundaries for axis in self.axes if axis.boundaries is not None), None)
+
+    @property
+    def runs_a_step(self) -> int:
+        """How often a training step runs forward and backward of the module."""
+        return max(axis.runs_a_step for axis in self.axes)
+
+    def plain(self, tree: Any) -> Any:
+        """Values that a module computed, as ordinary whole tensors. Collective if an axis split any."""
+        for axis in self.model_axes:
+            tree = axis.plain(tree)
+        return tree
+
+    def before_collective(self) -> None:
+        """Called right before a collective that steps and hooks may lead to, on every rank that takes part."""
+        for axis in self.axes:
+            axis.before_collective()
+
+    def broadcast(self, value: T) -> T:
+        """The first rank's object, on every rank of the world. Collective."""
+        if not dist.is_initialized():
+            return value
+        self.before_collective()
+        return broadcast_object(value, 0)
+
+
+class ParallelAxis:
+    """One kind of parallelism under a strategy. Every hook does nothing by default.
+
+    The strategy holds its axes in the order of :attr:`order`, in which they transform the module. A step runs inside
+    the last of them, inside that the one before, and so on. What is loaded is taken apart from the last model axis to
+    the first, then by the data axis; what is saved is put together from where each axis says it is.
+
+    Attributes:
+        name: Under which a checkpoint keeps the axis' own state.
+        mesh_axes: Axes of the device mesh that it uses; it is in use where one of them has more than one rank.
+        order: When it transforms the module, from the inside of layers outwards.
+        splits_module: Whether its ranks hold different parts of the module.
+        creates_values: Whether a module built on ``meta`` gets its values from it.
+        context: The run, shared with the other axes.
+    """
+
+    name: ClassVar[str]
+    mesh_axes: ClassVar[tuple[str, ...]] = ()
+    order: ClassVar[int]
+    splits_module: ClassVar[bool] = False
+    creates_values: ClassVar[bool] = False
+    context: RunContext
+    #: Whether the module came without values to this run.
+    _built_on_meta = False
+
+    def bind(self, context: RunContext) -> None:
+        """Become part of a strategy. Called once, when the strategy is made."""
+        self.context = context
+
+    def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
+        """Sizes of the axis' mesh axes, for :meth:`~lightning_pardist.mesh.ParallelDims.resolve`.
+
+        Args:
+            num_nodes: Hosts of the job.
+            ranks_per_node: Ranks that the Trainer starts on each of them.
+        """
+        return {}
+
+    def is_used(self, dims: ParallelDims) -> bool:
+        """Whether the axis has anything to do under these degrees."""
+        return dims.size(*self.mesh_axes) > 1
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Refuse what cannot be right, before the module is changed. Not collective.
+
+        Raises:
+            ValueError: With what was set, what was found and the fix.
+        """
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @property
+    def loads_after_setup(self) -> bool:
+        """Whether the module has nowhere to load a checkpoint to before :meth:`transform`."""
+        module = self.context.module
+        return self.creates_values and module is not None and on_meta(module)
+
+    def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Give values to a module built on ``meta``, as far as this rank needs them. Collective over the world.
+
+        The module has its final dtype; nothing has been moved or transformed yet.
+        """
+
+    def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Look at the module while it is plain and whole, before any axis transforms it. Collective over the world."""
+
+    def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Change the module in place to what this axis runs. Collective over the world."""
+
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        """Optimizers were made from the transformed module; the engine of the data axis does not exist yet.
+
+        Collective over the world.
+        """
+
+    def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Every axis has transformed the module, and optimizers exist if there are any. Collective over the world."""
+
+    @property
+    def boundaries(self) -> Sequence[Sequence[nn.Module]] | None:
+        """Modules that this axis runs one by one, by their ``forward``; None if steps run as they were written.
+
+        Stage by stage, in the order in which they are called.
+        """
+        return None
+
+    @property
+    def runs_a_step(self) -> int:
+        """How often a training step runs forward and backward of the module."""
+        return 1
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around a step and everything that other axes do to run it."""
+        return nullcontext()
+
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one of the module's step functions."""
+        return step(*args, **kwargs)
+
+    def plain(self, tree: Any) -> Any:
+        """Values of a step with ordinary, whole tensors in place of this axis's. Collective if there are any."""
+        return tree
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run backward from a step's loss."""
+        run()
+
+    def synchronize(self) -> None:
+        """Validation, test or a checkpoint comes next, or training has ended. Collective over the world."""
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """Around a backward pass, and what the engine of the data axis does for it. Not collective."""
+        return nullcontext()
+
+    def start_evaluation(self) -> None:
+        """Validation, test or predict begins on this rank. Not collective: a rank without samples skips predict."""
+
+    def end_evaluation(self) -> None:
+        """Every batch of this rank has been evaluated, and the epoch's hooks have run."""
+
+    def before_collective(self) -> None:
+        """Called right before a collective that steps and hooks may lead to, on every rank that takes part."""
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """One of the user's optimizers has stepped. Collective where the axis communicates between steps."""
+
+    # --- the gradient norm --------------------------------------------------------------------------------------
+
+    def counts(self, param: nn.Parameter) -> bool:
+        """Whether this rank counts a parameter's gradient: of what several ranks of this axis hold alike, one does."""
+        return True
+
+    def reduce_over_axis(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Combine a tensor in place over this axis's axis, the data axis excepted. Collective over it."""
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict without the values that other ranks of this axis answer for. Not collective.
+
+        Returns:
+            Their tensors on ``meta``, and no other values of theirs; what is split over ranks as ``DTensor``s.
+        """
+        return state
+
+    def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of a state dict of one process that this rank's module takes. Not collective."""
+        return state
+
+    def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """As :meth:`local_module_state`, for an optimizer's state dict. Not collective."""
+        return state
+
+    def whole_values(self, tree: Any) -> Any:
+        """What callbacks add to a checkpoint, with ordinary tensors in place of this axis's. Collective if any are."""
+        return tree
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's axis goes on from, beside module and optimizers; empty if nothing. Not collective.
+
+        Every rank's is saved in a checkpoint under :attr:`name`. Plain values and tensors, so that it loads with
+        ``weights_only=True``.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a rank that saw this rank's samples. Not collective.
+
+        It is called only where as many ranks see different samples as when the state was saved.
+        """
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """What is split over what, in lines for the log; empty if there is nothing to say."""
+        return ""
+
+    def release(self) -> None:
+        """Take back what :meth:`ready` did, before any axis is torn down. Not collective."""
+
+    def teardown(self) -> None:
+        """The run has ended, well or not. Not collective, unless :meth:`ended_well`."""
+
+    def ended_well(self) -> bool:
+        """Whether the run came to its end on every rank, so that they may still talk to each other."""
+        module = self.context.module
+        if module is None or trainer_of(module) is None:
+            return False
+        return module.trainer.state.status != TrainerStatus.INTERRUPTED
+
+
+class DataParallelAxis(ParallelAxis):
+    """The axis over which gradients are averaged in every step; every strategy has one."""
+
+    mesh_axes = ("data_replicate", "data_shard")
+    order = 40
+
+    @override
+    def is_used(self, dims: ParallelDims) -> bool:
+        """Always: it keeps gradients, whatever number of ranks there is."""
+        return True
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether :meth:`transform` gives every rank the first rank's values by itself."""
+        return False
+
+    @property
+    def steps_on_parts(self) -> bool:
+        """Whether the engine sees to it that optimizers step on what this rank holds of each parameter."""
+        return False
+
+    def convert_precision(self, module: pl.LightningModule) -> None:
+        """Bring the module to the dtype that ``Trainer(precision=...)`` stands for. Not collective."""
+        self.context.precision.convert_module(module)
+
+    def to_device(self, module: nn.Module) -> None:
+        """Move the module to this rank's device; what other ranks alone have created stays on ``meta``."""
+        device = self.context.device
+        if not self.context.loads_after_setup:
+            module.to(device)
+            return
+        apply_to_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        update_device(module, device=device)
+
+    @abstractmethod
+    def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
+        """The engine that keeps gradients right over the data axis. Collective over the data axis."""
+
+    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's state dict to that of one process, whole at least on the first rank. Collective.
+
+        Called where no axis splits the module.
+        """
+        return state
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Load what :meth:`local_module_state` left of a state dict. Not collective."""
+        module.load_state_dict(state, strict=strict)

@@ -1,0 +1,371 @@
+"""ZeRO-3, FSDP and HSDP axis: sharded parameters, gradients and optimizer state."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins.precision import HalfPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+from typing_extensions import override
+
+from lightning_pardist.axes.base import DataParallelAxis
+from lightning_pardist.axes.module_copies import copies_of
+from lightning_pardist.axes.offload_setting import OffloadSetting
+from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_callbacks, refuse_pruning
+from lightning_pardist.compat import pytree
+from lightning_pardist.compat.lightning_functions import half_dtype, move_torchmetrics_to_device, update_device
+from lightning_pardist.compat.modules import own_buffers
+from lightning_pardist.engines.common.meta_init import InitFunction, on_meta
+from lightning_pardist.engines.data_engine import DataEngine
+from lightning_pardist.engines.fsdp import FullySharded, ShardedDataEngine, find_fsdp_units, shard
+from lightning_pardist.engines.fsdp.fsdp_units import MIN_UNIT_BYTES, UnitPolicy
+from lightning_pardist.engines.fsdp.full_state import full_state, gather_to, load_full_state
+from lightning_pardist.engines.fsdp.fully_sharded import Accumulate
+from lightning_pardist.engines.fsdp.shard import Reshard
+from lightning_pardist.engines.fsdp.tiling import find_tiled, weights
+from lightning_pardist.engines.pipeline.placement import replace_in
+from lightning_pardist.mesh import Degree
+from lightning_pardist.settings import one_of, positive
+
+_MIB = 2**20
+
+
+class FSDPAxis(DataParallelAxis):
+    """Shards every parameter over the data axis and gathers units of the module while they run.
+
+    The arguments are those of :class:`~lightning_pardist.FSDPStrategy`.
+
+    Raises:
+        ValueError: If a setting is out of range; during a run, if an optimizer or a callback needs whole parameters.
+    """
+
+    name = "fsdp"
+    creates_values = True
+
+    def __init__(
+        self,
+        *,
+        units: UnitPolicy | None = None,
+        min_unit_size_mb: float = MIN_UNIT_BYTES / _MIB,
+        reshard_after_forward: Reshard = "auto",
+        data_shard_size: int | Literal["auto", "node"] = "auto",
+        accumulate: Accumulate = "sharded",
+        mp_policy: MixedPrecisionPolicy | None = None,
+        allow_divergent_forward: bool = False,
+        detect_direct_param_use: Literal["first", "always", "never"] = "first",
+        init: InitFunction | None = None,
+        unshard_after_fit_max_mb: float = 1024.0,
+        offload: str | os.PathLike[str] | None = None,
+        offload_window_mb: float = 64.0,
+        tile_linear_above_mb: float | None = None,
+    ) -> None:
+        one_of("accumulate", accumulate, ("sharded", "unsharded"))
+        one_of("detect_direct_param_use", detect_direct_param_use, ("first", "always", "never"))
+        if not isinstance(data_shard_size, int):
+            one_of("data_shard_size", data_shard_size, ("auto", "node"), or_else="a number of ranks")
+        if isinstance(reshard_after_forward, str):
+            one_of("reshard_after_forward", reshard_after_forward, ("auto", True, False))
+        if min_unit_size_mb < 0:
+            raise ValueError(f"min_unit_size_mb={min_unit_size_mb} is negative. Use 0 for units of any size.")
+        if tile_linear_above_mb is not None:
+            positive("tile_linear_above_mb", tile_linear_above_mb, "None runs every layer whole.")
+        self.tile_linear_above_mb = tile_linear_above_mb
+        self.units = units
+        self.min_unit_size_mb = min_unit_size_mb
+        self.reshard_after_forward: Reshard = reshard_after_forward
+        self.data_shard_size: int | Literal["auto", "node"] = data_shard_size
+        self.accumulate: Accumulate = accumulate
+        self.mp_policy = mp_policy
+        self.allow_divergent_forward = allow_divergent_forward
+        self.detect_direct_param_use: Literal["first", "always", "never"] = detect_direct_param_use
+        self.init = init
+        self.unshard_after_fit_max_mb = unshard_after_fit_max_mb
+        self.offload = OffloadSetting(offload, offload_window_mb)
+        self._sharded: FullySharded | None = None
+        self._copies: list[FullySharded] = []
+        self._evaluating = ExitStack()
+        self._metrics: list[Metric] = []
+
+    @override
+    def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
+        if self.data_shard_size == "auto":
+            return {"data_shard": "auto"}
+        shards = ranks_per_node if self.data_shard_size == "node" else self.data_shard_size
+        return {"data_replicate": "auto", "data_shard": shards}
+
+    @override
+    def check(self, trainer: pl.Trainer) -> None:
+        self.offload.check(trainer)
+        refuse_pruning(trainer)
+        refuse_averages_in_shards(trainer, self.context)
+        if on_meta(trainer.lightning_module):
+            refuse_callbacks(
+                trainer,
+                WeightAveraging,
+                "copies a module that was built on the meta device, and has no values yet. Build it with values, or"
+                " leave the callback out.",
+            )
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def broadcasts(self) -> bool:
+        return not self._pipelined
+
+    @property
+    @override
+    def steps_on_parts(self) -> bool:
+        return True
+
+    @override
+    def convert_precision(self, module: pl.LightningModule) -> None:
+        plugin = self.context.precision
+        if not isinstance(plugin, HalfPrecision) or self._pipelined:
+            super().convert_precision(module)
+            return
+        # The optimizer updates fp32 shards; what is gathered is half of that.
+        module.to(torch.float32)
+        for child in module.modules():
+            for name, buffer in own_buffers(child).items():
+                if buffer is not None and buffer.is_floating_point():
+                    own_buffers(child)[name] = buffer.to(half_dtype(plugin))
+
+    @override
+    def to_device(self, module: nn.Module) -> None:
+        """Units move when they are sharded, so that no device holds the whole; a pipeline runs it before."""
+        if self._pipelined:
+            super().to_device(module)
+
+    @property
+    def _pipelined(self) -> bool:
+        return self.context.dims.pipeline_parallel > 1
+
+    @override
+    def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if not self._pipelined or trainer.state.fn != TrainerFn.FITTING:
+            self._transform(trainer, module)
+
+    @override
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        """Shard what a pipeline has left here, which it finds out with optimizers made from the whole module."""
+        if not self._pipelined:
+            return
+        module = trainer.lightning_module
+        before = dict(module.named_parameters())
+        self._transform(trainer, module)
+        sharded = dict(module.named_parameters())
+        replace_in(optimizers, {param: sharded[name] for name, param in before.items()})
+
+    def _transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        copies = copies_of(module, trainer.callbacks)  # type: ignore[attr-defined]
+        if self._sharded is not None and self._sharded.module is module:
+            # Left sharded by the run before.
+            self._sharded.reset()
+            self._sharded.sequencer.active = self.allow_divergent_forward
+        else:
+            self._sharded = self._shard(module)
+        before = {sharded.module: sharded for sharded in self._copies}
+        for sharded in before.values():
+            sharded.reset()
+        self._copies = [before.get(copied) or self._shard(copied, is_copy=True) for copied in copies]
+        device = self.context.device
+        move_torchmetrics_to_device(module, device)
+        update_device(module, device=device)
+        self._meet_before_metrics(module)
+
+    def _meet_before_metrics(self, module: nn.Module) -> None:
+        """A metric object gathers its state by itself, when other ranks may still need this one's parameters."""
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+                metric.dist_sync_fn = self._gather_metric
+                self._metrics.append(metric)
+
+    def _gather_metric(self, value: Tensor, group: Any | None = None) -> list[Tensor]:
+        self.before_collective()
+        gathered: list[Tensor] = gather_all_tensors(value, group)
+        return gathered
+
+    @property
+    def _shards_rest_on_host(self) -> bool:
+        return self.offload.settings is not None and self.context.device.type != "cpu"
+
+    def _shard(self, module: nn.Module, *, is_copy: bool = False) -> FullySharded:
+        dims, plugin = self.context.dims, self.context.precision
+        axes = ("data_shard",) if dims.data_replicate == 1 else ("data_replicate", "data_shard")
+        policy = self.mp_policy
+        if policy is None and isinstance(plugin, HalfPrecision) and not self._pipelined:
+            policy = MixedPrecisionPolicy(param_dtype=half_dtype(plugin), reduce_dtype=torch.float32)
+        tile_bytes = None if self.tile_linear_above_mb is None else self.tile_linear_above_mb * _MIB
+        tiled = {} if tile_bytes is None else find_tiled(module, tile_bytes)
+        elsewhere = {param for param in module.parameters() if param.is_meta} if self._pipelined else set()
+        boundaries = self.context.boundaries
+        if is_copy and boundaries is not None:
+            # No pipeline runs it.
+            boundaries = []
+        units = find_fsdp_units(
+            module,
+            policy=self.units,
+            min_unit_bytes=int(self.min_unit_size_mb * _MIB),
+            ignored={*weights(tiled.values()), *elsewhere},
+            boundaries=None if boundaries is None else [*itertools.chain(*boundaries)],
+        )
+        return shard(
+            module,
+            self.context.mesh[axes],
+            units=units,
+            tile_above_bytes=tile_bytes,
+            reshard_after_forward=self.reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=CPUOffloadPolicy() if self._shards_rest_on_host else None,
+            init=self.init,
+            ignored=elsewhere,
+            boundaries=boundaries,
+            sync_values=is_copy or not self._pipelined,
+            allow_divergent_forward=self.allow_divergent_forward,
+            detect_direct_param_use=self.detect_direct_param_use,
+        )
+
+    @override
+    def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            module.__dict__[name] = self._followed(getattr(module, name))
+        return ShardedDataEngine(self.sharded, optimizers, accumulate=self.accumulate, offload=self.offload.settings)
+
+    @property
+    def sharded(self) -> FullySharded:
+        """The handle of the sharded module.
+
+        Raises:
+            RuntimeError: Before ``setup``, and after the module was made whole again.
+        """
+        if self._sharded is None:
+            raise RuntimeError("The module is sharded during fit, validate, test and predict only.")
+        return self._sharded
+
+    @property
+    def _all(self) -> list[FullySharded]:
+        """The module, and copies of it that callbacks hold."""
+        return self._copies if self._sharded is None else [self._sharded, *self._copies]
+
+    def _followed(self, toggle: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+        """Optimizers hold shards, while a step computes with gathered parameters."""
+
+        def followed(optimizer: Optimizer) -> None:
+            toggle(optimizer)
+            self.sharded.follow_requires_grad()
+
+        return followed
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = self.sharded.run(step, *args, **kwargs)
+        module = self.context.module
+        if module is not None and not module.automatic_optimization:
+            self.sharded.rest()
+        return result
+
+    @override
+    def before_collective(self) -> None:
+        for sharded in self._all:
+            sharded.meet()
+
+    @override
+    def start_evaluation(self) -> None:
+        # Ranks may have different numbers of batches, and one of them may run the module alone when the epoch ends.
+        for sharded in self._all:
+            self._evaluating.enter_context(sharded.uneven())
+
+    @override
+    def end_evaluation(self) -> None:
+        self._evaluating.close()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Whole tensors in the first rank's host memory, their names alone on the others. Collective."""
+        return state if self._sharded is None else OrderedDict(full_state(self._sharded.module, self._sharded.writer))
+
+    @override
+    def whole_values(self, tree: Any) -> Any:
+        """Tensors on the first rank of those that hold the same part of the module, on ``meta`` elsewhere."""
+        if self._sharded is None:
+            return tree
+        writer = self._sharded.writer
+
+        def whole(value: DTensor) -> Tensor:
+            gathered = gather_to(value, writer)
+            return torch.empty_like(value, device="meta") if gathered is None else gathered
+
+        return pytree.tree_map_only(DTensor, whole, tree)
+
+    @override
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+        if self._sharded is None or self._sharded.module is not module:
+            super().load_module_state(module, state, strict=strict)
+        else:
+            load_full_state(module, state, strict=strict)
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    @override
+    def describe(self) -> str:
+        if self._sharded is None:
+            return ""
+        runs = self.context.runs_a_step
+        if runs == 1:
+            return str(self._sharded)
+        sent = self._sharded.sent_bytes(runs, self.accumulate) / 1e6
+        lines = [str(self._sharded), f"Up to {sent:.1f} MB sent by this rank a step, for {runs} micro-batches."]
+        if self.reshard_after_forward is not False or self.accumulate == "sharded":
+            lines.append(
+                "reshard_after_forward=False would gather parameters once a step and accumulate='unsharded' reduce"
+                " gradients once, and hold those of the stage whole that long."
+            )
+        return "\n".join(lines)
+
+    @override
+    def teardown(self) -> None:
+        # Without its end, which ranks would have to meet for.
+        self._evaluating.pop_all()
+        for metric in self._metrics:
+            metric.dist_sync_fn = None
+        self._metrics.clear()
+        module = self.context.module
+        if module is None:
+            return
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            module.__dict__.pop(name, None)
+        # One rank needs nobody to be whole again, and shards over its group cannot be touched once that is gone.
+        alone = self.context.distributed.world_size == 1
+        whole = self._pipelined or self._is_small(module)
+        if self._sharded is not None and (alone or (self.ended_well() and whole)):
+            for sharded in self._all:
+                sharded.unshard_module()
+            self._sharded = None
+            self._copies = []
+        elif not self.ended_well():
+            # Lightning moves the module to the host next, which torch does with shards only.
+            for sharded in self._all:
+                sharded.abandon()
+
+    def _is_small(self, module: nn.Module) -> bool:
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= self.unshard_after_fit_max_mb * _MIB

@@ -1,0 +1,44 @@
+"""The ``offload`` arguments of strategies that shard optimizer state."""
+
+from __future__ import annotations
+
+import os
+
+import lightning.pytorch as pl
+
+from lightning_pardist.engines.offload import Offload, require_folder
+from lightning_pardist.settings import positive
+
+
+class OffloadSetting:
+    """Where optimizer state lives: device, host memory or files.
+
+    Args:
+        offload: ``"cpu"``, ``"disk"`` (files in the Trainer's ``default_root_dir``), the path of a folder, or None.
+        offload_window_mb: With files, state that is resident at a time.
+
+    Raises:
+        ValueError: If the window is not positive, or the folder is no path.
+    """
+
+    def __init__(self, offload: str | os.PathLike[str] | None, offload_window_mb: float) -> None:
+        if offload is not None and not (isinstance(offload, str | os.PathLike) and os.fspath(offload)):
+            raise ValueError(f"offload={offload!r} is unknown. Use 'cpu', 'disk', the path of a folder or None.")
+        self.offload = offload
+        self.window_mb = positive("offload_window_mb", offload_window_mb, "64 is a good start.")
+        self._folder: str | None = None
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Find the folder and try it. Not collective.
+
+        Raises:
+            ValueError: If files cannot be made there.
+        """
+        if self.offload not in (None, "cpu"):
+            folder = trainer.default_root_dir if self.offload == "disk" else self.offload
+            self._folder = str(require_folder(folder))
+
+    @property
+    def settings(self) -> Offload | None:
+        """For the engine, once checked."""
+        return None if self.offload is None else Offload(self._folder, self.window_mb)

@@ -1,0 +1,131 @@
+"""What the ranks of a pipeline have to have in common: the plan, random numbers, and every batch."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
+from lightning_pardist.axes.pipeline.recording import Recorded
+from lightning_pardist.collectives import all_gather_flat
+from lightning_pardist.engines.pipeline import CannotPipelineError
+from lightning_pardist.engines.pipeline.nested import map_leaves, tensors_in
+
+
+def raise_together(failure: Exception | None) -> None:
+    """Raise on all ranks what happened on one. Collective over the world.
+
+    Raises:
+        Exception: This rank's own failure.
+        CannotPipelineError: That of the first rank that has one.
+    """
+    said = None if failure is None else f"{type(failure).__name__}: {failure}"
+    everybody: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, said)
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(everybody):
+        if other is not None:
+            raise CannotPipelineError(f"On rank {rank} the module could not be split: {other}", ())
+
+
+def agree_on(recorded: Recorded) -> Recorded:
+    """The first rank's record: other samples may have led other pipelines to other cuts. Collective over the world."""
+    made_plans = [*recorded.plans.items(), *([] if recorded.owners is None else [("owners", recorded.owners)])]
+    plans = [(key, made.bounds, made.parameter_stages) for key, made in made_plans]
+    own = recorded.microbatching
+    cut = None if own is None else (sorted(own.whole), own.least)
+    parts = (plans, recorded.rules, sorted(recorded.written), sorted(recorded.unstaged), sorted(recorded.steady), cut)
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(repr(parts).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return recorded
+    # Settings may hold functions, which cannot travel, and are the same everywhere.
+    box = [recorded if own is None else replace(recorded, microbatching=replace(own, settings=PipelineSettings()))]
+    dist.broadcast_object_list(box, src=0)
+    told = box[0]
+    if own is None or told.microbatching is None:
+        return told
+    return replace(told, microbatching=replace(told.microbatching, settings=own.settings))
+
+
+def share_random_state(group: dist.ProcessGroup) -> None:
+    """Draw the same random numbers outside of steps, so that loaders shuffle alike. Collective over the pipeline."""
+    box: list[Any] = [(torch.get_rng_state(), numpy.random.get_state(), random.getstate())]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    torch.set_rng_state(box[0][0])
+    numpy.random.set_state(box[0][1])
+    random.setstate(box[0][2])
+
+
+class SameBatches:
+    """Gives every rank of a pipeline the same batches.
+
+    As long as the loaders do that by themselves, it costs the exchange of one number a step. From the first batch that
+    differs (random augmentation, a loader that shuffles by itself) the first rank's batches are sent to the others.
+
+    Args:
+        group: The pipeline's ranks.
+        device: Device of this rank's tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self._differ = False
+
+    def __call__(self, batches: list[Any], *, most: int = 1) -> list[Any]:
+        """The batches that all ranks use: as many as every rank has. Collective over the pipeline.
+
+        Args:
+            batches: This rank's, one or more.
+            most: How many there may be on any rank.
+        """
+        if self.group.size() == 1:
+            return batches
+        if not self._differ or most > 1:
+            prints = [0] * len(batches) if self._differ else [_fingerprint(batch) for batch in batches]
+            row = [len(batches), *prints, *[0] * (most - len(batches))]
+            mine = torch.tensor(row, dtype=torch.int64, device=self.device)
+            everybody = torch.empty(self.group.size() * (most + 1), dtype=torch.int64, device=self.device)
+            all_gather_flat(everybody, mine, group=self.group)
+            rows = everybody.view(self.group.size(), most + 1)
+            count = int(rows[:, 0].min())
+            batches, rows = batches[:count], rows[:, 1 : count + 1]
+            differ = self._differ or bool((rows != rows[0]).any())
+            if not differ:
+                return batches
+            if not self._differ:
+                self._differ = True
+                rank_zero_warn(
+                    "The ranks of a pipeline got different batches (random augmentation, or a loader that shuffles by"
+                    " itself). From now on the first rank's are sent to the others, which costs time."
+                )
+        first = dist.get_global_rank(self.group, 0)
+        box = [map_leaves(_to_host, batches) if self.group.rank() == 0 else None]
+        dist.broadcast_object_list(box, src=first, group=self.group)
+        shared: list[Any] = map_leaves(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, box[0])
+        return shared
+
+
+def _to_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _fingerprint(batch: Any) -> int:
+    """A number that tells batches apart: shapes, and some thousand values of every tensor."""
+    digest = hashlib.blake2b(digest_size=7)
+    for tensor in tensors_in(batch):
+        digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // 1024)].contiguous().cpu()
+        digest.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
+    return int.from_bytes(digest.digest(), "big")

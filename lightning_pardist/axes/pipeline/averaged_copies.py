@@ -1,0 +1,61 @@
+"""Copies of the module that callbacks hold (averages of its weights): each rank of a pipeline has its stages' share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pardist.axes.module_copies import copies_of
+from lightning_pardist.compat import pytree
+from lightning_pardist.engines.pipeline.placement import Placement
+
+
+def placements_of_copies(trainer: pl.Trainer, own: Placement) -> list[Placement]:
+    """Where the parameters of copies lie: where those of the module do. Not collective.
+
+    Args:
+        trainer: Whose callbacks hold copies.
+        own: Placement of the module.
+    """
+    copies = copies_of(own.module, trainer.callbacks)  # type: ignore[attr-defined]
+    return [Placement(copied, own.plan, own.stage_ranks, own.rank, own.group) for copied in copies]
+
+
+def gather_values(tree: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What each rank has for its own stages, as state dicts of copies: whole on the first rank. Collective.
+
+    Args:
+        tree: Nested containers; what other ranks hold is on ``meta``, at the same place as there. Ranks may have other
+            things besides.
+        group: The pipeline's ranks.
+        device: Of tensors that travel.
+
+    Returns:
+        The tree, on the first rank with values for all that any rank has.
+    """
+    pairs, spec = pytree.tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in pairs]
+    missing = [pytree.keystr(path) for path, leaf in pairs if isinstance(leaf, Tensor) and leaf.is_meta]
+    wanted: list[Any] = [missing]
+    dist.broadcast_object_list(wanted, src=dist.get_global_rank(group, 0), group=group)
+    if not wanted[0]:
+        return tree
+    places = {pytree.keystr(path): index for index, (path, leaf) in enumerate(pairs) if isinstance(leaf, Tensor)}
+    held = {place for place in wanted[0] if place in places and place not in missing}
+    everybody: list[set[str]] = [set() for _ in range(group.size())]
+    dist.all_gather_object(everybody, held, group=group)
+    for place in wanted[0]:
+        holder = next((rank for rank, has in enumerate(everybody) if place in has), None)
+        if holder == group.rank():
+            tensor = leaves[places[place]].detach().to(device).contiguous()
+            dist.send(tensor, dst=dist.get_global_rank(group, 0), group=group)
+        elif holder is not None and group.rank() == 0:
+            leaf = leaves[places[place]]
+            received = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            dist.recv(received, src=dist.get_global_rank(group, holder), group=group)
+            leaves[places[place]] = received
+    return pytree.tree_unflatten(leaves, spec)

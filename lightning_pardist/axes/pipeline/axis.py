@@ -1,0 +1,616 @@
+"""The pipeline axis of a strategy: the module's steps recorded, planned, taken apart and run stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_pardist.axes.base import ParallelAxis
+from lightning_pardist.axes.pipeline.agreement import (
+    SameBatches,
+    agree_on,
+    raise_together,
+    share_random_state,
+)
+from lightning_pardist.axes.pipeline.averaged_copies import gather_values, placements_of_copies
+from lightning_pardist.axes.pipeline.batches_in_flight import LookAhead, watched_by
+from lightning_pardist.axes.pipeline.finetuning import FinetuningAcrossStages
+from lightning_pardist.axes.pipeline.meta_stages import create_local, stand_ins
+from lightning_pardist.axes.pipeline.microbatch_outputs import BatchOutputs, Part, StepOutputs
+from lightning_pardist.axes.pipeline.microbatching import Microbatching
+from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
+from lightning_pardist.axes.pipeline.recording import STEPS, Recorded, StepKey, StepRecorder, loss_of
+from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares
+from lightning_pardist.axes.pipeline.refusals import check_optimizers, check_trainer
+from lightning_pardist.collectives import world_group
+from lightning_pardist.compat.lightning_loops import active_loop, data_fetcher, set_data_fetcher
+from lightning_pardist.compat.modules import own_buffers, own_parameters
+from lightning_pardist.engines.common.meta_init import on_meta, restore_random_state
+from lightning_pardist.engines.common.meta_init import share_random_state as take_random_state
+from lightning_pardist.engines.data_engine import MicrobatchContext
+from lightning_pardist.engines.ddp.buffers import broadcast_module
+from lightning_pardist.engines.pipeline import (
+    CannotPipelineError,
+    PipelineEngine,
+    PipelineOptions,
+    PipelinePlan,
+    StepResult,
+    stage_ranks,
+)
+from lightning_pardist.engines.pipeline.nested import map_leaves
+from lightning_pardist.engines.pipeline.out_of_schedule import OutOfScheduleForward
+from lightning_pardist.engines.pipeline.placement import Placement, replace_in
+from lightning_pardist.engines.pipeline.replay import contains_stub
+from lightning_pardist.mesh import Degree, degrees_of_machine
+from lightning_pardist.trainer.patch_stack import PatchStack
+from lightning_pardist.trainer.sample_batches import on_device, undisturbed_random
+
+#: Default for the batches that evaluation has on their way, for each rank of a pipeline.
+_EVAL_BATCHES_A_RANK = 4
+#: How long a rank that calls the module outside of steps waits for the others to do so.
+_OUTSIDE_TIMEOUT = timedelta(seconds=60)
+
+
+class PipelineAxis(ParallelAxis):
+    """Runs a module's steps as a pipeline over one axis of the mesh.
+
+    Until optimizers are made every rank has the whole module. Then each step function is recorded on a sample batch,
+    the stages are planned and tried, and parameters of other ranks' stages are freed (they stay in the module and in
+    the optimizers, empty, on ``meta``). After a run that ended well the module is whole again on every rank.
+
+    Args:
+        settings: How to split and run.
+
+    Attributes:
+        engine: The running pipeline; None outside of runs.
+        last_result: What the last step came to.
+        record_times: Whether the next steps keep the times of their computations; set it on all ranks alike.
+    """
+
+    name = "pipeline"
+    mesh_axes = ("pipeline_parallel",)
+    order = 20
+    splits_module = True
+    creates_values = True
+
+    def __init__(self, settings: PipelineSettings) -> None:
+        self.settings = settings
+        self.engine: PipelineEngine | None = None
+        self.last_result: StepResult | None = None
+        self.record_times = False
+        self._outside: OutOfScheduleForward | None = None
+        self._patches = PatchStack()
+        self._effects: StepOutputs | None = None
+        self._same_batch: SameBatches | None = None
+        self._plans: dict[StepKey, PipelinePlan] = {}
+        self._unstaged: dict[StepKey, str] = {}
+        self._observed: Recorded | None = None
+        self._rules: dict[StepKey, Rules] = {}
+        self._cut = ""
+        #: Of evaluation: the loop's fetcher, results of batches that have been run before their turn, how many may be.
+        self._ahead: LookAhead | None = None
+        self._results: dict[int, BatchOutputs] = {}
+        self._in_flight = 1
+        self._one_by_one: set[StepKey] = set()
+        self._taken: list[tuple[nn.Parameter, Tensor]] = []
+        self._metrics: list[Metric] = []
+        self._counted: set[nn.Parameter] | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of this rank's pipeline."""
+        return self.context.mesh["pipeline_parallel"].get_group()
+
+    @override
+    def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
+        size = self.settings.pipeline_parallel_size
+        if size == "machine":
+            size = degrees_of_machine(num_nodes, ranks_per_node)["pipeline_parallel"]
+        return {"pipeline_parallel": size}
+
+    @override
+    def check(self, trainer: pl.Trainer) -> None:
+        check_trainer(trainer, self.context, self.settings.schedule)
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @override
+    def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Record and plan on stand-ins for what is on ``meta``, then create this rank's stages alone."""
+        self._built_on_meta = on_meta(module)
+        if not self._built_on_meta:
+            return
+        world = world_group()
+        broadcast_module(module, group=world)
+        share_random_state(self.group)
+        with stand_ins(module, self.context.device):
+            self._observed = self._record(trainer)
+        settings, size = self.settings, self.group.size()
+        made = self._observed.placing
+        ranks = stage_ranks(settings.schedule, size, settings.chunks_per_rank)
+        own = take_random_state([world])
+        create_local(module, Placement(module, made, ranks, self.group.rank(), self.group), init=settings.init)
+        restore_random_state(own)
+
+    @override
+    def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.context.dims.tensor_parallel > 1:
+            # Split layers hand on parts of tensors, which say nothing of where they came from.
+            share_random_state(self.group)
+            self._observed = self._record(trainer)
+
+    def _record(self, trainer: pl.Trainer) -> Recorded:
+        recorded = Recorded({}, {})
+        failure = None
+        try:
+            ranks = dist.get_process_group_ranks(self.group)
+            with undisturbed_random():
+                recorded = StepRecorder(trainer, self.settings, ranks, self.context.samples).record()
+        except Exception as error:
+            failure = error
+        raise_together(failure)
+        return agree_on(recorded)
+
+    @override
+    def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        share_random_state(self.group)
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.process_group is None:
+                # Ranks of one pipeline have the same states, which must not be added up.
+                metric.process_group = self.context.batch_group
+                self._metrics.append(metric)
+        if trainer.state.fn != TrainerFn.FITTING:
+            # Those of a run before: what was trained can be saved after an evaluation, too.
+            self._split(trainer, module, self.context.optimizers)
+
+    @override
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        check_optimizers(optimizers)
+        self._split(trainer, trainer.lightning_module, optimizers)
+
+    def _split(self, trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Record, plan, try, and free what other ranks hold. Collective over the world.
+
+        Raises:
+            CannotPipelineError: On every rank, if the module cannot be cut as asked.
+        """
+        group, device = self.group, self.context.device
+        recorded = self._observed or self._record(trainer)
+        self._observed = None
+        self._plans, self._rules, self._unstaged = recorded.plans, recorded.rules, recorded.unstaged
+        self._cut = recorded.cut
+        self._warn_of_losses(recorded)
+        first = recorded.placing
+        self._effects = StepOutputs(module, first.trace.unit_names, written=recorded.written)
+        self._effects.learn(self._training_rules)
+        self._same_batch = SameBatches(group, device)
+        self.engine = PipelineEngine(module, first, group=group, device=device, options=self._options(recorded))
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        self.engine.free(replaced)
+        replace_in(optimizers, replaced)
+        for placement in placements_of_copies(trainer, self.engine.placement):
+            placement.free()
+
+    @property
+    @override
+    def boundaries(self) -> list[list[nn.Module]] | None:
+        """The units of this rank's stages, but those whose parameters are read outside of their ``forward``."""
+        if self.engine is None:
+            return None
+        module, placement = self.engine.module, self.engine.placement
+        recorded, unit_stages = placement.plan.trace, placement.plan.unit_stages
+        read_outside = {recorded.parameters[name].unit for name in recorded.free_parameters}
+        return [
+            [
+                module.get_submodule(name)
+                for name, stages in unit_stages.items()
+                if stage in stages and name not in read_outside
+            ]
+            for stage, rank in enumerate(placement.stage_ranks)
+            if rank == placement.rank
+        ]
+
+    @property
+    @override
+    def runs_a_step(self) -> int:
+        return 1 if self.engine is None else self.engine.options.num_microbatches
+
+    @override
+    def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Answer calls outside of steps. Collective over the world."""
+        if self.engine is None:
+            return
+        placement = self.engine.placement
+        placement.remember()
+        self._counted = set(placement.owned())
+        if self.group.size() > 1:
+            self._outside = OutOfScheduleForward(
+                placement,
+                self.context.device,
+                _group_for_outside(self.context.mesh),
+                step_group=self.group,
+                whole=self.context.plain,
+            )
+            self._outside.install()
+            self._patches.attach(FinetuningAcrossStages(self.group))
+
+    def _warn_of_losses(self, recorded: Recorded) -> None:
+        if recorded.owners is not None:
+            rank_zero_info(
+                f"No fixed stages: {next(iter(recorded.unstaged.values()))} So every rank runs the steps on whole"
+                " batches, and gets each layer's output, and gradients, from the rank that holds the layer."
+            )
+            return
+        for (name, _), reason in self._unstaged.items():
+            rank_zero_warn(_unstaged_warning(name, reason))
+        for (name, _), rules in self._rules.items():
+            if not rules.is_explained:
+                rank_zero_warn(
+                    f"The loss of {name} for a batch is neither the mean nor the sum of its losses for micro-batches:"
+                    " it compares samples of a batch, or weighs them. Training goes by the mean over micro-batches,"
+                    " weighted by samples. If it should be weighted otherwise, set loss_weight."
+                )
+            if rules.unexplained:
+                rank_zero_warn(
+                    f"{name} logs or writes to {', '.join(rules.unexplained)}, and what it does so for micro-batches"
+                    " does not go together to what it would for the batch: their mean is taken. pardist_mp, which makes"
+                    " no micro-batches, does as one process does."
+                )
+            if rules.untried:
+                rank_zero_warn(
+                    f"{name} could not be tried on a whole batch in evaluation mode ({rules.untried}), so it is not"
+                    " known how the numbers of micro-batches go together: means are taken, weighted by samples."
+                    " loss_weight says otherwise."
+                )
+
+    @property
+    def _training_rules(self) -> Rules:
+        return self._rules.get(("training_step", 0), Rules())
+
+    def _options(self, recorded: Recorded) -> PipelineOptions:
+        settings, rules = self.settings, self._training_rules
+        microbatching = recorded.microbatching or Microbatching(settings, self.group.size())
+        given = settings.loss_weight
+        return PipelineOptions(
+            schedule=settings.schedule,
+            num_microbatches=microbatching.most,
+            chunks_per_rank=settings.chunks_per_rank,
+            loss_of=loss_of,
+            weight_of=given if callable(given) else rules.weight,
+            loss_is_sum=given == "sum" or (given is None and rules.loss_is_sum),
+            count=microbatching.count,
+            split=microbatching.split,
+            share="all",
+            whole=self.context.plain,
+            timeout_s=settings.message_timeout_s,
+            steady_buffers=recorded.steady,
+        )
+
+    def _scaler(self) -> Any:
+        return getattr(self.context.precision, "scaler", None)
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        engine, effects = self.engine, self._effects
+        if engine is None or effects is None or self._same_batch is None:
+            return step(*args, **kwargs)
+        batch, *rest = (*args, *kwargs.values())
+        stage = self._trainer.state.stage
+        key = self._key_of(stage, rest)
+        engine.record_times = self.record_times
+        if key in self._unstaged:
+            (batch,) = self._same_batch([batch])
+            # Numbers that it draws, to sample a text say, decide which layers are called next.
+            share_random_state(self.group)
+            with nullcontext() if self._outside is None else self._outside.for_a_step(engine.replay):
+                result = step(batch, *rest)
+            if contains_stub(result):
+                raise CannotPipelineError(
+                    f"{key[0]} computes what it returns from a parameter that another rank holds, and that it did not"
+                    " read outside of its layer when it was recorded."
+                )
+            return result
+        if stage != RunningStage.TRAINING:
+            return effects.apply(self._evaluated(step, key, batch, rest))
+        (batch,) = self._same_batch([batch])
+
+        def run(microbatch: Any) -> Any:
+            index, sizes = engine.microbatch_index, engine.sizes
+            samples = Part(sum(sizes[:index]), sizes[index], sum(sizes))
+            return effects.run(lambda part: step(part, *rest), microbatch, samples)
+
+        with effects.watching(), self._inside_a_step():
+            done = self._train(engine, run, batch)
+        self.last_result = done
+        results = [map_leaves(self._to_device, result) for result in done.results]
+        return effects.apply(effects.combine(results, Shares.of(done.weights, done.sizes), self._training_rules))
+
+    def _inside_a_step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._outside is None else self._outside.suspended()
+
+    def _evaluated(self, step: Callable[..., Any], key: StepKey, batch: Any, rest: Sequence[Any]) -> BatchOutputs:
+        """What an evaluation step does with a batch, run now or with the batches before it. Collective."""
+        engine, effects, same = self.engine, self._effects, self._same_batch
+        if engine is None or effects is None or same is None:
+            raise RuntimeError("There is no pipeline outside of runs.")
+        ahead = self._ahead
+        position = -1 if ahead is None else ahead.position
+        if position in self._results:
+            return self._results.pop(position)
+        self._results.clear()
+        batches, arguments = [batch], [tuple(rest)]
+        most = 1 if key in self._one_by_one else self._in_flight
+        if ahead is not None and most > 1:
+            for item in ahead.upcoming(most - 1):
+                batches.append(on_device(self._trainer, item[0], item[2]))
+                # The index of the batch comes first, if the step asks for it.
+                arguments.append((item[1], *rest[1:]) if self._takes_index(key[0]) else tuple(rest))
+            ahead.moved(batches[1:])
+        batches = same(batches, most=most)
+
+        def run(whole: Any) -> Any:
+            index = engine.microbatch_index
+            return effects.run_in_order(lambda value: step(value, *arguments[index]), whole)
+
+        start = engine.position
+        with effects.watching(), self._inside_a_step():
+            done = engine.eval_steps(run, batches, plan=self._plans[key])
+        self.last_result = done
+        for index, result in enumerate(done.results):
+            outputs = effects.of_batch(map_leaves(self._to_device, result))
+            self._results[position + index] = outputs
+            if outputs.lasts and len(batches) > 1:
+                # The first stages have not seen it where they ran the next batches: these are run again.
+                engine.position = start + index + 1
+                self._one_by_one.add(key)
+                break
+        return self._results.pop(position)
+
+    def _takes_index(self, name: str) -> bool:
+        return is_param_in_hook_signature(getattr(self._trainer.lightning_module, name), "batch_idx", min_args=2)
+
+    @property
+    def _most_in_flight(self) -> int:
+        return self.settings.eval_batches_in_flight or _EVAL_BATCHES_A_RANK * self.group.size()
+
+    @override
+    def start_evaluation(self) -> None:
+        """Let batches go through the stages before their turn, where nobody can tell."""
+        self._ahead, self._in_flight = None, 1
+        self._results.clear()
+        if self.engine is None:
+            return
+        most, trainer = self._most_in_flight, self._trainer
+        if most == 1 or (self.settings.eval_batches_in_flight is None and watched_by(trainer)):
+            return
+        loop = active_loop(trainer)
+        if loop is not None and data_fetcher(loop) is not None:
+            self._in_flight = most
+            self._ahead = LookAhead(data_fetcher(loop))
+            set_data_fetcher(loop, self._ahead)
+
+    @override
+    def end_evaluation(self) -> None:
+        self._ahead, self._in_flight = None, 1
+        self._results.clear()
+
+    def _train(self, engine: PipelineEngine, run: Callable[[Any], Any], batch: Any) -> StepResult:
+        scaler = self._scaler()
+        scale = (1.0 if scaler is None else float(scaler.get_scale())) / self._trainer.accumulate_grad_batches
+        # Lightning zeroes gradients between training_step and backward: those made here wait for backward.
+        with self._data_engine_waits() as turns:
+            earlier = engine.placement.take_gradients()
+            try:
+                done = engine.train_step(run, batch, scale=scale, turns=turns)
+                self._taken = engine.placement.take_gradients()
+            finally:
+                engine.placement.add_gradients(earlier)
+        return done
+
+    def _data_engine_waits(self) -> AbstractContextManager[MicrobatchContext | None]:
+        data_engine = self.context.data_engine
+        return nullcontext() if data_engine is None else data_engine.defer_reduction()
+
+    @override
+    def backward(self, run: Callable[[], None]) -> None:
+        """Hand over the gradients that the schedule has made; ``run`` would make none."""
+        taken, self._taken = self._taken, []
+        if self.engine is None or self.engine.plan.by_owner:
+            run()
+        else:
+            self.engine.placement.add_gradients(taken)
+
+    @override
+    def around_backward(self) -> AbstractContextManager[None]:
+        # By hand it runs inside of a step, where others stand in for parameters.
+        return nullcontext() if self._outside is None else self._outside.own_parameters()
+
+    @override
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        if self._outside is not None:
+            self._outside.renew()
+
+    def _key_of(self, stage: RunningStage | None, rest: Sequence[Any]) -> StepKey:
+        name = "" if stage is None else STEPS[stage]
+        if self.engine is not None and self.engine.plan.by_owner:
+            # Whatever it calls, it runs.
+            self._unstaged.setdefault((name, 0), "")
+            return name, 0
+        known = {*self._plans, *self._unstaged}
+        several = sum(step == name for step, _ in known) > 1
+        key = (name, int(rest[-1]) if several else 0)
+        if key not in known:
+            self._unstaged[key] = f"its loader {key[1]} was not there when the module was split."
+            rank_zero_warn(_unstaged_warning(name, self._unstaged[key]))
+        return key
+
+    def _to_device(self, value: Any) -> Any:
+        return value.to(self.context.device) if isinstance(value, Tensor) else value
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    @override
+    def counts(self, param: nn.Parameter) -> bool:
+        return self._counted is None or param in self._counted
+
+    @override
+    def reduce_over_axis(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        dist.all_reduce(value, op=op, group=self.group)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self.engine is None or self.group.size() == 1:
+            return state
+        placement = self.engine.placement
+        own: dict[str, Any] = {}
+        for name, value in state.items():
+            if placement.owner_of(name) == placement.rank:
+                own[name] = value
+            elif isinstance(value, Tensor):
+                own[name] = value.to("meta")
+        return own
+
+    @override
+    def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.engine is None:
+            return state
+        own = self.engine.module.state_dict(keep_vars=True)
+        freed = {name for name, value in own.items() if isinstance(value, Tensor) and value.is_meta}
+        # Loading a stand-in into itself does nothing, and its name is not missed.
+        return {name: own[name] if name in freed else value for name, value in state.items()}
+
+    @override
+    def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if self.engine is None:
+            return state
+        # Now, and not when the optimizer was made: layers may have been unfrozen since.
+        local = [not param.is_meta for settings in optimizer.param_groups for param in settings["params"]]
+        return {**state, "state": {number: value for number, value in state["state"].items() if local[int(number)]}}
+
+    @override
+    def whole_values(self, tree: Any) -> Any:
+        if self.engine is None or self.group.size() == 1:
+            return tree
+        return gather_values(tree, self.group, self.context.device)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        # Where the random numbers of its micro-batches go on.
+        return {} if self.engine is None else {"random_position": self.engine.position}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.engine is not None and state.get("random_position") is not None:
+            self.engine.position = state["random_position"]
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    @override
+    def describe(self) -> str:
+        if self.engine is None:
+            return ""
+        options = self.engine.options
+        chunks = f", {options.chunks_per_rank} stages a rank" if options.chunks_per_rank > 1 else ""
+        cut = self._cut or f"evaluation of whole batches, up to {self._most_in_flight} in flight"
+        head = f"Pipeline: schedule {options.schedule}{chunks}, {cut}"
+        if self.engine.plan.by_owner:
+            head = "Model parallel without stages: whole batches, each layer on the rank that holds it"
+        loss = f"\nLoss of a batch: {self._loss_text()}" if self._cut and options.num_microbatches > 1 else ""
+        return f"{head}{loss}\n{self.engine.plan.describe()}"
+
+    def _loss_text(self) -> str:
+        """How the losses of micro-batches make up that of the batch."""
+        given, rules = self.settings.loss_weight, self._training_rules
+        if given == "sum" or (given is None and rules.loss_is_sum):
+            return "the sum of those of its micro-batches" + (
+                "" if given else ", found by a trial (loss_weight sets it)"
+            )
+        if callable(given):
+            return "the mean of those of its micro-batches, weighted by loss_weight"
+        if rules.weight is not None:
+            by = f"by the entries other than {rules.weight.ignored} of tensor {rules.weight.leaf} of the batch"
+            return f"the mean of those of its micro-batches, weighted {by}, found by a trial (loss_weight sets it)"
+        return "the mean of those of its micro-batches, weighted by samples (loss_weight sets it)"
+
+    @override
+    def release(self) -> None:
+        self._patches.detach()
+        if self._outside is not None:
+            self._outside.remove()
+            self._outside = None
+
+    @override
+    def teardown(self) -> None:
+        for metric in self._metrics:
+            metric.process_group = None
+        self._metrics.clear()
+        engine, self.engine = self.engine, None
+        # What is counted stays known: optimizers keep their state, which may be saved after the run.
+        self._effects, self._same_batch = None, None
+        self._plans, self._rules, self._unstaged, self._taken = {}, {}, {}, []
+        self._built_on_meta, self._observed = False, None
+        module = self.context.module
+        if engine is None or module is None:
+            return
+        if self.ended_well():
+            replace_in(self.context.optimizers, engine.placement.restore())
+            # Those that were made in the meantime, too.
+            for placement in placements_of_copies(module.trainer, engine.placement):
+                placement.restore()
+        else:
+            module.__dict__["cpu"] = partial(_held_to_host, module)
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        if self.context.module is None:
+            raise RuntimeError("Steps are run by a Trainer's fit, validate, test or predict.")
+        return self.context.module.trainer
+
+
+#: Groups for calls outside of steps, by the ranks in them; as long-lived as those of the mesh.
+_outside_groups: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+def _group_for_outside(mesh: Any) -> dist.ProcessGroup:
+    """A second group of this rank's pipeline, whose waits are short. Collective over the world when it is new."""
+    world = world_group()
+    axis = mesh.mesh_dim_names.index("pipeline_parallel")
+    rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.mesh.shape[axis]).tolist()
+    for ranks in rows:
+        if (world, tuple(ranks)) not in _outside_groups:
+            _outside_groups[world, tuple(ranks)] = dist.new_group(ranks, timeout=_OUTSIDE_TIMEOUT, backend="gloo")
+    return next(_outside_groups[world, tuple(ranks)] for ranks in rows if dist.get_rank() in ranks)
+
+
+def _unstaged_warning(name: str, reason: str) -> str:
+    return (
+        f"{name} does not run in the stages of the training step: {reason} Instead every rank runs it on whole batches,"
+        " and gets each layer's output from the rank that holds the layer, which takes longer."
+    )
+
+
+def _held_to_host(module: nn.Module) -> nn.Module:
+    """In place of ``module.cpu()`` where a run was broken off: what other ranks hold has no values to move."""
+    module.__dict__.pop("cpu", None)
+    for each in module.modules():
+        for tensor in (*own_parameters(each).values(), *own_buffers(each).values()):
+            if tensor is not None and not tensor.is_meta:
+                tensor.data = tensor.data.cpu()
+    return module

@@ -1,0 +1,84 @@
+"""Lightning's fine-tuning callbacks where each rank has the values of its own stages' parameters only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pardist.local_tensors import own_part
+
+_REPLACED = "filter_on_optimizer"
+
+
+class FinetuningAcrossStages:
+    """While attached, ``BaseFinetuning`` finds the parameters that an optimizer has already, on every rank alike.
+
+    It compares values (``torch.equal``), which no rank has of all parameters: ranks exchange digests of them.
+
+    Args:
+        group: The pipeline's ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._column = dist.get_global_rank(group, 0)
+        self._before: Any = None
+
+    def attach(self) -> None:
+        """Take the place of ``filter_on_optimizer``. Not collective."""
+        self._before = BaseFinetuning.__dict__[_REPLACED]
+        setattr(BaseFinetuning, _REPLACED, staticmethod(self._filter))
+
+    def detach(self) -> None:
+        """Give it back. Not collective."""
+        if self._before is not None:
+            setattr(BaseFinetuning, _REPLACED, self._before)
+            self._before = None
+
+    def _filter(self, optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+        """The parameters that are not in an optimizer yet. Collective over the world.
+
+        Args:
+            optimizer: Its parameters, and those whose values are the same, are left out.
+            params: To choose from.
+        """
+        wanted = list(params)
+        known = [param for group in optimizer.param_groups for param in group["params"]]
+        digests = self._digests([*wanted, *known])
+        there = {_kind(param) + (digest,) for param, digest in zip(known, digests[len(wanted) :], strict=True)}
+        found = [_kind(p) + (digest,) in there for p, digest in zip(wanted, digests[: len(wanted)], strict=True)]
+        if any(found):
+            rank_zero_warn(
+                "Some of the parameters to be trained are in a group of the optimizer already, or have the values of"
+                " one that is; they are left where they are. Give the optimizer the parameters that require gradients:"
+                f" {type(optimizer).__name__}(filter(lambda p: p.requires_grad, self.parameters()), ...)."
+            )
+        return [param for param, is_there in zip(wanted, found, strict=True) if not is_there]
+
+    def _digests(self, params: Sequence[Tensor]) -> list[str]:
+        """For each parameter a text that is that of another one if and only if their values are, on all ranks."""
+        own = {index: _digest(param) for index, param in enumerate(params) if not param.is_meta}
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, (self._column, own))
+        parts: list[dict[int, str]] = [{} for _ in params]
+        for column, of_rank in everybody:
+            for index, digest in of_rank.items():
+                # Ranks that hold a parameter beside this one have its other parts, or the same values.
+                parts[index][column] = digest
+        return [repr(sorted(of_param.items())) for of_param in parts]
+
+
+def _kind(param: Tensor) -> tuple[Any, ...]:
+    return tuple(param.shape), param.dtype
+
+
+def _digest(param: Tensor) -> str:
+    values = own_part(param.detach()).cpu().contiguous().view(-1)
+    return hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()

@@ -1,0 +1,101 @@
+"""Metrics that are given numbers of a whole batch (``self.mean(loss)``), not samples.
+
+A metric of samples comes to the same states however a batch is cut. One of numbers does not: the mean of eight
+micro-batches' losses weighs a batch like eight. So calls with numbers alone are noted, and made again with the numbers
+of the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pardist.engines.pipeline.nested import flatten
+
+_METHODS = ("forward", "update")
+_MISSING = object()
+
+
+class NumberCalls:
+    """Notes calls of metrics whose arguments are numbers alone. Not collective."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, list[dict[str, Any]]] | None = None
+        self._others: set[str] = set()
+        self._inside = False
+
+    @contextmanager
+    def watching(self, metrics: Mapping[str, Metric]) -> Iterator[None]:
+        """Inside, calls of these metrics can be noted.
+
+        Args:
+            metrics: By name.
+        """
+        saved = [
+            (metric, name, metric.__dict__.get(name, _MISSING)) for metric in metrics.values() for name in _METHODS
+        ]
+        for name, metric in metrics.items():
+            for method in _METHODS:
+                # On the instance, where torchmetrics has its own wrapper of update.
+                metric.__dict__[method] = self._noted(name, method, getattr(metric, method))
+        try:
+            yield
+        finally:
+            for metric, method, before in saved:
+                if before is _MISSING:
+                    metric.__dict__.pop(method, None)
+                else:
+                    metric.__dict__[method] = before
+
+    @contextmanager
+    def into(self, calls: dict[str, list[dict[str, Any]]]) -> Iterator[None]:
+        """Inside, calls are noted; at the end only those of metrics that had no other calls are left.
+
+        Args:
+            calls: Receives them, by metric.
+        """
+        self._calls, self._others = calls, set()
+        try:
+            yield
+        finally:
+            for name in self._others:
+                calls.pop(name, None)
+            self._calls = None
+
+    def _noted(self, name: str, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return call(*args, **kwargs)
+            if self._calls is not None:
+                self._note(name, method, args, kwargs)
+            self._inside = True
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._inside = False
+
+        return noted
+
+    def _note(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = flatten((args, kwargs))[0]
+        if self._calls is None or not leaves or not all(map(_is_number, leaves)):
+            self._others.add(name)
+            return
+        # A dict: a list with an item a sample would be taken for samples.
+        positional = {str(index): _detached(value) for index, value in enumerate(args)}
+        named = {key: _detached(value) for key, value in kwargs.items()}
+        self._calls.setdefault(name, []).append({"method": method, "args": positional, "kwargs": named})
+
+
+def _is_number(value: Any) -> bool:
+    return value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

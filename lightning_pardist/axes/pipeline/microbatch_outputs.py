@@ -1,0 +1,708 @@
+"""What a step leaves behind beside its result, carried from the last stage to every rank.
+
+A pipeline runs the user's step once per stage and micro-batch, and only the last stage gets to its end. There
+``self.log``, metric updates and assignments to attributes (``self.outputs.append(loss)``) are recorded, micro-batch by
+micro-batch; what other stages do of it before they are cut off is undone. Afterwards every rank applies the same
+record, the micro-batches' values combined to those of the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_pardist.axes.pipeline.merged_values import (
+    MetricName,
+    combined_logs,
+    is_numeric,
+    merged_numbers,
+    rule_of,
+)
+from lightning_pardist.axes.pipeline.metric_calls import NumberCalls
+from lightning_pardist.axes.pipeline.printed_text import merged_texts, printed
+from lightning_pardist.axes.pipeline.reduction_rules import Collector, Place, Rules, Shares
+from lightning_pardist.compat.metrics import (
+    computed_of,
+    forward_cache_of,
+    groups_of,
+    set_computed,
+    set_forward_cache,
+    set_update_count,
+)
+from lightning_pardist.compat.modules import own_buffers
+from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.engines.pipeline import merge_results
+from lightning_pardist.engines.pipeline.interception import HOOKS, hooks_of, is_flag
+from lightning_pardist.engines.pipeline.nested import flatten, rebuild
+
+_LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
+_MISSING = object()
+#: Values that travel; of anything else (a logger, a trainer) only the rank that assigned it knows.
+_PLAIN = (int, float, str, bytes, bool, type(None))
+#: How deep dicts in attributes are looked into.
+_DEPTH = 4
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The samples of a micro-batch.
+
+    Attributes:
+        begin: The first.
+        size: How many.
+        total: Those of the batch.
+    """
+
+    begin: int
+    size: int
+    total: int
+
+
+@dataclass
+class _Record:
+    """What one micro-batch's run of the step left.
+
+    Attributes:
+        logged: Arguments of each ``self.log``, in order.
+        appended: Items that lists have grown by.
+        assigned: New values of attributes and dictionary entries.
+        metrics: Per metric: values of its last ``forward``, update count and states (lists: what was added).
+        calls: Per metric that was given numbers only, such as a loss: its calls, each with the method's name.
+        buffers: What buffers of free modules became, by module and name.
+        printed: Calls of ``self.print``, in order.
+    """
+
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    appended: dict[Path, list[Any]] = field(default_factory=dict)
+    assigned: dict[Path, Any] = field(default_factory=dict)
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    calls: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    buffers: dict[Path, Tensor] = field(default_factory=dict)
+    printed: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_containers(self) -> dict[str, Any]:
+        """Dicts and lists only, so that the tensors in it are seen by whoever follows them."""
+        return {
+            "logged": self.logged,
+            "appended": [list(self.appended), list(self.appended.values())],
+            "assigned": [list(self.assigned), list(self.assigned.values())],
+            "metrics": self.metrics,
+            "calls": self.calls,
+            "buffers": [list(self.buffers), list(self.buffers.values())],
+            "printed": self.printed,
+        }
+
+    @classmethod
+    def of_containers(cls, value: dict[str, Any]) -> _Record:
+        """The inverse of :meth:`as_containers`."""
+        appended, assigned, buffers = (
+            dict(zip(map(tuple, value[key][0]), value[key][1], strict=True))
+            for key in ("appended", "assigned", "buffers")
+        )
+        return cls(value["logged"], appended, assigned, value["metrics"], value["calls"], buffers, value["printed"])
+
+
+@dataclass
+class BatchOutputs:
+    """What a step did with a whole batch.
+
+    Attributes:
+        result: What it returned.
+        logged: Arguments of each ``self.log``.
+        appended: New items of lists.
+        assigned: New values of attributes.
+        metrics: Changes of metrics, micro-batch by micro-batch.
+        forward: The batch's value of each metric that was called.
+        calls: The batch's calls of metrics that are given numbers only.
+        buffers: New values of buffers of free modules.
+        samples: Of attributes with an entry a sample (a recurrent state): the dim, by index of the tensor.
+        printed: The batch's calls of ``self.print``.
+    """
+
+    result: Any
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    appended: dict[Path, list[Any]] = field(default_factory=dict)
+    assigned: dict[Path, Any] = field(default_factory=dict)
+    metrics: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    forward: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    buffers: dict[Path, Any] = field(default_factory=dict)
+    samples: dict[Path, dict[int, int]] = field(default_factory=dict)
+    printed: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the next step may read what this one left in the module, other than lists that have grown."""
+        return bool(self.assigned or self.buffers)
+
+
+class StepOutputs:
+    """Records and replays the effects of a module's steps. Not collective.
+
+    Args:
+        module: Whose steps.
+        units: Names of the modules that live on one stage only: what happens in them stays there.
+        written: Buffers that steps write to, of which other modules than units are watched.
+
+    Attributes:
+        seen_written: Buffers that steps have written to, by module and name.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, units: Collection[str] = (), *, written: Collection[Path] = ()
+    ) -> None:
+        self.module = module
+        self.seen_written: set[Path] = set(written)
+        inside = [name for name, _ in module.named_modules() if any(_within(name, unit) for unit in units)]
+        self._free = {
+            name: each
+            for name, each in module.named_modules()
+            if name not in inside and not isinstance(each, (Metric, MetricCollection))
+        }
+        self._metrics = {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
+        self._written = sorted(path for path in written if path[0] in self._free)
+        #: Of attributes with an entry a sample: the dim, by index of the tensor.
+        self._samples: dict[Path, dict[int, int]] = {}
+        self._open: _State | None = None
+        self._latest: dict[str, dict[str, Any]] = {}
+        self._numbers = NumberCalls()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around all runs of one step: nothing is logged, and afterwards everything is as it was before."""
+        self._open = self._state()
+        self._latest = {}
+        kept = {name: self.module.__dict__.get(name, _MISSING) for name in _RECORDED}
+        try:
+            with self._numbers.watching(self._metrics):
+                yield
+        finally:
+            for name, value in kept.items():
+                if value is _MISSING:
+                    self.module.__dict__.pop(name, None)
+                else:
+                    self.module.__dict__[name] = value
+            self._open.restore(self)
+            self._open = None
+
+    def preset(self, place: Place, value: Any) -> None:
+        """Let an attribute or buffer have another value, until :meth:`watching` ends or the caller puts it back."""
+        kind, path = _kind_and_path(place)
+        if kind == "assigned":
+            self._assign(path, value)
+        else:
+            own_buffers(self._free[path[0]])[path[1]] = value
+
+    def value_at(self, place: Place) -> Any:
+        """The value of an attribute or buffer."""
+        kind, path = _kind_and_path(place)
+        return self._at(path) if kind == "assigned" else own_buffers(self._free[path[0]])[path[1]]
+
+    def run(self, step: Callable[[Any], Any], microbatch: Any, part: Part | None = None) -> dict[str, Any]:
+        """Run the step on one micro-batch, as if no other had been run before, but for metrics of samples.
+
+        Args:
+            step: Takes the micro-batch.
+            microbatch: Its argument.
+            part: Which samples of the batch it has; None for all.
+
+        Returns:
+            The step's result under ``"result"``, and the record of its effects.
+        """
+        return self._run(step, microbatch, part, in_order=False)
+
+    def run_in_order(self, step: Callable[[Any], Any], batch: Any) -> dict[str, Any]:
+        """Run the step on a whole batch, behind the batches that were run before it. As :meth:`run` otherwise."""
+        return self._run(step, batch, None, in_order=True)
+
+    def _run(self, step: Callable[[Any], Any], microbatch: Any, part: Part | None, *, in_order: bool) -> dict[str, Any]:
+        record = _Record()
+        self.module.__dict__.update(log=self._recorder(record.logged), print=_printer(record.printed))
+        before = self._state()
+        try:
+            if part is not None:
+                self._cut_states(part)
+            with self._numbers.into(record.calls), self._own_buffers(record, changed_only=in_order):
+                result = step(microbatch)
+        except BaseException:
+            # A stage is cut off before the step can remove its hooks itself.
+            before.remove_hooks(self.module)
+            before.restore(self)
+            raise
+        finally:
+            for name in _RECORDED:
+                self.module.__dict__.pop(name, None)
+        before.compare(self, record)
+        # Their states depend on how many micro-batches there are: they are called again with the batch's numbers.
+        record.metrics = {name: change for name, change in record.metrics.items() if name not in record.calls}
+        if not in_order:
+            before.restore_attributes(self)
+            # The states after the last micro-batch are those that count.
+            for states in self._latest.values():
+                states["states"] = {}
+            self._latest = record.metrics
+        return {"result": result, **record.as_containers()}
+
+    def _cut_states(self, part: Part) -> None:
+        """Let attributes with an entry a sample hold those of one micro-batch."""
+        for path, dims in self._samples.items():
+            leaves, spec = flatten(self._at(path))
+            for index, dim in dims.items():
+                leaf = leaves[index] if index < len(leaves) else None
+                if isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == part.total:
+                    leaves[index] = leaf.narrow(dim, part.begin, part.size).clone()
+            self._assign(path, rebuild(spec, leaves))
+
+    def learn(self, rules: Rules) -> None:
+        """Note which attributes have an entry a sample, as a trial has shown."""
+        for place, rule in rules.of.items():
+            if place[0] == "assigned" and rule.startswith("cat"):
+                kind_and_path = _kind_and_path(place)
+                index = place[2] if len(place) > 2 else 0
+                if isinstance(index, int):
+                    self._samples.setdefault(kind_and_path[1], {})[index] = int(rule[3:])
+
+    def of_batch(self, result: dict[str, Any]) -> BatchOutputs:
+        """What a step did that ran on the whole batch.
+
+        Args:
+            result: Of :meth:`run` or :meth:`run_in_order`.
+        """
+        record = _Record.of_containers(result)
+        return BatchOutputs(
+            result["result"],
+            record.logged,
+            record.appended,
+            {path: value for path, value in record.assigned.items() if not _is_same(value, self._at(path))},
+            {name: [change] for name, change in record.metrics.items()},
+            {name: change["forward"] for name, change in record.metrics.items() if change["forward"] is not None},
+            record.calls,
+            record.buffers,
+            printed=record.printed,
+        )
+
+    def combine(self, results: Sequence[dict[str, Any]], shares: Shares, rules: Rules) -> BatchOutputs:
+        """What the step would have done with the whole batch.
+
+        Args:
+            results: Of :meth:`run` for each micro-batch.
+            shares: Of the micro-batches.
+            rules: How numbers are combined.
+        """
+        if len(results) == 1 and not isinstance(rules, Collector):
+            return self.of_batch(results[0])
+        records = [_Record.of_containers(result) for result in results]
+
+        def merged(column: Sequence[Any], *where: Hashable) -> Any:
+            def number(place: tuple[int, ...], numbers: list[Any]) -> Any:
+                return rules.combine((*where, *place), numbers, shares)
+
+            return merge_results(column, shares.loss, shares.sizes, combine=number)
+
+        done = BatchOutputs(merged([result["result"] for result in results], "result"))
+        for path in dict.fromkeys(path for record in records for path in record.assigned):
+            known = [record.assigned[path] for record in records if path in record.assigned]
+            if len(known) < len(records) or all(_is_same(value, self._at(path)) for value in known):
+                # Made anew and as it was, a list of one item is none of samples, of which a micro-batch may have one.
+                done.assigned[path] = known[-1]
+            elif not all(map(is_numeric, known)) and not _are_alike(known):
+                done.assigned[path] = merged(known, "assigned", path)
+            else:
+                done.assigned[path], dims = self._merged_state(known, path, shares, rules)
+                if dims:
+                    done.samples[path] = dims
+        for path in dict.fromkeys(path for record in records for path in record.buffers):
+            before = own_buffers(self._free[path[0]])[path[1]]
+            written = [record.buffers[path] for record in records]
+            done.buffers[path] = merged_numbers(written, before, ("buffer", path), shares, rules)
+        kept = [([record.assigned.get(path) for record in records], value) for path, value in done.assigned.items()]
+        done.logged = list(combined_logs([record.logged for record in records], kept, shares, rules))
+        for path in dict.fromkeys(path for record in records for path in record.appended):
+            grown = [record.appended.get(path, []) for record in records]
+            if len({len(items) for items in grown}) == 1:
+                columns = enumerate(zip(*grown, strict=True))
+                done.appended[path] = [merged(column, "appended", path, index) for index, column in columns]
+            else:
+                done.appended[path] = [item for items in grown for item in items]
+        for name in dict.fromkeys(name for record in records for name in record.metrics):
+            done.metrics[name] = found = [record.metrics[name] for record in records if name in record.metrics]
+            values = [each["forward"] for each in found]
+            if len(values) == len(records) and all(value is not None for value in values):
+                done.forward[name] = merged(values, "forward", name)
+        for name in dict.fromkeys(name for record in records for name in record.calls):
+            called = [record.calls.get(name, []) for record in records]
+            if len({len(calls) for calls in called}) == 1:
+                columns = enumerate(zip(*called, strict=True))
+                done.calls[name] = [merged(column, "called", name, index) for index, column in columns]
+            else:
+                done.calls[name] = [call for calls in called for call in calls]
+        texts = [record.printed for record in records]
+        for index in range(max(map(len, texts))):
+            calls = [column[index] for column in texts if len(column) > index]
+
+            def number(which: int, column: list[float], call: int = index) -> Any:
+                return rules.combine(("printed", call, which), column, shares)
+
+            same = len(calls) == len(records)
+            done.printed += merged_texts(calls, number) if same else calls
+        return done
+
+    def _merged_state(self, known: list[Any], path: Path, shares: Shares, rules: Rules) -> tuple[Any, dict[int, int]]:
+        """What an attribute becomes, and the dims of its tensors that hold samples."""
+        place: Place = ("assigned", path)
+        if all(map(is_numeric, known)):
+            rule = rule_of(known, place, shares, rules)
+            value = merged_numbers(known, self._at(path), place, shares, rules)
+            return value, {0: int(rule[3:])} if rule.startswith("cat") else {}
+        leaves, spec = flatten(known[0])
+        columns = zip(*(flatten(value)[0] for value in known), strict=True)
+        dims: dict[int, int] = {}
+        for index, column in enumerate(columns):
+            if not all(map(is_numeric, column)):
+                continue
+            rule = rule_of(list(column), (*place, index), shares, rules)
+            # It is not told how tuples grow from step to step.
+            leaves[index] = merged_numbers(list(column), None, (*place, index), shares, rules)
+            if rule.startswith("cat"):
+                dims[index] = int(rule[3:])
+        return rebuild(spec, leaves), dims
+
+    def apply(self, done: BatchOutputs) -> Any:
+        """Do on this rank what the step did on the last stage.
+
+        Args:
+            done: From :meth:`combine`.
+
+        Returns:
+            What the step would have returned for the whole batch.
+        """
+        for path, value in done.assigned.items():
+            self._assign(path, value)
+        self._samples |= done.samples
+        for (name, key), value in done.buffers.items():
+            buffer = own_buffers(self._free[name])[key]
+            if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+                with torch.no_grad():
+                    buffer.copy_(value)
+            else:
+                own_buffers(self._free[name])[key] = value
+        for path, items in done.appended.items():
+            target = self._at(path)
+            if isinstance(target, list):
+                target.extend(items)
+        for name, changes in done.metrics.items():
+            self._apply_metric(self._metrics[name], changes)
+            set_forward_cache(self._metrics[name], done.forward.get(name))
+        for name, calls in done.calls.items():
+            for call in calls:
+                getattr(self._metrics[name], call["method"])(*call["args"].values(), **call["kwargs"])
+        for arguments in done.logged:
+            value = arguments["value"]
+            if isinstance(value, MetricName):
+                value = self.module.get_submodule(value.name)
+            self.module.log(**{**arguments, "value": value})
+        for call in done.printed:
+            self.module.print(call["text"], end=call["end"], flush=call["flush"])
+        return done.result
+
+    @contextmanager
+    def _own_buffers(self, record: _Record, *, changed_only: bool = False) -> Iterator[None]:
+        """Buffers that steps write to are copies inside: autograd may keep what is written."""
+        own = [
+            (own_buffers(self._free[name]), key, own_buffers(self._free[name]).get(key)) for name, key in self._written
+        ]
+        versions = self._versions()
+        copies = [None if buffer is None else buffer.clone() for _, _, buffer in own]
+        for (table, key, _), copied in zip(own, copies, strict=True):
+            table[key] = copied
+        try:
+            yield
+            for path, (table, key, _), copied in zip(self._written, own, copies, strict=True):
+                value = table[key]
+                is_new = not changed_only or value is not copied or (copied is not None and version_of(copied))
+                if value is not None and is_new:
+                    record.buffers[path] = value.detach()
+        finally:
+            for table, key, buffer in own:
+                table[key] = buffer
+        self.seen_written |= {path for path, version in self._versions().items() if versions.get(path) != version}
+
+    def _versions(self) -> dict[Path, tuple[int, int]]:
+        return {
+            (name, key): (id(buffer), 0 if buffer.is_inference() else version_of(buffer))
+            for name, module in self._free.items()
+            for key, buffer in own_buffers(module).items()
+            if buffer is not None
+        }
+
+    # --- logged values ------------------------------------------------------------------------------------------
+
+    def _recorder(self, logged: list[dict[str, Any]]) -> Callable[..., None]:
+        def log(*args: Any, **kwargs: Any) -> None:
+            arguments = dict(_LOG_SIGNATURE.bind(self.module, *args, **kwargs).arguments)
+            arguments.pop("self", None)
+            if isinstance(arguments.get("value"), Metric):
+                arguments["value"] = self._name_of(arguments["value"])
+            elif isinstance(arguments.get("value"), Tensor):
+                arguments["value"] = arguments["value"].detach()
+            logged.append(arguments)
+
+        return log
+
+    def _name_of(self, metric: Metric) -> MetricName:
+        for name, known in self.module.named_modules():
+            if known is metric:
+                return MetricName(name)
+        raise ValueError(
+            f"self.log was given a {type(metric).__name__} that is no attribute of {type(self.module).__name__}."
+            " Assign it to the module in __init__."
+        )
+
+    # --- attributes and metrics ---------------------------------------------------------------------------------
+
+    def _at(self, path: Path) -> Any:
+        value: Any = self._free[path[0]].__dict__.get(path[1], _MISSING)
+        for key in path[2:]:
+            value = value.get(key, _MISSING) if isinstance(value, dict) else _MISSING
+        return value
+
+    def _assign(self, path: Path, value: Any) -> None:
+        if len(path) == 2:
+            setattr(self._free[path[0]], path[1], value)
+            return
+        owner = self._at(path[:-1])
+        if isinstance(owner, dict):
+            owner[path[-1]] = value
+
+    @staticmethod
+    def _apply_metric(metric: Metric, changes: list[dict[str, Any]]) -> None:
+        set_update_count(metric, changes[-1]["count"])
+        set_computed(metric, None)
+        for state, value in changes[-1]["states"].items():
+            setattr(metric, state, _on(value, metric.device))
+        for each in changes:
+            for state, items in each["added"].items():
+                getattr(metric, state).extend(_on(items, metric.device))
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def _state(self) -> _State:
+        attributes = {
+            (name, key): _freeze(value)
+            for name, module in self._free.items()
+            for key, value in module.__dict__.items()
+            if key not in _REGISTRIES
+        }
+        metrics = {name: _freeze_metric(metric) for name, metric in self._metrics.items()}
+        return _State(attributes, metrics, hooks_of(self.module))
+
+
+#: Methods that are recorded instead of carried out.
+_RECORDED = ("log", "print")
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "training", *_RECORDED}) | HOOKS
+
+
+@dataclass
+class _State:
+    """A moment's attributes of free modules, states of metrics, and hooks."""
+
+    attributes: dict[tuple[str, str], _Frozen]
+    metrics: dict[str, dict[str, Any]]
+    hooks: frozenset[tuple[int, int]]
+
+    def restore(self, effects: StepOutputs) -> None:
+        """Put everything back."""
+        self.restore_attributes(effects)
+        for name, kept in self.metrics.items():
+            _thaw_metric(effects._metrics[name], kept)
+
+    def restore_attributes(self, effects: StepOutputs) -> None:
+        """Put back all but the metrics, and but flags where hooks have been registered for good."""
+        lasting = not hooks_of(effects.module) <= self.hooks
+        for name, module in effects._free.items():
+            for key in [key for key in module.__dict__ if key not in _REGISTRIES]:
+                if (name, key) not in self.attributes and not (lasting and is_flag(key, module.__dict__[key])):
+                    del module.__dict__[key]
+        for (name, key), frozen in self.attributes.items():
+            now = effects._free[name].__dict__.get(key)
+            effects._free[name].__dict__[key] = now if lasting and is_flag(key, now) else frozen.thaw()
+
+    def remove_hooks(self, root: nn.Module) -> None:
+        """Remove the hooks that were registered since."""
+        registries = [module.__dict__[name] for module in root.modules() for name in HOOKS if name in module.__dict__]
+        for registry in registries:
+            for number in [number for number in registry if (id(registry), number) not in self.hooks]:
+                del registry[number]
+
+    def compare(self, effects: StepOutputs, record: _Record) -> None:
+        """Write into a record what has changed since."""
+        for name, module in effects._free.items():
+            for key, value in module.__dict__.items():
+                if key not in _REGISTRIES:
+                    _compare(self.attributes.get((name, key)), value, (name, key), record)
+        leaders = _leaders(effects.module)
+        for name, metric in effects._metrics.items():
+            source = leaders.get(id(metric), metric)
+            before = self.metrics[name]
+            if source.update_count != before["count"] or forward_cache_of(metric) is not before["forward"]:
+                record.metrics[name] = _metric_change(metric, source, before)
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """A value, and what it contained if it is a list or a dict."""
+
+    value: Any
+    items: tuple[Any, ...] | None = None
+    keys: tuple[Any, ...] | None = None
+
+    def thaw(self) -> Any:
+        """The value with its contents of then."""
+        if self.items is None:
+            return self.value
+        if self.keys is None:
+            if not _same_items(self.value, self.items):
+                self.value[:] = self.items
+            return self.value
+        contents = [item.thaw() for item in self.items]
+        if tuple(self.value) != self.keys or not _same_items(list(self.value.values()), contents):
+            self.value.clear()
+            self.value.update(zip(self.keys, contents, strict=True))
+        return self.value
+
+
+def _freeze(value: Any, depth: int = 0) -> _Frozen:
+    if isinstance(value, list):
+        return _Frozen(value, tuple(value))
+    if isinstance(value, dict) and depth < _DEPTH:
+        return _Frozen(value, tuple(_freeze(item, depth + 1) for item in value.values()), tuple(value))
+    return _Frozen(value)
+
+
+def _same_items(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    return len(first) == len(second) and all(map(operator.is_, first, second))
+
+
+def _compare(before: _Frozen | None, now: Any, path: Path, record: _Record) -> None:
+    if before is None or before.value is not now:
+        if _travels(now):
+            record.assigned[path] = now.detach() if isinstance(now, Tensor) else now
+    elif before.keys is not None and before.items is not None:
+        old = dict(zip(before.keys, before.items, strict=True))
+        for key, value in now.items():
+            _compare(old.get(key), value, (*path, key), record)
+    elif before.items is not None and not _same_items(now, before.items):
+        length = len(before.items)
+        if _same_items(now[:length], before.items):
+            record.appended[path] = now[length:]
+        elif _travels(now):
+            record.assigned[path] = list(now)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether two nested values hold the same."""
+    (leaves, spec), (others, other_spec) = flatten(value), flatten(before)
+    return spec == other_spec and all(map(_is_same_leaf, leaves, others))
+
+
+def _is_same_leaf(leaf: Any, other: Any) -> bool:
+    if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
+        return type(leaf) is type(other) and bool(leaf == other)
+    alike = leaf.shape == other.shape and leaf.dtype == other.dtype
+    return alike and torch.equal(leaf.to(other.device), other)
+
+
+def _travels(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_travels(item) for item in value)
+    if isinstance(value, dict):
+        return all(_travels(item) for item in value.values())
+    return isinstance(value, (Tensor, *_PLAIN)) and not isinstance(value, nn.Parameter)
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------
+
+
+def _freeze_metric(metric: Metric) -> dict[str, Any]:
+    states = metric.metric_state
+    return {
+        "count": metric.update_count,
+        "forward": forward_cache_of(metric),
+        "computed": computed_of(metric),
+        # Updates may add in place.
+        "states": {name: list(v) if isinstance(v, list) else v.detach().clone() for name, v in states.items()},
+    }
+
+
+def _thaw_metric(metric: Metric, kept: dict[str, Any]) -> None:
+    if metric.update_count == kept["count"] and forward_cache_of(metric) is kept["forward"]:
+        return
+    set_update_count(metric, kept["count"])
+    set_forward_cache(metric, kept["forward"])
+    set_computed(metric, kept["computed"])
+    for name, value in kept["states"].items():
+        setattr(metric, name, list(value) if isinstance(value, list) else value.clone())
+
+
+def _metric_change(metric: Metric, source: Metric, before: dict[str, Any]) -> dict[str, Any]:
+    states, added = {}, {}
+    for name, value in source.metric_state.items():
+        if isinstance(value, list):
+            added[name] = value[len(before["states"][name]) :]
+        else:
+            states[name] = value.detach().clone()
+    forward = forward_cache_of(metric) if forward_cache_of(metric) is not before["forward"] else None
+    return {"count": source.update_count, "forward": forward, "states": states, "added": added}
+
+
+def _leaders(module: nn.Module) -> dict[int, Metric]:
+    """In a collection, metrics with the same states share the first one's."""
+    found: dict[int, Metric] = {}
+    for collection in module.modules():
+        if isinstance(collection, MetricCollection):
+            for members in groups_of(collection):
+                first, *others = (getattr(collection, name) for name in members)
+                found.update({id(other): first for other in others})
+    return found
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_on(item, device) for item in value]
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _printer(calls: list[dict[str, Any]]) -> Callable[..., None]:
+    def record(*args: Any, **kwargs: Any) -> None:
+        calls.append(printed(args, kwargs))
+
+    return record
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Whether values are tuples (or the like) of one structure, and no lists, which may have an item a sample."""
+    if any(isinstance(value, list) for value in values):
+        return False
+    return len({flatten(value)[1] for value in values}) == 1
+
+
+def _within(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")
+
+
+def _kind_and_path(place: Place) -> tuple[Hashable, Path]:
+    kind, path = place[:2]
+    if not isinstance(path, tuple):
+        raise TypeError(f"{place} is no place of an attribute or buffer.")
+    return kind, path

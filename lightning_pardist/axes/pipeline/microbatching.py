@@ -1,0 +1,167 @@
+"""Into how many micro-batches a training batch is cut, and how: found out at planning, the same on every rank."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
+from lightning_pardist.engines.pipeline import BatchCut, MicroBatch, UnevenBatchError
+from lightning_pardist.engines.pipeline.cut import parts_of
+from lightning_pardist.engines.pipeline.schedule import closest_schedule
+
+#: Default for the most micro-batches, for each rank of a pipeline: 4 leave it idle for a fifth of a step at most.
+_A_RANK = 4
+
+
+@dataclass(frozen=True)
+class Microbatching:
+    """How training batches are cut.
+
+    Attributes:
+        settings: Of the pipeline.
+        num_ranks: Ranks of the pipeline.
+        whole: Names of tensors that go whole to every micro-batch, as a trial has shown.
+        least: Samples that a micro-batch has at least, unless the batch has fewer.
+        why: What happens with fewer.
+    """
+
+    settings: PipelineSettings
+    num_ranks: int
+    whole: frozenset[str] = frozenset()
+    least: int = 1
+    why: str = ""
+
+    @property
+    def cut(self) -> BatchCut:
+        """Where samples are in a batch."""
+        return BatchCut(self.settings.batch_dim, self.whole)
+
+    @property
+    def most(self) -> int:
+        """Micro-batches at most."""
+        if self.settings.schedule == "mp":
+            return 1
+        return self.settings.num_microbatches or _A_RANK * self.num_ranks
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody has said how many micro-batches there are to be."""
+        return self.settings.schedule != "mp" and self.settings.num_microbatches is None
+
+    def count(self, batch: Any) -> int:
+        """Micro-batches of a batch.
+
+        Raises:
+            UnevenBatchError: If its tensors have several lengths along the batch dim.
+        """
+        if self.most == 1 or self.settings.split_batch is not None:
+            return self.most
+        size = self.cut.size_of(batch) or 1
+        count = min(self.most, size)
+        if self.is_free:
+            count = efficient_count(size, self.num_ranks, most=min(self.most, max(size // self.least, 1)))
+        settings = self.settings
+        return taken_by(settings.schedule, self.num_ranks, count, settings.chunks_per_rank)
+
+    def split(self, batch: Any, num_microbatches: int) -> list[MicroBatch]:
+        """Cut a batch.
+
+        Args:
+            batch: To be cut.
+            num_microbatches: The most parts to make.
+
+        Raises:
+            UnevenBatchError: If its tensors have several lengths along the batch dim.
+            ValueError: If it cannot be taken apart, or a function of the user's does not cut it.
+        """
+        function = self.settings.split_batch
+        if function is None or num_microbatches == 1:
+            return self.cut.split(batch, num_microbatches)
+        return parts_of(function, batch, num_microbatches, self.cut)
+
+    def alternatives(self, batch: Any) -> Iterator[Microbatching]:
+        """The same with larger and larger micro-batches, as long as their number is free."""
+        tried = set()
+        if not self.is_free or self.settings.split_batch is not None:
+            yield self
+            return
+        for least in range(1, (self.cut.size_of(batch) or 1) + 1):
+            other = replace(self, least=least)
+            if (count := other.count(batch)) not in tried:
+                tried.add(count)
+                yield other
+
+    def guesses(self, batch: Any) -> list[Microbatching]:
+        """Ways to cut a batch whose tensors disagree, the commonest length first; each needs a proof."""
+        try:
+            self.count(batch)
+        except UnevenBatchError as error:
+            lengths = list(error.lengths.values())
+            ordered = sorted(set(lengths), key=lambda length: (-lengths.count(length), length))
+            others = [frozenset(n for n, other in error.lengths.items() if other != length) for length in ordered]
+            return [replace(self, whole=whole) for whole in others]
+        return []
+
+    def describe(self, batch: Any) -> str:
+        """What becomes of a batch, for the log."""
+        parts = self.split(batch, self.count(batch))
+        sizes = sorted({part.size for part in parts})
+        each = " or ".join(map(str, sizes)) + (" sample" if sizes == [1] else " samples")
+        text = f"{len(parts)} micro-batches of {each}" if len(parts) > 1 else "1 micro-batch, the whole batch"
+        return f"{text}{self._because(batch, len(parts))}{self._tensors(batch)}"
+
+    def _because(self, batch: Any, used: int) -> str:
+        settings = self.settings
+        if settings.schedule == "mp":
+            return ""
+        if settings.num_microbatches is not None:
+            more = used != settings.num_microbatches
+            return f" (num_microbatches={settings.num_microbatches}, the batch makes no more)" if more else ""
+        if settings.split_batch is not None:
+            return " (by split_batch)"
+        reason = f" (default: what makes a step shortest, up to {self.most}"
+        return f"{reason}; smaller ones fail: {self.why})" if self.least > 1 else f"{reason})"
+
+    def _tensors(self, batch: Any) -> str:
+        if self.settings.split_batch is not None or self.most == 1:
+            return ""
+        found = self.cut.describe(batch)
+        cut: dict[int, list[str]] = {}
+        for each in found:
+            if each.dim is not None:
+                cut.setdefault(each.dim, []).append(each.name or "the batch")
+        whole = [f"{each.name} {list(each.shape)}" for each in found if each.dim is None]
+        parts = [f"{_listed(names)} along dim {dim}" for dim, names in cut.items()]
+        text = f"; cut: {', '.join(parts)}" if parts else ""
+        return f"{text}; whole in each: {_listed(whole)}" if whole else text
+
+
+@functools.cache
+def taken_by(schedule: str, num_ranks: int, count: int, chunks_per_rank: int) -> int:
+    """Micro-batches that a schedule takes, of so many at most."""
+    return closest_schedule(schedule, num_ranks, count, chunks_per_rank=chunks_per_rank).num_microbatches
+
+
+def efficient_count(size: int, num_ranks: int, *, most: int) -> int:
+    """Micro-batches that make a step shortest: few leave ranks idle, and of uneven ones all wait for the largest.
+
+    A step takes as long as ``m + p - 1`` micro-batches of the largest size, ``m`` micro-batches and ``p`` ranks.
+
+    Args:
+        size: Samples of the batch.
+        num_ranks: Ranks of the pipeline.
+        most: Micro-batches at most, 1 or more.
+    """
+
+    def time(count: int) -> tuple[int, int]:
+        return (count + num_ranks - 1) * math.ceil(size / count), -count
+
+    return min(range(1, min(most, size) + 1), key=time)
+
+
+def _listed(names: list[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,68 @@
+"""Steps that run without stages: when they do, and what has to be known of them before the module is taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
+from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
+from lightning_pardist.engines.pipeline import CannotPipelineError, PipelinePlan, StepRecord, record_step
+from lightning_pardist.engines.pipeline.owner_plan import plan_owners
+from lightning_pardist.trainer import trial_run
+
+
+def needs_owners(module: pl.LightningModule) -> str | None:
+    """Why a module's training cannot run in stages at all, as the beginning of a sentence; None if it can."""
+    if not module.automatic_optimization:
+        return "optimizes by hand (automatic_optimization=False)"
+    if is_overridden("backward", module):
+        return "overrides backward()"
+    return None
+
+
+def repeats_units(record: StepRecord) -> str | None:
+    """Why a recorded step may take another way with the next batch, which stages could not follow."""
+    called = [call.unit for call in record.calls]
+    repeated = next((unit for unit in called if called.count(unit) > 1), None)
+    if repeated is not None:
+        return f"It calls {repeated!r} several times."
+    return "Shapes in it depend on values, as those of packed sequences do." if record.dynamic else None
+
+
+def record_for_owners(
+    trainer: pl.Trainer, settings: PipelineSettings, num_ranks: int, steps: Sequence[tuple[str, Any]]
+) -> PipelinePlan:
+    """Run steps once, with nothing left behind, and distribute layers over ranks. Not collective.
+
+    Args:
+        trainer: Whose module.
+        settings: Of the pipeline.
+        num_ranks: Its ranks.
+        steps: Names of step functions, each with a batch; the first decides who holds what.
+
+    Raises:
+        Exception: What the first step raises. Others that fail tell nothing.
+        CannotPipelineError: If the first step calls fewer layers than there are ranks.
+    """
+    module = trainer.lightning_module
+    records: list[StepRecord] = []
+    for name, batch in steps:
+        try:
+            with trial_run.without_trace(module, trainer), ParameterWriteGuard(module):
+
+                def step(given: Any, name: str = name) -> Any:
+                    return trial_run.run(module, name, given, trainer)
+
+                records.append(
+                    record_step(module, step, batch, grad=name == "training_step", loss_of=lambda result: None)
+                )
+        except Exception:
+            if not records:
+                raise
+    if not records[0].calls:
+        raise CannotPipelineError("The step calls no module that holds parameters, so there is nothing to distribute.")
+    return plan_owners(records, num_ranks, split=settings.split)

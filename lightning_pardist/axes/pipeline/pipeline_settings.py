@@ -1,0 +1,92 @@
+"""Settings of the pipeline axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lightning_pardist.engines.common.meta_init import InitFunction
+from lightning_pardist.engines.pipeline import SCHEDULES, SPLIT_BACKWARD, BatchDim, SplitFunction, stage_ranks
+from lightning_pardist.engines.pipeline.stage_plan import ReadPolicy
+from lightning_pardist.mesh import Degree
+from lightning_pardist.settings import one_of, positive
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How a module is split into stages, and how micro-batches go through them.
+
+    Attributes:
+        pipeline_parallel_size: Ranks that a module is split over, ``"auto"`` for all that are left, or
+            ``"machine"``, see :func:`~lightning_pardist.mesh.degrees_of_machine`.
+        num_microbatches: Micro-batches a training step. If None as many as make a step short, up to four times the
+            ranks, of as many samples as ``training_step`` needs; always 1 for ``"mp"``. Batches with fewer samples make
+            fewer.
+        schedule: ``"mp"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"interleaved_zb"`` or ``"zbv"``.
+        chunks_per_rank: Stages a rank.
+        split: Names of the modules with which stages 1, 2, ... begin; by measured cost if None.
+        loss_weight: A micro-batch's weight in the batch's loss, for losses that are no mean over samples: given the
+            micro-batch, returns its number of tokens, say. ``"sum"`` for a loss that is a sum.
+        reads: ``"send"`` allows values between blocks to be looked at (``if x.mean() > 0``), as long as that does not
+            decide which blocks run.
+        batch_dim: Dim of the samples in a batch's tensors (those with fewer dims have them first), or by name
+            (``"0"``, ``"labels"``, ``"graph.x"``), with None for a tensor that goes whole to every micro-batch.
+        split_batch: Cuts a batch into at most so many micro-batches, in place of ``batch_dim``: given the batch and the
+            number, returns a list of batches or :class:`~lightning_pardist.MicroBatch` objects.
+        eval_batches_in_flight: Batches that validation, test and predict have on their way through the stages. If None
+            four times the ranks, and 1 where something between batches could tell the difference.
+        message_timeout_s: Longest wait for one message between stages, in seconds.
+        init: For modules on ``meta``: initializes the own parameters of one module, in place of its
+            ``reset_parameters``.
+    """
+
+    pipeline_parallel_size: Degree | Literal["machine"] = "auto"
+    num_microbatches: int | None = None
+    schedule: str = "1f1b"
+    chunks_per_rank: int = 1
+    split: Sequence[str] | None = None
+    loss_weight: Callable[[Any], float] | Literal["sum"] | None = None
+    reads: ReadPolicy = "refuse"
+    batch_dim: BatchDim = 0
+    split_batch: SplitFunction | None = None
+    eval_batches_in_flight: int | None = None
+    message_timeout_s: float = 600.0
+    init: InitFunction | None = None
+
+    def __post_init__(self) -> None:
+        one_of("schedule", self.schedule, SCHEDULES)
+        one_of("reads", self.reads, get_args(ReadPolicy))
+        positive("chunks_per_rank", self.chunks_per_rank, "Use 1 or more.")
+        positive("message_timeout_s", self.message_timeout_s, "Use the seconds that a message may take.")
+        stage_ranks(self.schedule, 2, self.chunks_per_rank)
+        for name in ("num_microbatches", "eval_batches_in_flight"):
+            if (number := getattr(self, name)) is not None:
+                positive(name, number, "Use 1 or more, or None.")
+        if self.split_batch is not None and self.batch_dim != 0:
+            raise ValueError("batch_dim and split_batch both say how a batch is cut. Leave one of them out.")
+        if self.schedule == "mp" and self.num_microbatches not in (None, 1):
+            raise ValueError(
+                f"schedule='mp' takes no micro-batches, not num_microbatches={self.num_microbatches}."
+                " Use schedule='1f1b', or leave num_microbatches out."
+            )
+
+    def check_data(self, data_parallel: str, data_settings: Mapping[str, Any]) -> None:
+        """Refuse what makes no sense with a data axis of this kind.
+
+        Raises:
+            ValueError: With what was set and what to set in its place.
+        """
+        if data_parallel != "zero3" or self.pipeline_parallel_size == 1:
+            return
+        if self.schedule in SPLIT_BACKWARD:
+            raise ValueError(
+                f"schedule={self.schedule!r} with data_parallel='zero3' would gather a stage a third time, for the half"
+                " of backward that it puts off. Use schedule='1f1b' or 'interleaved', or data_parallel='zero2'."
+            )
+        for name in ("allow_divergent_forward", "tile_linear_above_mb"):
+            if data_settings.get(name):
+                raise ValueError(
+                    f"{name}={data_settings[name]} is not for data_parallel='zero3' under a pipeline, whose schedule"
+                    " fixes what is gathered when. Leave it out, or set pipeline_parallel_size=1."
+                )

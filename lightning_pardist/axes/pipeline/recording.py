@@ -1,0 +1,611 @@
+"""Runs of the module's step functions, recorded on sample batches as the Trainer would run them, and planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+
+from lightning_pardist.axes.base import Samples
+from lightning_pardist.axes.pipeline.collective_calls import CollectiveCalls
+from lightning_pardist.axes.pipeline.merged_values import change_of
+from lightning_pardist.axes.pipeline.microbatch_outputs import StepOutputs
+from lightning_pardist.axes.pipeline.microbatching import Microbatching
+from lightning_pardist.axes.pipeline.owner_recording import needs_owners, record_for_owners, repeats_units
+from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
+from lightning_pardist.axes.pipeline.reduction_rules import (
+    Collector,
+    Place,
+    Rules,
+    Shares,
+    TokenWeight,
+    find_derived,
+    find_rules,
+    find_token_weight,
+    relative_error,
+)
+from lightning_pardist.compat.lightning_loops import current_hook, set_current_hook
+from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
+from lightning_pardist.engines.pipeline import (
+    CannotPipelineError,
+    MicroBatch,
+    PipelinePlan,
+    StepRecord,
+    UnevenBatchError,
+    dry_run,
+    find_loss,
+    plan_stages,
+    record_step,
+)
+from lightning_pardist.engines.pipeline.interception import undisturbed
+from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
+from lightning_pardist.engines.pipeline.nested import flatten, replace_leaves
+from lightning_pardist.engines.pipeline.steady_buffers import really_steady
+from lightning_pardist.trainer.sample_batches import NoSampleError
+from lightning_pardist.trainer.trial_run import HOOKS
+
+STEPS = {
+    RunningStage.TRAINING: "training_step",
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
+#: What runs training steps on whole batches.
+_WHOLE = ("pardist_mp", "pardist_ddp", "pardist_zero3", "pardist_tp")
+#: What stays from one step to the next.
+_KEPT = ("assigned", "buffer")
+#: Relative errors that are rounding for certain, that may be, and that may be in half precision.
+_CLOSE, _LOOSE, _ROUGH = 2e-6, 1e-4, 2e-2
+#: Runs a step on batches, at will with other values of what it keeps, and returns what it did with each.
+_Evaluate = Callable[..., list[dict[str, Any]]]
+#: Name of a step function, and index of the loader whose batches it gets.
+StepKey = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A step function of the module, and what it is run on: of a training batch a micro-batch."""
+
+    stage: RunningStage
+    dataloader_idx: int
+    num_dataloaders: int
+    batch: Any
+    microbatch: Any
+
+    @property
+    def key(self) -> StepKey:
+        return STEPS[self.stage], self.dataloader_idx
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is known of the module's steps before it is taken apart.
+
+    Attributes:
+        plans: Stages and messages of each step function.
+        rules: How the numbers that each makes of micro-batches are combined.
+        written: Buffers that steps write to, by module and name.
+        unstaged: Steps that do not run in the stages of another one, and why.
+        owners: Who runs which layers if no step runs in stages.
+        steady: Buffers that change once a training step, whatever the number of micro-batches.
+        microbatching: How training batches are cut.
+        cut: What became of the sample batch, for the log.
+    """
+
+    plans: dict[StepKey, PipelinePlan]
+    rules: dict[StepKey, Rules]
+    written: frozenset[tuple[Any, ...]] = frozenset()
+    unstaged: dict[StepKey, str] = field(default_factory=dict)
+    owners: PipelinePlan | None = None
+    steady: frozenset[str] = frozenset()
+    microbatching: Microbatching | None = None
+    cut: str = ""
+
+    @property
+    def placing(self) -> PipelinePlan:
+        """The plan that says who holds what."""
+        return self.owners or next(iter(self.plans.values()))
+
+
+class MicrobatchError(CannotPipelineError):
+    """A step runs on a batch and fails on a micro-batch.
+
+    Attributes:
+        failure: What it says.
+    """
+
+    failure: str = ""
+
+
+class StepRecorder:
+    """Records runs of the steps that a Trainer is going to run, and plans stages for them. Not collective.
+
+    Args:
+        trainer: Between its strategy's setup of the module and its loops.
+        settings: Of the pipeline.
+        ranks: Global ranks of the pipeline.
+        samples: Batches to run them on.
+    """
+
+    def __init__(self, trainer: pl.Trainer, settings: PipelineSettings, ranks: Sequence[int], samples: Samples) -> None:
+        self.trainer = trainer
+        self.samples = samples
+        self.module: pl.LightningModule = trainer.lightning_module
+        self.settings = settings
+        self.ranks, self.num_ranks = ranks, len(ranks)
+        # Before the units are known: all modules are watched, as a recorded run goes through all of them.
+        self._effects = StepOutputs(self.module)
+        self.microbatching = Microbatching(settings, self.num_ranks)
+        self._rng_afterwards = torch.get_rng_state()
+        self._after_hooks: set[RunningStage] = set()
+        self._failure = ""
+        self._unstaged: dict[StepKey, str] = {}
+
+    def record(self) -> Recorded:
+        """Plans for all step functions, the first of which decides the stages; each is tried.
+
+        Raises:
+            CannotPipelineError: If the module cannot be cut as asked, or a step fails on stubs.
+        """
+        samples = list(self._samples())
+        if not samples:
+            raise CannotPipelineError("There is no batch to record a run of a step with.", ())
+        if self.settings.schedule != "mp":
+            return self._record_stages(samples)
+        if (why := needs_owners(self.module)) is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            return self._record_owners(samples, f"{type(self.module).__name__} {why}.")
+        try:
+            return self._record_stages(samples)
+        except CannotPipelineError as error:
+            return self._record_owners(samples, error.reason)
+
+    def _record_owners(self, samples: Sequence[_Sample], reason: str) -> Recorded:
+        """Who runs which layers, for steps that cannot run in stages."""
+        steps = [(STEPS[sample.stage], sample.batch) for sample in samples]
+        owners = record_for_owners(self.trainer, self.settings, self.num_ranks, steps)
+        return Recorded({}, {}, unstaged={sample.key: reason for sample in samples}, owners=owners)
+
+    def _record_stages(self, samples: Sequence[_Sample]) -> Recorded:
+        first, *others = samples
+        if first.stage == RunningStage.TRAINING:
+            recorded, first = self._record_training(first)
+            samples = [first, *others]
+        else:
+            recorded = self._record(first)
+        if self.settings.schedule == "mp" and (why := repeats_units(recorded)) is not None:
+            raise CannotPipelineError(why)
+        steady = self._steady_buffers(first, recorded)
+        found = self._record_others(recorded, others)
+        written = frozenset(self._effects.seen_written)
+        self._effects = StepOutputs(self.module, recorded.unit_names, written=written)
+        main = self._plan(recorded, also=list(found.values()))
+        plans = {first.key: main, **{key: main.adapt(other) for key, other in found.items()}}
+        self._try(first, main)
+        for sample in others:
+            if sample.key in plans:
+                try:
+                    self._try(sample, plans[sample.key])
+                except CannotPipelineError as error:
+                    self._unstaged[sample.key] = error.reason
+                    del plans[sample.key]
+        staged = [sample for sample in samples if sample.key in plans]
+        cut = self.microbatching.describe(first.batch) if first.stage == RunningStage.TRAINING else ""
+        rules = self._find_all_rules(staged)
+        return Recorded(plans, rules, written, self._unstaged, steady=steady, microbatching=self.microbatching, cut=cut)
+
+    def _steady_buffers(self, sample: _Sample, recorded: StepRecord) -> frozenset[str]:
+        """Buffers of units that change once a batch, whatever its samples and their number."""
+        if sample.stage != RunningStage.TRAINING or not recorded.steady_buffers:
+            return frozenset()
+        with self._running(sample) as run, suppress(Exception):
+            batches = (fresh_copy(sample.batch), fresh_copy(sample.microbatch))
+            return really_steady(self.module, recorded.steady_buffers, run, *batches)
+        return frozenset()
+
+    def _record_training(self, sample: _Sample) -> tuple[StepRecord, _Sample]:
+        """A run of the training step on a micro-batch of the batch, cut in a way that is right.
+
+        Raises:
+            CannotPipelineError: If tensors of the batch disagree on its samples, and no way to cut it adds up to the
+                batch's loss; or if the step fails.
+        """
+        asked = self.microbatching
+        guesses = asked.guesses(sample.batch)
+        if not guesses:
+            return self._record_smallest(sample, asked)
+        for guess in guesses:
+            try:
+                recorded, tried = self._record_smallest(sample, guess)
+            except (MicrobatchError, UnevenBatchError):
+                continue
+            if self._adds_up(tried):
+                return recorded, tried
+        try:
+            asked.cut.size_of(sample.batch)
+        except UnevenBatchError as error:
+            raise CannotPipelineError(f"{STEPS[sample.stage]} cannot run on micro-batches: {error}", _WHOLE) from error
+        raise RuntimeError("A batch was refused whose tensors agree.")
+
+    def _record_smallest(self, sample: _Sample, way: Microbatching) -> tuple[StepRecord, _Sample]:
+        """The same with the smallest micro-batches that the step runs on."""
+        failure: MicrobatchError | None = None
+        for other in way.alternatives(sample.batch):
+            try:
+                smallest = other.split(sample.batch, other.count(sample.batch))[-1].value
+            except UnevenBatchError:
+                raise
+            except ValueError as error:
+                raise CannotPipelineError(str(error), _WHOLE) from error
+            tried = replace(sample, microbatch=smallest)
+            try:
+                recorded = self._record(tried)
+            except MicrobatchError as error:
+                failure = failure or error
+                continue
+            self.microbatching = other if failure is None else replace(other, why=failure.failure)
+            return recorded, tried
+        raise failure or RuntimeError("There is no way to cut a batch.")
+
+    def _adds_up(self, sample: _Sample) -> bool:
+        """Whether the losses of micro-batches are exactly those parts of the batch's that they should be."""
+        tried, parts = self._tried(sample), self._parts(sample)
+        if tried is None or len(parts) < 2:
+            return False
+        whole, run, _ = tried
+        loss, losses = loss_of(whole), [loss_of(record) for record in run([part.value for part in parts])]
+        if loss is None or any(each is None for each in losses):
+            return False
+        shares = Shares.of([part.size for part in parts], [part.size for part in parts])
+        ways = (weighted_mean(losses, shares.loss), sum(losses))  # type: ignore[arg-type]
+        return min(relative_error(loss, way) for way in ways) <= _CLOSE
+
+    def _parts(self, sample: _Sample) -> list[MicroBatch]:
+        return self.microbatching.split(sample.batch, self.microbatching.count(sample.batch))
+
+    def _record_others(self, first: StepRecord, samples: Sequence[_Sample]) -> dict[StepKey, StepRecord]:
+        """Runs of the other steps, as far as they go through the first one's stages (``generate`` does not)."""
+        found: dict[StepKey, StepRecord] = {}
+        for sample in samples:
+            try:
+                recorded = self._record(sample)
+                self._plan(first, also=[recorded])
+            except CannotPipelineError as error:
+                self._unstaged[sample.key] = error.reason
+            else:
+                found[sample.key] = recorded
+        return found
+
+    def _plan(self, recorded: StepRecord, also: Sequence[StepRecord]) -> PipelinePlan:
+        settings, num_stages = self.settings, self.num_ranks * self.settings.chunks_per_rank
+        return plan_stages(recorded, num_stages, split=settings.split, reads=settings.reads, also=also)
+
+    def _try(self, sample: _Sample, made: PipelinePlan) -> None:
+        with self._running(sample) as run:
+            dry_run(self.module, run, sample.microbatch, made, loss_of=loss_of)
+
+    def _samples(self) -> Iterator[_Sample]:
+        trainer = self.trainer
+        stages = [] if trainer.state.stage is None else [trainer.state.stage]
+        if trainer.state.fn == TrainerFn.FITTING:
+            stages = [RunningStage.TRAINING]
+            if trainer.limit_val_batches and is_overridden("validation_step", self.module) and _validates(trainer):
+                stages.append(RunningStage.VALIDATING)
+        for stage in stages:
+            with self._as_in(stage):
+                batches = self._batches(stage)
+            for index, batch in enumerate(batches):
+                yield _Sample(stage, index, len(batches), batch, batch)
+
+    def _batches(self, stage: RunningStage) -> list[Any]:
+        try:
+            return self.samples.of(stage)
+        except NoSampleError as problem:
+            raise NoSampleError(
+                f"{type(self.trainer.strategy).__name__} records a run of {STEPS[stage]} before it starts, and has no"
+                f" batch for it: {problem}. Let the loader give a batch whenever it is asked, or turn that loop off"
+                " (limit_val_batches=0)."
+            ) from problem
+
+    def _record(self, sample: _Sample) -> StepRecord:
+        training = sample.stage == RunningStage.TRAINING
+        try:
+            recorded = self._traced(sample)
+        except CannotPipelineError:
+            raise
+        except Exception as error:
+            recorded = self._traced_behind_hooks(sample, error)
+        if training and recorded.loss is None:
+            raise CannotPipelineError(f"{type(self.module).__name__}.training_step returned no loss.", ())
+        return recorded
+
+    def _traced_behind_hooks(self, sample: _Sample, error: Exception) -> StepRecord:
+        """Hooks may prepare what steps need, as in ``def on_train_epoch_start(self): self.outputs = []``."""
+        self._after_hooks.add(sample.stage)
+        try:
+            return self._traced(sample)
+        except CannotPipelineError:
+            raise
+        except Exception:
+            if sample.microbatch is sample.batch or not self._runs_on_whole(sample):
+                raise error from None
+            failed = MicrobatchError(
+                f"{STEPS[sample.stage]} runs on a batch and fails on a micro-batch"
+                f" ({type(error).__name__}: {error}). If samples belong together, use pardist_mp, which makes no"
+                " micro-batches; if micro-batches are too small, larger batches or a smaller num_microbatches.",
+                (),
+            )
+            failed.failure = f"{type(error).__name__}: {error}"
+            # It was not for want of hooks.
+            self._after_hooks.discard(sample.stage)
+            raise failed from error
+
+    def _runs_on_whole(self, sample: _Sample) -> bool:
+        with suppress(Exception), undisturbed(self.module), torch.no_grad(), self._running(sample) as run:
+            run(fresh_copy(sample.batch))
+            return True
+        return False
+
+    def _traced(self, sample: _Sample) -> StepRecord:
+        training = sample.stage == RunningStage.TRAINING
+        calls = CollectiveCalls(self.ranks)
+        with self._running(sample) as run, ParameterWriteGuard(self.module) as kept, calls:
+            recorded = record_step(self.module, run, sample.microbatch, grad=training, loss_of=loss_of)
+            if kept.written:
+                self._refuse_changes(sample, run, kept.written)
+        if calls.found:
+            raise CannotPipelineError(
+                f"{STEPS[sample.stage]} calls a collective by itself ({', '.join(dict.fromkeys(calls.found))}): in a"
+                " pipeline it runs stage by stage, and ranks come to that line as their stages do, or not at all. Call"
+                " it in a hook (on_train_batch_end), or log with sync_dist=True."
+            )
+        return recorded
+
+    @torch.no_grad()
+    def _refuse_changes(self, sample: _Sample, run: Callable[[Any], Any], written: Sequence[nn.Parameter]) -> None:
+        """A step may clamp or normalize parameters, which comes to the same if every micro-batch does it, and no more.
+
+        Raises:
+            CannotPipelineError: If the change depends on how often the step runs, as that of a moving average does.
+        """
+        for parameter in written:
+            parameter.add_(1.0)
+        with undisturbed(self.module), torch.enable_grad():
+            run(fresh_copy(sample.microbatch))
+            once = [parameter.detach().clone() for parameter in written]
+            run(fresh_copy(sample.microbatch))
+        for name, parameter in self.module.named_parameters():
+            before = next((value for other, value in zip(written, once, strict=True) if other is parameter), None)
+            if before is not None and relative_error(before, parameter) > _LOOSE:
+                raise CannotPipelineError(
+                    f"{STEPS[sample.stage]} changes the values of {name!r}, and more of it each time that it runs; in a"
+                    " pipeline it runs once for every micro-batch and stage. Change parameters in a hook, and only by"
+                    " those of the same stage."
+                )
+
+    def _find_all_rules(self, samples: list[_Sample]) -> dict[StepKey, Rules]:
+        return {each.key: self._find_rules(each) for each in samples if each.stage == RunningStage.TRAINING}
+
+    def _find_rules(self, sample: _Sample) -> Rules:
+        """Run the step on the whole sample batch and on its micro-batches, and see how the numbers go together."""
+        parts = self._parts(sample)
+        if len(parts) < 2:
+            return Rules()
+        values, sizes = [part.value for part in parts], [part.size for part in parts]
+        rng = torch.get_rng_state()
+        tried = self._tried(sample)
+        if tried is None:
+            return Rules(untried=self._failure)
+        whole, run, is_exact = tried
+        is_random = not torch.equal(rng, self._rng_afterwards)
+        weigh = self.settings.loss_weight
+        weights = [float(weigh(value)) for value in values] if callable(weigh) else [float(size) for size in sizes]
+        shares = Shares.of(weights, sizes)
+        collector = self._numbers(run(values), shares)
+        numbers, columns, meant = self._numbers_of(whole, sum(sizes)), collector.found, collector.meant
+        loose, close = (_LOOSE, _CLOSE) if is_exact else (_ROUGH, _ROUGH)
+        loss = loss_of(whole)
+        place = next((key for key, number in numbers.items() if number is loss), None)
+        derived = {} if place not in columns else find_derived(columns, columns[place], close=close)
+
+        def find(with_shares: Shares) -> dict[Place, str]:
+            tolerances: dict[str, Any] = {"close": close, "tolerance": loose, "rough": is_random, "meant": meant}
+            found = find_rules(numbers, columns, with_shares, **tolerances) | derived
+            return self._settle_sums(found, numbers, sample, run)
+
+        found = find(shares)
+        certain = find_rules(numbers, columns, shares, close=close, tolerance=close, meant=meant)
+        if place is None or place not in columns:
+            return Rules(found, unexplained=() if is_random else _unexplained(numbers, columns, found))
+        if is_random or weigh is not None or found.get(place) == "sum":
+            unexplained = () if is_random else _unexplained(numbers, columns, found)
+            return Rules(found, None, found.get(place) == "sum", place in found, unexplained)
+        # Padding marked by the ignore index counts, even if this sample is padded so evenly that it does not show.
+        error = relative_error(numbers[place], weighted_mean(columns[place], shares.loss))
+        weight = find_token_weight(
+            numbers[place],
+            columns[place],
+            values,
+            close=close,
+            tolerance=close if place in certain else min(loose, error),
+            only=-100 if place in certain else None,
+        )
+        if weight is not None:
+            weight = self._settled(weight, sample, run, place, numbers[place])
+            found = find(Shares.of([weight(value) for value in values], sizes))
+        return Rules(found, weight, False, place in found, _unexplained(numbers, columns, found))
+
+    def _settle_sums(
+        self, found: dict[Place, str], numbers: dict[Place, Any], sample: _Sample, run: _Evaluate
+    ) -> dict[Place, str]:
+        """Whether a number that was 0 before the step is a sum of the batch, or grows by it from step to step."""
+        for place in [place for place, rule in found.items() if rule == "sum" and found.get(change_of(place)) == "sum"]:
+            before = self._effects.value_at(place)
+            try:
+                (record,) = run([sample.batch], {place: before + 1})
+                after = self._numbers_of(record, 1).get(place, math.nan)
+            except Exception:
+                after = math.nan
+            del found[change_of(place) if relative_error(after, numbers[place]) == 0.0 else place]
+        return found
+
+    def _settled(self, weight: TokenWeight, sample: _Sample, run: _Evaluate, place: Place, number: Any) -> TokenWeight:
+        """Whether a sample's first entry counts, which samples of one length do not show."""
+        leaves = flatten(sample.batch)[0]
+        entries = leaves[weight.leaf]
+        if weight.ignored != -100 or entries.ndim < 2 or not (entries[:, 0] != -100).any():
+            return weight
+        leaves[weight.leaf] = entries.clone()
+        leaves[weight.leaf][:, 0] = -100
+        try:
+            (without,) = run([replace_leaves(sample.batch, leaves)])
+            again = self._numbers_of(without, len(entries)).get(place, math.nan)
+        except Exception:
+            return weight
+        return replace(weight, first=int(relative_error(number, again) == 0.0))
+
+    def _tried(self, sample: _Sample) -> tuple[dict[str, Any], _Evaluate, bool] | None:
+        """What the step makes of the whole batch, how to run it on others, and whether its numbers are exact.
+
+        A step that cannot take the batch in evaluation mode tells nothing, and need not be refused for it.
+        """
+        precision = str(self.trainer.precision)
+        # Where parameters are fp32, numbers are told apart best without autocast.
+        for plain in (True, False) if precision.endswith("mixed") else (False,):
+            run = partial(self._evaluated, sample, plain)
+            try:
+                return run([sample.batch])[0], run, plain or precision.startswith(("32", "64"))
+            except Exception as error:
+                self._failure = f"{type(error).__name__}: {error}"
+        return None
+
+    def _evaluated(
+        self, sample: _Sample, plain: bool, batches: list[Any], preset: Mapping[Place, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        with self._running(sample, plain=plain) as run, undisturbed(self.module), torch.no_grad():
+            self.module.eval()
+            for place, value in (preset or {}).items():
+                self._effects.preset(place, value)
+            records = [run(fresh_copy(batch)) for batch in batches]
+            self._rng_afterwards = torch.get_rng_state()
+            return records
+
+    def _numbers_of(self, record: dict[str, Any], size: int) -> dict[Place, Any]:
+        twice = self._numbers([record, record], Shares.of([1, 1], [size] * 2)).found
+        return {place: column[0] for place, column in twice.items()}
+
+    def _numbers(self, records: list[dict[str, Any]], shares: Shares) -> Collector:
+        collector = Collector()
+        self._effects.combine(records, shares, collector)
+        return collector
+
+    @contextmanager
+    def _running(self, sample: _Sample, *, plain: bool = False) -> Iterator[Callable[[Any], Any]]:
+        name = STEPS[sample.stage]
+        function = getattr(self.module, name)
+        rest = [0] if is_param_in_hook_signature(function, "batch_idx", min_args=2) else []
+        if sample.num_dataloaders > 1:
+            rest.append(sample.dataloader_idx)
+        precision: Any = self.trainer.precision_plugin
+        context = nullcontext if plain else getattr(precision, _CONTEXTS[name])
+
+        def step(microbatch: Any) -> Any:
+            with context():
+                return function(microbatch, *rest)
+
+        before = current_hook(self.module)
+        set_current_hook(self.module, name)
+        try:
+            with self._as_in(sample.stage), self._effects.watching(), self._hooks_run(sample):
+                yield lambda microbatch: self._effects.run(step, microbatch)
+        finally:
+            set_current_hook(self.module, before)
+
+    @contextmanager
+    def _hooks_run(self, sample: _Sample) -> Iterator[None]:
+        """As after the module's hooks before the step, if the step needs them; what they do is undone.
+
+        Raises:
+            CannotPipelineError: If a hook changes parameters, which cannot be undone.
+        """
+        if sample.stage not in self._after_hooks:
+            yield
+            return
+        module = self.module
+        versions = [version_of(parameter) for parameter in module.parameters()]
+        with undisturbed(module):
+            module.__dict__["log"] = lambda *args, **kwargs: None
+            for name in HOOKS[STEPS[sample.stage]]:
+                set_current_hook(module, name)
+                rest = [0, sample.dataloader_idx] if sample.num_dataloaders > 1 else [0]
+                getattr(module, name)(*([sample.batch, *rest] if name.endswith("batch_start") else []))
+                if versions != [version_of(parameter) for parameter in module.parameters()]:
+                    raise CannotPipelineError(
+                        f"{type(module).__name__}.{STEPS[sample.stage]} fails without what hooks prepare, and {name}"
+                        " changes parameters, which a trial run may not. Change them in setup() or configure_model().",
+                        (),
+                    )
+            module.__dict__.pop("log")
+            set_current_hook(module, STEPS[sample.stage])
+            yield
+
+    @contextmanager
+    def _as_in(self, stage: RunningStage | None) -> Iterator[None]:
+        """The Trainer's state and the module's mode as they will be when that stage runs."""
+        state = self.trainer.state
+        before, modes = state.stage, [(each, each.training) for each in self.module.modules()]
+        state.stage = stage
+        try:
+            if stage != RunningStage.TRAINING:
+                self.module.eval()
+            yield
+        finally:
+            state.stage = before
+            for each, mode in modes:
+                each.training = mode
+
+
+_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+
+
+def _validates(trainer: pl.Trainer) -> bool:
+    """Whether training comes to a validation; its loader is not asked for otherwise."""
+    every, epochs = trainer.check_val_every_n_epoch, trainer.max_epochs
+    return bool(trainer.num_sanity_val_steps) or every is None or epochs in (None, -1) or epochs >= every
+
+
+def _unexplained(
+    numbers: Mapping[Place, Any], columns: Mapping[Place, Any], found: Mapping[Place, str]
+) -> tuple[str, ...]:
+    """Names of logged values, attributes and buffers of which no rule is known."""
+    kept = [place for place in columns if place in numbers and place[0] in (*_KEPT, "logged")]
+    kept = [place for place in kept if place not in found and change_of(place) not in found]
+    return tuple(dict.fromkeys(_named(place) for place in kept))
+
+
+def _named(place: Place) -> str:
+    if place[0] == "logged":
+        # A dict that was logged has a value by key.
+        return repr(place[3] if len(place) > 3 and isinstance(place[3], str) else place[1])
+    return ".".join(str(part) for part in place[1] if part)  # type: ignore[attr-defined]
+
+
+def loss_of(record: dict[str, Any]) -> Tensor | None:
+    """The loss in what :meth:`StepOutputs.run` returns."""
+    return find_loss(record["result"])

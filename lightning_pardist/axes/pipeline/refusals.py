@@ -1,0 +1,72 @@
+"""What no pipeline could run right, refused by name before anything is transformed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
+
+from lightning_pardist.axes.base import RunContext
+from lightning_pardist.axes.pipeline.owner_recording import needs_owners
+from lightning_pardist.axes.pipeline.recording import STEPS
+from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_callbacks, refuse_pruning
+from lightning_pardist.compat.lightning_loops import is_compiled
+
+
+def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> None:
+    """Refuse modules and callbacks. Not collective.
+
+    Args:
+        trainer: About to run.
+        context: Of the run.
+        schedule: Of the pipeline.
+
+    Raises:
+        ValueError: With what was found and what to use instead.
+    """
+    module = trainer.lightning_module
+    name = type(module).__name__
+    if is_compiled(module):
+        raise ValueError(f"{name} is compiled as a whole, which hides the modules to cut between. Pass it as it is.")
+    for step in dict.fromkeys(STEPS.values()):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"{name}.{step} takes dataloader_iter, but a pipeline cuts each batch into micro-batches."
+                " Take `batch` instead."
+            )
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    if schedule != "mp" and (why := needs_owners(module)) is not None:
+        raise ValueError(
+            f"{name} {why}: a pipeline interleaves the backward passes of all micro-batches, and cannot stop where the"
+            " step wants one. Use pardist_mp, which runs whole batches, one layer after the other, or pardist_ddp,"
+            " pardist_zero3 or pardist_tp."
+        )
+    refuse_pruning(trainer)
+    refuse_callbacks(
+        trainer,
+        StochasticWeightAveraging,
+        "runs the whole module by itself to renew batch norm statistics, and no rank has it in a pipeline. Use"
+        " WeightAveraging or EMAWeightAveraging, or pardist_ddp, pardist_zero1 or pardist_zero2.",
+    )
+    refuse_averages_in_shards(trainer, context)
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that mix the parameters of several ranks. Not collective.
+
+    Raises:
+        ValueError: With the optimizer's name.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                f"{type(optimizer).__name__} looks at all gradients at once and steps several times a batch, but each"
+                " rank of a pipeline has those of its stages only. Use pardist_ddp, or an optimizer such as AdamW or"
+                " SGD."
+            )

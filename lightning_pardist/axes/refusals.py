@@ -1,0 +1,71 @@
+"""Modules and callbacks that several axes refuse, each with one wording."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
+from torch import nn
+
+from lightning_pardist.axes.base import RunContext
+
+
+def refuse_renormalized(module: nn.Module, where: str) -> None:
+    """Refuse embeddings with ``max_norm`` where ranks see different samples, or parts of a layer. Not collective.
+
+    Args:
+        module: As the user built it.
+        where: Name of the strategy.
+
+    Raises:
+        ValueError: With the name of the first.
+    """
+    for name, layer in module.named_modules():
+        if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) or layer.max_norm is None:
+            continue
+        if layer.weight.requires_grad:
+            raise ValueError(
+                f"{name!r} has max_norm={layer.max_norm}, so that its forward changes the rows that one rank's samples"
+                f" use: under {where} ranks would come to differ. Set max_norm=None, and rescale the rows in"
+                " on_train_batch_start (torch.renorm)."
+            )
+
+
+def refuse_callbacks(trainer: pl.Trainer, kinds: type[pl.Callback] | tuple[type[pl.Callback], ...], why: str) -> None:
+    """Refuse callbacks of some classes. Not collective.
+
+    Args:
+        trainer: Whose callbacks.
+        kinds: Their classes.
+        why: What the error says behind the callback's name: the reason, and the fix.
+
+    Raises:
+        ValueError: If the Trainer has such a callback.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, kinds):
+            raise ValueError(f"{type(callback).__name__} {why}")
+
+
+def refuse_pruning(trainer: pl.Trainer) -> None:
+    """Refuse ``ModelPruning`` where ranks hold parts of the model. Not collective.
+
+    Raises:
+        ValueError: If the Trainer has such a callback.
+    """
+    refuse_callbacks(
+        trainer,
+        ModelPruning,
+        f"compares the elements of whole parameters, and each rank of {type(trainer.strategy).__name__} has some of"
+        " them only. Use pardist_ddp, pardist_zero1 or pardist_zero2, or prune after training.",
+    )
+
+
+def refuse_averages_in_shards(trainer: pl.Trainer, context: RunContext) -> None:
+    """Refuse callbacks that average weights where checkpoints are sharded and ranks hold parts. Not collective.
+
+    Raises:
+        ValueError: If the Trainer has such a callback.
+    """
+    if context.sharded_checkpoints:
+        why = 'puts two models into a checkpoint, of which checkpoint="sharded" knows one. Use checkpoint="full".'
+        refuse_callbacks(trainer, WeightAveraging, why)

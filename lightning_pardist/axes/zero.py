@@ -1,0 +1,76 @@
+"""ZeRO-1 and ZeRO-2 axis: whole parameters, sharded optimizer state and gradients."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import lightning.pytorch as pl
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pardist.axes.base import DataParallelAxis
+from lightning_pardist.axes.offload_setting import OffloadSetting
+from lightning_pardist.engines.data_engine import DataEngine
+from lightning_pardist.engines.zero import ZeroEngine
+from lightning_pardist.mesh import Degree
+from lightning_pardist.settings import positive
+
+
+class ZeroAxis(DataParallelAxis):
+    """Shards optimizer state (stage 1) and gradients (stage 2) over the data axis; parameters stay whole.
+
+    Args:
+        zero_stage: 1 shards optimizer state, 2 gradients as well.
+        bucket_size_mb: Gradients and parameters travel in buckets of this many MiB.
+        overlap: Whether gradients are sent while backward runs.
+        offload: Where optimizer state lives and steps are taken, see :class:`~.offloading.OffloadSetting`.
+        offload_window_mb: With files, state that is resident at a time.
+
+    Raises:
+        ValueError: If a setting is out of range; when the engine is made, if an optimizer needs whole parameters.
+    """
+
+    name = "zero"
+
+    def __init__(
+        self,
+        *,
+        zero_stage: Literal[1, 2] = 2,
+        bucket_size_mb: float = 25.0,
+        overlap: bool = True,
+        offload: str | os.PathLike[str] | None = None,
+        offload_window_mb: float = 64.0,
+    ) -> None:
+        if zero_stage not in (1, 2):
+            raise ValueError(f"zero_stage={zero_stage!r} is not available. Use 1 or 2; FSDPStrategy is stage 3.")
+        self.zero_stage = zero_stage
+        self.bucket_size_mb = positive("bucket_size_mb", bucket_size_mb, "25 is a good start.")
+        self.overlap = overlap
+        self.offload = OffloadSetting(offload, offload_window_mb)
+
+    @override
+    def check(self, trainer: pl.Trainer) -> None:
+        self.offload.check(trainer)
+
+    @override
+    def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
+        return {"data_shard": "auto"}
+
+    @property
+    @override
+    def steps_on_parts(self) -> bool:
+        return self.context.dims.data_parallel > 1
+
+    @override
+    def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
+        return ZeroEngine(
+            module,
+            optimizers,
+            group=self.context.gradient_group,
+            zero_stage=self.zero_stage,
+            bucket_size_mb=self.bucket_size_mb,
+            overlap=self.overlap,
+            offload=self.offload.settings,
+        )

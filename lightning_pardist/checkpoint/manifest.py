@@ -1,0 +1,164 @@
+"""Table of contents of a checkpoint folder: tensors, files, checksums, origin."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from lightning_pardist.checkpoint.errors import DamagedCheckpointError
+
+MANIFEST = "manifest.json"
+TRAINER_STATE = "meta.pt"
+_FORMAT = "lightning_pardist.sharded"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """One box of a tensor in a file.
+
+    Attributes:
+        file: Name in the folder.
+        start: Byte at which its values begin, row-major and without gaps.
+        offsets: Where the box begins in the global tensor.
+        sizes: Its extent.
+    """
+
+    file: str
+    start: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One global tensor.
+
+    Attributes:
+        dtype: As ``"float32"``.
+        shape: Global shape.
+        boxes: Disjoint, together the whole.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint folder's table of contents.
+
+    Attributes:
+        tensors: By key: ``model.NAME`` for the module's state, ``optimizer_I.state.NAME.KEY`` for optimizers'.
+        files: Name -> (bytes, CRC-32) of every other file.
+        aliases: Key -> key of the tensor that it is tied to.
+        about: Strategy, degrees, world size, step, epoch and versions.
+    """
+
+    tensors: dict[str, StoredTensor]
+    files: dict[str, tuple[int, int]]
+    aliases: dict[str, str] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """As it stands in the folder, its own checksum included."""
+        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        body = json.dumps(content, separators=(",", ":"))
+        return json.dumps({"crc32": zlib.crc32(body.encode()), "content": content}, separators=(",", ":")).encode()
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Manifest:
+        """Read and check a folder's manifest. Not collective.
+
+        Args:
+            folder: Local path or URL.
+
+        Raises:
+            FileNotFoundError: If the folder has none, and so is no checkpoint of this package, or not a complete one.
+            DamagedCheckpointError: If it does not match its checksum.
+            ValueError: If a later version of this package wrote it.
+        """
+        filesystem, plain = url_to_fs(os.fspath(folder))
+        path = f"{plain.rstrip('/')}/{MANIFEST}"
+        if not filesystem.exists(path):
+            raise FileNotFoundError(
+                f"{os.fspath(folder)} is not a complete checkpoint folder: it has no {MANIFEST}."
+                ' Use a folder that checkpoint="sharded" saved, or a .ckpt file.'
+            )
+        try:
+            with filesystem.open(path, "rb") as stream:
+                outer = json.loads(stream.read())
+            content = outer["content"]
+            body = json.dumps(content, separators=(",", ":"))
+            intact = zlib.crc32(body.encode()) == outer["crc32"]
+        except (ValueError, KeyError, TypeError):
+            intact = False
+        if not intact:
+            raise DamagedCheckpointError(
+                f"The checkpoint {os.fspath(folder)} is damaged: {MANIFEST} does not match its checksum."
+                " Resume from another one, or copy it again."
+            )
+        if content["format"] != _FORMAT or content["version"] > _VERSION:
+            raise ValueError(
+                f"{path} has format {content['format']} version {content['version']}; this is {_FORMAT} up to version"
+                f" {_VERSION}. Install the version of lightning_pardist that wrote it."
+            )
+        return cls(
+            tensors={key: _tensor(value) for key, value in content["tensors"].items()},
+            files={name: (size, checksum) for name, (size, checksum) in content["files"].items()},
+            aliases=content["aliases"],
+            about=content["about"],
+        )
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a folder, complete or not, at a local path or URL."""
+    filesystem, plain = url_to_fs(os.fspath(path))
+    return bool(filesystem.isdir(plain))
+
+
+def verify_files(folder: str | os.PathLike[str], manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
+    """Compare files with their checksums. Not collective; ranks can share the work.
+
+    Args:
+        folder: Local path or URL.
+        manifest: The folder's.
+        share: Which share of the files.
+        shares: Of how many.
+
+    Raises:
+        DamagedCheckpointError: Naming the first file that is missing, truncated or altered.
+    """
+    filesystem, plain = url_to_fs(os.fspath(folder))
+    for name in sorted(manifest.files)[share::shares]:
+        size, expected = manifest.files[name]
+        path = f"{plain.rstrip('/')}/{name}"
+        if not filesystem.exists(path):
+            raise _damaged(folder, name, "is missing")
+        if (found := filesystem.size(path)) != size:
+            raise _damaged(folder, name, f"has {found} of {size} bytes")
+        checksum = 0
+        with filesystem.open(path, "rb") as stream:
+            while block := stream.read(2**22):
+                checksum = zlib.crc32(block, checksum)
+        if checksum != expected:
+            raise _damaged(folder, name, "does not match its checksum")
+
+
+def _damaged(folder: str | os.PathLike[str], name: str, reason: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"The checkpoint {os.fspath(folder)} is damaged: {Path(name).name} {reason}."
+        " Resume from another one, or copy it again."
+    )
+
+
+def _tensor(value: dict[str, Any]) -> StoredTensor:
+    boxes = (StoredBox(box["file"], box["start"], tuple(box["offsets"]), tuple(box["sizes"])) for box in value["boxes"])
+    return StoredTensor(value["dtype"], tuple(value["shape"]), tuple(boxes))

@@ -1,0 +1,396 @@
+"""Module and optimizer state as boxes of global tensors, for saving and loading."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_pardist.checkpoint.chunks import Shards, shards_of, shards_of_slice
+from lightning_pardist.checkpoint.folder import FolderReader
+from lightning_pardist.compat.modules import has_load_hooks
+
+_MODEL = "model."
+#: Where in a checkpoint stands what other programs ignore.
+ABOUT = "lightning_pardist"
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """An optimizer's state on this rank for one of its parameters.
+
+    Attributes:
+        param: The parameter, plain or a ``DTensor``; the optimizer's state is keyed by it.
+        held: Start and stop in the parameter's elements as they lie in memory, and what is updated in its place, flat.
+            None if the parameter itself is.
+        here: Whether this rank updates any of it.
+    """
+
+    param: Tensor
+    held: tuple[int, int, Tensor] | None = None
+    here: bool = True
+
+    @property
+    def like(self) -> Tensor:
+        """What elementwise state looks like on this rank."""
+        return self.param if self.held is None else self.held[2]
+
+    def locate(self, values: Tensor) -> Shards:
+        """The boxes of state that looks like :attr:`like`."""
+        if self.held is None:
+            return shards_like(self.param, values)
+        return shards_of_slice(self.param, *self.held[:2], values)
+
+
+Slots = Sequence[Sequence[TensorSlot]]
+
+
+def whole_slots(optimizer: Optimizer) -> list[list[TensorSlot]]:
+    """The slots of an optimizer that updates the user's parameters themselves, group by group."""
+    return [[TensorSlot(param) for param in group["params"]] for group in optimizer.param_groups]
+
+
+def shards_like(param: Tensor, values: Tensor) -> Shards:
+    """The boxes of a tensor that lies as ``param`` does, or whole: plain, a ``DTensor``, or the local part of one."""
+    whole = values.shape == param.shape != _local_shape(param)
+    if isinstance(param, DTensor) and not isinstance(values, DTensor) and not whole:
+        held = DTensor.from_local(
+            values, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+        return shards_of(held)
+    return shards_of(values)
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def module_shards(state: Mapping[str, Any]) -> tuple[dict[str, Shards], dict[str, str], dict[str, Any]]:
+    """A state dict as a folder stores it. Not collective.
+
+    Args:
+        state: As ``module.state_dict()`` gives it on this rank: plain tensors, ``DTensor``s, ``meta`` for absent ones.
+
+    Returns:
+        Boxes by key; key -> key of the tensor that it shares memory with; what is not a tensor, by name.
+    """
+    tensors: dict[str, Shards] = {}
+    aliases: dict[str, str] = {}
+    rest: dict[str, Any] = {}
+    seen: dict[Any, str] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            rest[name] = value
+            continue
+        key = _MODEL + name
+        tensors[key] = shards_of(value)
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if local.is_meta or local.numel() == 0:
+            continue
+        place = (local.data_ptr(), local.dtype, tuple(local.shape), local.stride())
+        if place in seen:
+            aliases[key] = seen[place]
+        seen.setdefault(place, key)
+    return tensors, aliases, rest
+
+
+def merged_aliases(of_ranks: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Merge the ranks' tied tensors: from key to the key under which the tensor is saved."""
+    merged: dict[str, str] = {}
+    for aliases in of_ranks:
+        merged.update(aliases)
+    for key in merged:
+        target = merged[key]
+        while target in merged:
+            target = merged[target]
+        merged[key] = target
+    return merged
+
+
+def model_key(name: str) -> str:
+    """The key of a tensor of the module's state."""
+    return _MODEL + name
+
+
+def model_name(key: str) -> str:
+    """The name in the module's state of a tensor with this key."""
+    return key.removeprefix(_MODEL)
+
+
+def optimizer_shards(
+    index: int, optimizer: Optimizer, slots: Slots, names: Mapping[Tensor, str]
+) -> tuple[dict[str, Shards], dict[str, Any]]:
+    """An optimizer's state as a folder stores it. Not collective.
+
+    Args:
+        index: Which of the Trainer's optimizers.
+        optimizer: It.
+        slots: What it holds of the user's parameters.
+        names: The module's names of its parameters.
+
+    Returns:
+        Boxes by key, and the rest: ``param_groups`` with numbered parameters, their ``names``, and under ``small``
+        what is no tensor or has one element, such as counts of steps, by number and name.
+    """
+    tensors: dict[str, Shards] = {}
+    small: dict[int, dict[str, Any]] = {}
+    named: dict[int, str] = {}
+    groups: list[dict[str, Any]] = []
+    number = 0
+    for settings, members in zip(optimizer.param_groups, slots, strict=True):
+        numbers = []
+        for slot in members:
+            named[number] = names.get(slot.param, f"#{number}")
+            for key, boxes in _collected(optimizer, slot, small.setdefault(number, {})).items():
+                tensors[_state_key(index, named[number], key)] = boxes
+            numbers.append(number)
+            number += 1
+        groups.append({**{key: value for key, value in settings.items() if key != "params"}, "params": numbers})
+    return tensors, {"param_groups": groups, "names": named, "small": {n: found for n, found in small.items() if found}}
+
+
+def _collected(optimizer: Optimizer, slot: TensorSlot, small: dict[str, Any]) -> dict[str, Shards]:
+    found: dict[str, Shards] = {}
+    for key, value in optimizer.state.get(slot.param, {}).items() if slot.here else ():
+        if not isinstance(value, Tensor):
+            small[key] = value
+        elif value.dim() == 0 and (slot.like.dim() > 0 or key == "step"):
+            # Beside a parameter without dims a count looks as its moments do.
+            small[key] = value.detach().cpu().clone()
+        elif value.shape in (slot.like.shape, _local_shape(slot.like)):
+            found[key] = slot.locate(value)
+        elif value.numel() <= 1:
+            small[key] = value.detach().cpu().clone()
+        else:
+            found[key] = shards_of(value)
+    return found
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+class FolderState(MutableMapping[str, Any]):
+    """A module's state in a checkpoint folder, by the module's names: tensors are read when they are asked for.
+
+    Args:
+        reader: The folder.
+        rest: What is not a tensor, by name.
+    """
+
+    def __init__(self, reader: FolderReader, rest: Mapping[str, Any]) -> None:
+        self.reader = reader
+        manifest = reader.manifest
+        stored = [key for key in (*manifest.tensors, *manifest.aliases) if key.startswith(_MODEL)]
+        self._values: dict[str, Any] = dict(rest)
+        self._stored = {key.removeprefix(_MODEL): key for key in stored}
+
+    def stored_key(self, name: str) -> str | None:
+        """The folder's key of a tensor that nobody has replaced."""
+        return self._stored.get(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.reader.read(self._stored[name]) if name in self._stored else self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._stored.pop(name, None)
+        self._values[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name in self._stored:
+            del self._stored[name]
+        else:
+            del self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._stored, *self._values])
+
+    def __len__(self) -> int:
+        return len(self._stored) + len(self._values)
+
+
+def can_fill(module: nn.Module) -> bool:
+    """Whether a module's state dict is its parameters and buffers and nothing else, so that filling them is loading."""
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    plain = not any(has_load_hooks(submodule) for submodule in module.modules())
+    overridden = type(module).load_state_dict is not nn.Module.load_state_dict
+    state = module.state_dict(keep_vars=True).values()
+    return plain and not overridden and all(id(v) in own for v in state if isinstance(v, Tensor))
+
+
+@torch.no_grad()
+def fill_module(module: nn.Module, state: FolderState, *, strict: bool = True) -> None:
+    """Load this rank's part of a module from a folder, tensor by tensor. Not collective.
+
+    Args:
+        module: Its tensors may be plain, ``DTensor``s, or on ``meta`` where other ranks hold them.
+        state: The folder's; values that somebody has put there count.
+        strict: Whether names must match.
+
+    Raises:
+        RuntimeError: If they do not, or a shape differs; nothing has been changed then.
+    """
+    own = module.state_dict(keep_vars=True)
+    common = common_names(module, own, state, strict=strict, source=f"The checkpoint {state.reader.path}")
+    for name in common:
+        key = state.stored_key(name)
+        if key is not None and (stored := state.reader.describe(key).shape) != tuple(own[name].shape):
+            raise RuntimeError(
+                f"{name} has shape {tuple(own[name].shape)} in the module and {stored} in {state.reader.path}."
+            )
+    rest: dict[str, Any] = {}
+    for name in common:
+        key = state.stored_key(name)
+        if key is not None:
+            state.reader.read_into(key, shards_of(own[name]))
+        elif isinstance(own[name], Tensor):
+            copy_whole(state[name], shards_of(own[name]))
+        else:
+            rest[name] = state[name]
+    if rest:
+        module.load_state_dict(rest, strict=False)
+
+
+@torch.no_grad()
+def fill_optimizer(
+    index: int,
+    optimizer: Optimizer,
+    slots: Slots,
+    saved: Mapping[str, Any],
+    reader: FolderReader,
+    *,
+    parts: bool = True,
+) -> None:
+    """Load an optimizer's state and settings from a folder. Not collective.
+
+    Args:
+        index: Which of the Trainer's optimizers.
+        optimizer: It.
+        slots: What it holds of the user's parameters.
+        saved: The rest that :func:`optimizer_shards` returned.
+        reader: The folder.
+        parts: Whether the optimizer keeps parts of state for parts of parameters, as it does if it updates every
+            element by itself; whole state otherwise.
+
+    Raises:
+        ValueError: If the parameter groups differ in number or size.
+    """
+    require_same_groups(optimizer, saved["param_groups"], [len(members) for members in slots])
+    keys = _keys_by_name(index, saved["names"].values(), reader.manifest.tensors)
+    optimizer.state.clear()
+    for group, settings, members in zip(optimizer.param_groups, saved["param_groups"], slots, strict=True):
+        group.update({key: value for key, value in settings.items() if key != "params"})
+        for slot, number in zip(members, settings["params"], strict=True):
+            stored = keys[saved["names"][number]]
+            small = saved["small"].get(number, {})
+            if (not stored and not small) or not slot.here or slot.like.is_meta:
+                continue
+            state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in small.items()}
+            for key, full_key in stored.items():
+                state[key] = _filled(full_key, slot, reader, parts=parts)
+            optimizer.state[slot.param] = state
+
+
+def require_same_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], wanted: Sequence[int]) -> None:
+    """Refuse a state whose parameter groups are not the optimizer's.
+
+    Raises:
+        ValueError: With both numbers of parameters.
+    """
+    found = [len(group["params"]) for group in saved]
+    if found != list(wanted):
+        raise ValueError(
+            f"The checkpoint's {type(optimizer).__name__} has parameter groups of {found} parameters, this one of"
+            f" {list(wanted)}. Build the optimizer as it was when the checkpoint was saved."
+        )
+
+
+def optimizer_keys(index: int, saved: Mapping[str, Any], keys: Iterable[str]) -> dict[int, dict[str, str]]:
+    """Which of some keys are an optimizer's tensors: by number of the parameter and name of the state, the key.
+
+    Args:
+        index: Which of the Trainer's optimizers.
+        saved: The rest that :func:`optimizer_shards` returned.
+        keys: Those of a folder, say.
+    """
+    by_name = _keys_by_name(index, saved["names"].values(), keys)
+    return {number: by_name[name] for number, name in saved["names"].items()}
+
+
+def numbered_optimizer_shards(index: int, state: Mapping[str, Any]) -> tuple[dict[str, Shards], dict[str, Any]]:
+    """As :func:`optimizer_shards`, for a whole state dict, whose parameters have numbers for names."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    named = {number: f"#{number}" for number in numbers}
+    tensors: dict[str, Shards] = {}
+    small: dict[int, dict[str, Any]] = {}
+    for number, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.numel() > 1:
+                tensors[_state_key(index, named[number], key)] = shards_of(value)
+            else:
+                small.setdefault(number, {})[key] = value.clone() if isinstance(value, Tensor) else value
+    return tensors, {"param_groups": state["param_groups"], "names": named, "small": small}
+
+
+def _filled(full_key: str, slot: TensorSlot, reader: FolderReader, *, parts: bool) -> Tensor:
+    stored = reader.describe(full_key)
+    if stored.shape != tuple(slot.param.shape) or not parts:
+        return reader.read(full_key).clone()
+    local = slot.like.to_local() if isinstance(slot.like, DTensor) else slot.like
+    floating = getattr(torch, stored.dtype).is_floating_point and local.is_floating_point()
+    dtype = local.dtype if floating else getattr(torch, stored.dtype)
+    values = torch.empty_like(local, dtype=dtype, requires_grad=False)
+    reader.read_into(full_key, slot.locate(values))
+    return values
+
+
+def common_names(
+    module: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool, source: str = "The checkpoint"
+) -> list[str]:
+    """Names of what is to be loaded: those that a module's own state dict and another one have, in its own order.
+
+    Args:
+        module: Whose state dict ``own`` is.
+        own: Its names.
+        state: What is loaded.
+        strict: Whether names must match.
+        source: Where ``state`` comes from, as an error begins.
+
+    Raises:
+        RuntimeError: As torch's ``load_state_dict``, if they do not.
+    """
+    missing = [name for name in own if name not in state]
+    unexpected = [name for name in state if name not in own]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"{source} does not fit {type(module).__name__}: missing {missing[:8]}, unexpected {unexpected[:8]}."
+            " Set strict_loading = False on the module if that is meant."
+        )
+    return [name for name in own if name in state]
+
+
+def copy_whole(whole: Tensor, shards: Shards) -> None:
+    """Fill parts of a tensor in place from the whole, reading no more of it. Not collective."""
+    for part in shards.parts:
+        part.values.copy_(whole[tuple(slice(a, a + n) for a, n in zip(part.offsets, part.sizes, strict=True))])
+
+
+def _keys_by_name(index: int, names: Iterable[str], keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {name: {} for name in names}
+    pattern = re.compile(rf"^optimizer_{index}\.state\.(?P<name>.+)\.(?P<key>[^.]+)$")
+    for full_key in keys:
+        if (match := pattern.match(full_key)) and match["name"] in found:
+            found[match["name"]][match["key"]] = full_key
+    return found
+
+
+def _state_key(index: int, name: str, key: str) -> str:
+    return f"optimizer_{index}.state.{name}.{key}"
+
+
+def _local_shape(tensor: Tensor) -> torch.Size:
+    return tensor.to_local().shape if isinstance(tensor, DTensor) else tensor.shape

@@ -1,0 +1,87 @@
+"""``pardist``: trains by a ``LightningCLI`` with every strategy registered, and explains strategies and checkpoints.
+
+[Note: start-up] Nothing here imports torch or Lightning before a command needs them: ``pardist --help`` and ``pardist
+strategies`` answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+
+from lightning_pardist._version import __version__
+
+_USAGE = """\
+usage: pardist {fit,validate,test,predict} --model CLASS [--data CLASS] [-c CONFIG] [--trainer.strategy NAME] ...
+       pardist strategies
+       pardist inspect CHECKPOINT [--tensors] [--check]
+       pardist convert FOLDER FILE.ckpt | FILE.ckpt FOLDER [--overwrite]
+       pardist doctor [--strategy NAME] [--devices N] [--num-nodes N] [--timeout SECONDS]
+       pardist --version
+
+fit, validate, test and predict take --deepspeed-config FILE, which stands for --trainer.strategy and what else of the
+Trainer the file sets, and every option of LightningCLI; `pardist fit --help` lists them.
+strategies lists the registered strategies, what each splits and when to choose it.
+inspect says what is inside a checkpoint of either form; convert writes it in the other one.
+doctor, started like the training (srun, torchrun, mpirun), shows what each rank sees and says whether it could start.
+
+Exit status: 0; 1 if a command fails or finds a fault; 2 if something that was asked for cannot be.
+"""
+#: Where each command is; imported when it is called.
+_COMMANDS = {
+    "strategies": "lightning_pardist.cli.strategies:main",
+    "inspect": "lightning_pardist.cli.checkpoints:inspect",
+    "convert": "lightning_pardist.cli.checkpoints:convert",
+    "doctor": "lightning_pardist.cli.doctor:main",
+}
+_TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a ``pardist`` command.
+
+    Args:
+        argv: Arguments after the program's name; by default those of the process.
+
+    Returns:
+        The exit status.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0
+    if arguments[0] == "--version":
+        print(_versions())
+        return 0
+    if place := _COMMANDS.get(arguments[0]):
+        module, _, name = place.partition(":")
+        command: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name)
+        return command(arguments[1:])
+    # Leading options, such as a config file before the command, are the parser's business.
+    if arguments[0] not in _TRAINER_COMMANDS and not arguments[0].startswith("-"):
+        print(f"pardist: unknown command {arguments[0]!r}. {_advice(arguments[0])}", file=sys.stderr)
+        return 2
+    from lightning_pardist.cli.train import train
+
+    return train(arguments, from_process=argv is None)
+
+
+def _advice(command: str) -> str:
+    known = (*_TRAINER_COMMANDS, *_COMMANDS)
+    if near := difflib.get_close_matches(command, known, n=1):
+        return f"Did you mean {near[0]!r}? `pardist --help` lists all."
+    return f"Use one of {', '.join(known)}."
+
+
+def _versions() -> str:
+    found = [f"lightning_pardist {__version__}", f"python {platform.python_version()}"]
+    for package in ("torch", "lightning"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{package} not installed")
+    return ", ".join(found)

@@ -1,0 +1,65 @@
+"""``pardist doctor``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lightning_pardist.registry import TABLE
+
+_SIZES = ("pipeline_parallel_size", "data_shard_size", "tensor_parallel_size")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Say whether training could start.
+
+    Args:
+        arguments: After ``pardist doctor``.
+
+    Returns:
+        0 if training could start, 1 if not.
+    """
+    parser = argparse.ArgumentParser(
+        "pardist doctor",
+        description="Whether training could start here, and what would hurt it. Start it like the training.",
+    )
+    names = [entry.name for entry in TABLE]
+    parser.add_argument("--strategy", choices=names, metavar="NAME", help="a name of `pardist strategies`")
+    parser.add_argument("--devices", type=_count, help="what Trainer(devices=) will be")
+    parser.add_argument("--num-nodes", type=_count, default=1, help="what Trainer(num_nodes=) will be")
+    parser.add_argument("--accelerator", default="auto", help="what Trainer(accelerator=) will be")
+    for name in _SIZES:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_count, help=f"what the strategy's {name} will be")
+    parser.add_argument("--timeout", type=_positive, default=60.0, help="seconds to wait for other ranks, per step")
+    parser.add_argument("--megabytes", type=_positive, default=16.0, help="size of the messages that measure bandwidth")
+    found = parser.parse_args(list(arguments))
+
+    from lightning_pardist.doctor import Options, examine
+
+    return examine(
+        Options(
+            strategy=found.strategy,
+            devices=found.devices,
+            num_nodes=found.num_nodes,
+            accelerator=found.accelerator,
+            sizes={name: size for name in _SIZES if (size := getattr(found, name)) is not None},
+            timeout_s=found.timeout,
+            megabytes=found.megabytes,
+        )
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value

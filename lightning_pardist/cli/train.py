@@ -1,0 +1,133 @@
+"""``pardist fit``, ``validate``, ``test`` and ``predict``: Lightning's command line with our strategies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+from lightning_pardist.registry import TABLE
+from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
+
+_DEEPSPEED = "--deepspeed-config"
+_REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)
+#: An error that nothing else has passed through is about what was set on the command line.
+_SETTING_UP = ("lightning_pardist", "lightning", "jsonargparse", "contextlib", "functools")
+
+
+class _RefusedError(Exception):
+    """What was asked for on the command line cannot be; the message is a sentence."""
+
+
+class _CLI(LightningCLI):
+    """Names the strategies in its help, and tells settings that are refused from errors of the user's classes."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        try:
+            super().parse_arguments(parser, args)
+        except argparse.ArgumentError as error:
+            raise _RefusedError(_shortened(str(error))) from error
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except _REFUSALS as error:
+            if not _is_about_settings(error):
+                raise
+            raise _RefusedError(_shortened(str(error))) from error
+
+
+def train(arguments: Sequence[str], *, from_process: bool) -> int:
+    """Run a command of the Trainer.
+
+    Args:
+        arguments: The command and its options.
+        from_process: Whether they are those of the process.
+
+    Returns:
+        The exit status: 2 if an option is refused.
+    """
+    # As `python script.py` and `python -m` do, and a console script does not: the user's modules are found from here.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    own = {"prog": "pardist", "exit_on_error": False}
+    by_command = {"exit_on_error": False, "epilog": _strategies_in_help()}
+    try:
+        found, translated = _translate_deepspeed(list(arguments))
+    except (ValueError, argparse.ArgumentError) as error:
+        return _refused(error)
+    try:
+        _CLI(
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={**own, **{name: dict(by_command) for name in _CLI.subcommands()}},
+            args=None if from_process and not translated else found,
+        )
+    except _RefusedError as error:
+        return _refused(error)
+    return 0
+
+
+def _refused(error: Exception) -> int:
+    print(f"pardist: {error}", file=sys.stderr)
+    return 2
+
+
+def _strategies_in_help() -> str:
+    names = textwrap.fill(", ".join(entry.name for entry in TABLE), 110)
+    return f"Strategies of this package, for --trainer.strategy (`pardist strategies` says more): {names}"
+
+
+def _is_about_settings(error: BaseException) -> bool:
+    """Whether only the parser, Lightning and this package took part, and no class of the user's."""
+    link: BaseException | None = error
+    while link is not None:
+        frames = traceback.walk_tb(link.__traceback__)
+        if any(frame.f_globals.get("__name__", "").split(".")[0] not in _SETTING_UP for frame, _ in frames):
+            return False
+        link = link.__cause__ or link.__context__
+    return True
+
+
+def _shortened(message: str) -> str:
+    """What the parser says, in one line: of the alternatives of a type those that were meant."""
+    lines = [line.strip() for line in message.splitlines()]
+    noise = ("Does not validate against", "Subtypes:", "Errors:", "Given value type:")
+    lines = [line.removeprefix("- ") for line in lines if line and not line.startswith(noise)]
+    told = [line for line in lines if not line.startswith(("Expected a ", "Given value:"))]
+    return " ".join(lines if told == lines[:1] else told or lines)
+
+
+def _translate_deepspeed(arguments: list[str]) -> tuple[list[str], bool]:
+    """Put what a DeepSpeed configuration says in the place of ``--deepspeed-config FILE``.
+
+    Raises:
+        ValueError: If the file cannot be used, or an option says what it says already.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(_DEEPSPEED)
+    found, rest = parser.parse_known_args(arguments)
+    if found.deepspeed_config is None:
+        return arguments, False
+    config = DeepSpeedConfig.read(found.deepspeed_config)
+    config.warn()
+    own = {"strategy": f"lightning_pardist.{config.strategy_class}"}
+    own |= {f"strategy.{name}": json.dumps(value) for name, value in config.strategy.items()}
+    for name in ("precision", "gradient_clip_val", "accumulate_grad_batches"):
+        if getattr(config, name) is not None:
+            own[name] = str(getattr(config, name))
+    for name in own:
+        if any(argument.partition("=")[0] == f"--trainer.{name}" for argument in rest):
+            raise ValueError(f"--trainer.{name} and {_DEEPSPEED} both set it. Leave it out of one of them.")
+    batch = {name: getattr(config, name) for name in ("micro_batch_size", "global_batch_size")}
+    extra = [f"--trainer.{name}={value}" for name, value in own.items()]
+    if any(batch.values()):
+        extra.append("--trainer.callbacks+=lightning_pardist.callbacks.ExpectedBatchSize")
+        extra += [f"--trainer.callbacks.{name}={value}" for name, value in batch.items() if value]
+    return [*rest, *extra], True

@@ -1,0 +1,6 @@
+"""``python -m lightning_pardist.compat``: the private names that are used, as a page of the documentation."""
+
+from lightning_pardist.compat.contract import as_markdown
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

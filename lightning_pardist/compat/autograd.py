@@ -1,0 +1,39 @@
+"""The autograd engine: which backward is running, and work at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import Variable
+
+from lightning_pardist.compat.contract import Private
+
+NAMES = (
+    Private("torch._C._current_graph_task_id", "telling the step's backward from others inside and beside it",
+            "require manual_backward and Trainer.fit, which announce it"),
+    Private("torch.autograd.Variable._execution_engine", "reducing gradients after a backward that nobody announced",
+            "require manual_backward, which announces it"),
+    Private("torch._disable_dynamo", "hooks that torch.compile leaves alone",
+            "torch.compiler.disable, which takes seconds to import"),
+)  # fmt: skip
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def current_backward() -> int | None:
+    """A number of the backward that runs in this thread; None outside of one."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def after_backward(act: Callable[[], None]) -> None:
+    """Call ``act`` when the backward that runs now has ended."""
+    Variable._execution_engine.queue_callback(act)
+
+
+def not_compiled(function: _Function) -> _Function:
+    """A decorator: ``torch.compile`` calls the function and does not look into it."""
+    wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+    return wrapped  # type: ignore[no-any-return]

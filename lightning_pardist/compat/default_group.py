@@ -1,0 +1,195 @@
+"""The default process group that user code sees in a step: the ranks that see different samples.
+
+Code that gathers over the world by itself (``dist.all_gather`` in a contrastive loss, say) means the ranks with other
+samples. Under tensor and pipeline parallelism the world has ranks with the same samples as well, which would be counted
+several times, without a word. So while a step runs, torch's functions answer user code, and nobody else, as if the
+default group were that of the batch: size, rank and collectives agree. torch, Lightning and this package see the
+world. A ``DistributedSampler`` without arguments is user code in this sense at any time of a run.
+
+[Note: one property] ``dist.all_reduce(x)``, ``dist.get_world_size()`` and ``dist.group.WORLD`` all look the default
+group up in ``torch.distributed.distributed_c10d._world.default_pg``, which has no public hook. Its getter looks for the
+caller on the stack. The group that it hands out is nobody else's, and so can be told from one that a caller has named.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import c10d_logger, distributed_c10d
+from torch.distributed.nn import functional as nn_functional
+from torch.overrides import handle_torch_function
+
+from lightning_pardist.compat.contract import Private
+
+_SEEN = "collectives of user code under tensor and pipeline parallelism"
+_C10D = "torch.distributed.distributed_c10d"
+NAMES = tuple(
+    Private(f"{_C10D}.{name}", _SEEN, "pass the group by name") for name in ("_world", "_World", "_World.default_pg")
+)
+
+#: torch's own functions between the lookup and whoever calls them.
+_API = frozenset({distributed_c10d.__file__, c10d_logger.__file__, nn_functional.__file__, __file__})
+#: Functions about groups themselves, whose ranks are those of the world.
+_ABOUT_GROUPS = frozenset({"new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"})
+#: Collectives whose result depends on who takes part.
+_COUNTING = frozenset(
+    {
+        *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_gather"),
+        *("all_gather_into_tensor", "all_gather_single", "all_gather_object", "gather", "gather_object"),
+    }
+)
+_HANDLE = handle_torch_function.__code__
+_SAMPLER = str(Path("torch", "utils", "data", "distributed.py"))
+
+
+class DefaultGroup:
+    """Shows user code another default process group in the steps of a run. Attached for a run; not collective.
+
+    Args:
+        group: This rank's group of the batch, made for this purpose and passed to nobody.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.depth = 0
+        self._warned: set[tuple[CodeType, int]] = set()
+
+    def attach(self) -> None:
+        """Begin to answer."""
+        world = distributed_c10d._world
+        _attached.append(self)
+        world.__class__ = _WorldOfRun
+
+    def detach(self) -> None:
+        """The world is the default group again."""
+        if self in _attached:
+            _attached.remove(self)
+        if not _attached:
+            distributed_c10d._world.__class__ = distributed_c10d._World
+
+    def seen_from(self, frame: FrameType | None, world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """The default group for whoever asks.
+
+        Args:
+            frame: The innermost frame of torch's own function.
+            world: The group of all ranks.
+        """
+        call = _Call(frame, self.group)
+        if world is None or call.names & _ABOUT_GROUPS or call.named not in (None, world):
+            return world
+        if call.caller is not None and call.caller.f_code.co_filename.endswith(_SAMPLER):
+            return self.group
+        while not call.is_users:
+            overridden = _overridden(call.caller)
+            if overridden is None:
+                return world
+            call = _Call(overridden, self.group)
+        if self.depth and call.named is None:
+            return self.group
+        if call.caller is not None and call.names & _COUNTING:
+            self._warn(call.caller)
+        return world
+
+    def _warn(self, frame: FrameType) -> None:
+        line = frame.f_code, frame.f_lineno
+        if line in self._warned:
+            return
+        self._warned.add(line)
+        # By itself: the lookup is not made at the line that the warning is about.
+        warnings.warn_explicit(
+            f"This combines values of all {dist.get_world_size()} ranks, of which only {self.group.size()} see"
+            " different samples: those of the others count several times. Use self.all_gather, sync_dist=True, or"
+            " group=self.trainer.strategy.data_group.",
+            UserWarning,
+            frame.f_code.co_filename,
+            frame.f_lineno,
+        )
+
+
+class _Call:
+    """A call of torch's functions about process groups, as the stack shows it.
+
+    Attributes:
+        caller: Who called the outermost of them.
+        names: Of these functions.
+        named: The group that one of them was given by its caller; None for the default.
+    """
+
+    def __init__(self, frame: FrameType | None, handed_out: dist.ProcessGroup) -> None:
+        self.names: set[str] = set()
+        self.named: dist.ProcessGroup | None = None
+        self._differentiable = False
+        while frame is not None and frame.f_code.co_filename in _API:
+            self.names.add(frame.f_code.co_name)
+            self._differentiable = frame.f_code.co_filename == nn_functional.__file__
+            group = frame.f_locals.get("group")
+            if isinstance(group, dist.ProcessGroup) and group is not handed_out:
+                self.named = group
+            frame = frame.f_back
+        self.caller = frame
+
+    @property
+    def is_users(self) -> bool:
+        """Whether user code called; torch's differentiable collectives have their backward called by autograd."""
+        caller = self.caller
+        return self._differentiable or (caller is not None and not caller.f_code.co_filename.startswith(_LIBRARIES))
+
+
+def _overridden(outer: FrameType | None) -> FrameType | None:
+    """Where a mode, or a tensor with its own version of torch's functions, was asked in the middle of a call."""
+    while outer is not None:
+        before = outer.f_back
+        if outer.f_code is _HANDLE and before is not None and before.f_code.co_filename in _API:
+            return before
+        outer = before
+    return None
+
+
+_attached: list[DefaultGroup] = []
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Around user code of a step, its backward included: the default group is that of the batch. Not collective."""
+    current = _attached[-1] if _attached else None
+    if current is None:
+        yield
+        return
+    current.depth += 1
+    try:
+        yield
+    finally:
+        current.depth -= 1
+
+
+class _WorldOfRun(distributed_c10d._World):
+    """torch's record of process groups, while a :class:`DefaultGroup` is attached."""
+
+    @property
+    def default_pg(self) -> Any:
+        """The default process group for the caller."""
+        world = distributed_c10d._World.default_pg.fget(self)  # type: ignore[attr-defined]
+        return _attached[-1].seen_from(sys._getframe(1), world) if _attached else world
+
+    @default_pg.setter
+    def default_pg(self, value: Any) -> None:
+        distributed_c10d._World.default_pg.fset(self, value)  # type: ignore[attr-defined]
+
+
+def _folder(package: str) -> str:
+    found = importlib.util.find_spec(package)
+    return str(Path(found.origin).parent) + "/" if found is not None and found.origin is not None else "\0"
+
+
+#: Where callers are not user code.
+_LIBRARIES = tuple(
+    _folder(name) for name in ("torch", "lightning", "lightning_pardist", "lightning_utilities", "torchmetrics")
+)

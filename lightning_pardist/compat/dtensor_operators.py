@@ -1,0 +1,86 @@
+"""Operators of DTensors that torch lacks, or has for some tensors only, and that callers outside of steps use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_pardist.compat.contract import Private
+
+_LACKING = "torch.equal and detect_anomaly under tensor parallelism"
+NAMES = (
+    Private("torch.distributed.tensor.DTensor._op_dispatcher", _LACKING, "torch.library, once it takes DTensors"),
+    Private("torch.distributed.tensor._dispatch.OpDispatcher._custom_op_handlers", _LACKING,
+            "torch.library, once it takes DTensors"),
+    Private("torch.ops.aten._is_any_true", _LACKING, "the operator that detect_anomaly calls"),
+    Private("torch.ops.aten._is_all_true", _LACKING, "the operator that detect_anomaly calls"),
+)  # fmt: skip
+
+#: Runs that need the operators now.
+_users = 0
+
+
+def complete_operators() -> None:
+    """Have DTensors know the operators of this file, until :func:`restore_operators` was called as often.
+
+    - ``torch.equal`` of any two shapes and layouts: fine-tuning callbacks tell parameters apart by it. torch's own
+      fails with an ``IndexError`` where the shapes differ, and reduces over all ranks of the world, where only those of
+      one tensor group may compare.
+    - What ``detect_anomaly`` asks of every gradient: whether this rank's part has a NaN. Not collective: the rank that
+      has one stops, and the job with it.
+    """
+    global _users
+    _users += 1
+    known = DTensor._op_dispatcher._custom_op_handlers
+    for operator, handler in _handlers():
+        known.setdefault(operator, handler)
+
+
+def restore_operators() -> None:
+    """Take back one :func:`complete_operators`."""
+    global _users
+    _users = max(_users - 1, 0)
+    known = DTensor._op_dispatcher._custom_op_handlers
+    for operator, handler in _handlers():
+        if not _users and known.get(operator) is handler:
+            del known[operator]
+
+
+def _handlers() -> list[tuple[Any, Any]]:
+    aten = torch.ops.aten
+    return [
+        (aten.equal.default, _equal),
+        (aten._is_any_true.default, _on_own_part),
+        (aten._is_all_true.default, _on_own_part),
+    ]
+
+
+def _on_own_part(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    result: Tensor = op_call(args[0]._local_tensor)
+    return result
+
+
+def _equal(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Collective over the mesh of the tensors if their shapes are the same."""
+    one, other = args
+    if one.shape != other.shape:
+        return False
+    if isinstance(one, DTensor) and isinstance(other, DTensor) and _alike(one, other):
+        same = torch.tensor(int(torch.equal(one._local_tensor, other._local_tensor)), device=one.device)
+        for axis, placement in enumerate(one.placements):
+            if not placement.is_replicate():
+                dist.all_reduce(same, op=dist.ReduceOp.MIN, group=one.device_mesh.get_group(axis))
+        return bool(same.item())
+    return torch.equal(_whole(one), _whole(other))
+
+
+def _alike(one: DTensor, other: DTensor) -> bool:
+    return one.device_mesh == other.device_mesh and one.placements == other.placements
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

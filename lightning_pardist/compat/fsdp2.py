@@ -1,0 +1,520 @@
+"""What ``fully_shard`` keeps to itself: its state per module, parameter groups, parameters (torch 2.11 to 2.15).
+
+``fully_shard`` has public setters for the collectives and for prefetching. It has none for what these classes add: an
+end of backward that does not depend on which inputs need gradients, units that stay unsharded through a step, calls of
+one module before one backward, and taking it all back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_pardist.compat.contract import Private
+
+_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
+_CONTEXT = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext"
+_COMM = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPCommContext"
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
+_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
+_UNDO = "making a module whole again after a run"
+_END = "an end of backward that does not depend on which inputs need gradients"
+_PHASES = "units that stay unsharded, and calls of one module before one backward"
+_PREFETCH = "dropping gathers that nobody used, whose values are stale after a step"
+_READ = "compare with torch/distributed/fsdp/_fully_shard of the release, and change this file"
+
+NAMES = (
+    Private("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "everything in this file", _READ),
+    Private(f"{_STATE}._fsdp_param_groups", "everything in this file", _READ, since="2.12"),
+    Private(f"{_STATE}._fsdp_param_group", "everything in this file", _READ, until="2.12"),
+    Private(f"{_STATE}._modules", "starting anew after an exception", _READ),
+    Private(f"{_STATE}._state_ctx", _END, _READ),
+    Private(f"{_STATE}._comm_ctx", "starting anew after an exception", "reset_iter_state(), since 2.13"),
+    Private(f"{_STATE}._training_state", _PHASES, _READ),
+    Private(f"{_STATE}._root_post_backward_final_callback", _END, _READ),
+    Private(f"{_STATE}._register_root_post_backward_final_callback", _END, _READ),
+    Private(f"{_STATE}._register_pre_backward_hook", "outputs that are objects, and views changed in place", _READ),
+    Private(f"{_STATE}._pre_backward", "outputs that are objects, and views changed in place", _READ),
+    Private(f"{_STATE}._pre_forward", "units of a pipeline stage, which are gathered behind their call", _READ),
+    Private(f"{_STATE}._post_forward", "units of a pipeline stage, which are gathered behind their call", _READ),
+    Private(f"{_STATE}._pre_forward_hook_handle", _UNDO, _READ),
+    Private(f"{_STATE}._post_forward_hook_handle", _UNDO, _READ),
+    Private(f"{_CONTEXT}.all_states", _END, _READ),
+    Private(f"{_CONTEXT}.iter_forward_root", "starting anew after an exception", "reset_iter_state(), since 2.13"),
+    Private(f"{_CONTEXT}.post_backward_final_callback_queued", _END, _READ),
+    Private(f"{_CONTEXT}.manual_backward_finalization_active", _END, _READ, since="2.15"),
+    Private(f"{_COMM}.post_forward_order", "starting anew after an exception", "reset_iter_state(), since 2.13"),
+    Private(f"{_GROUP}.fsdp_params", "everything in this file", _READ),
+    Private(f"{_GROUP}.is_unsharded", _PHASES, _READ),
+    Private(f"{_GROUP}.mesh_info", "reductions that are deferred", _READ),
+    Private(f"{_GROUP}.post_forward_mesh_info", _PHASES, _READ),
+    Private(f"{_GROUP}.reduce_grads", _END, _READ),
+    Private(f"{_GROUP}.all_reduce_grads", _END, _READ),
+    Private(f"{_GROUP}.reshard_after_backward", "ranks that use different units", _READ),
+    Private(f"{_GROUP}.post_forward", _PHASES, _READ),
+    Private(f"{_GROUP}.post_backward", _END, _READ),
+    Private(f"{_GROUP}.reshard", _PHASES, _READ),
+    Private(f"{_GROUP}._training_state", _PHASES, _READ),
+    Private(f"{_GROUP}._to_sharded", _PHASES, _READ),
+    Private(f"{_GROUP}._reduce_dtype", "reductions that are deferred", "defer none"),
+    Private(f"{_GROUP}._all_reduce_hook", "reductions that are deferred", "defer none"),
+    Private(f"{_GROUP}._partial_reduce_output", "HSDP with several micro-batches", _READ),
+    Private(f"{_GROUP}._register_post_backward_hook", _PHASES, _READ),
+    Private(f"{_GROUP}._post_forward_indices", "starting anew after an exception", "reset_iter_state(), since 2.13"),
+    Private(f"{_GROUP}._all_gather_result", _PREFETCH, _READ),
+    Private(f"{_GROUP}._all_gather_comm", "ranks that use different units", _READ),
+    Private(f"{_GROUP}._all_gather_process_group", "ranks that use different units", _READ),
+    Private(f"{_GROUP}._module_to_pre_save_state_dict_hook_handle", _UNDO, _READ),
+    Private(f"{_GROUP}._module_to_pre_load_state_dict_hook_handle", _UNDO, _READ),
+    Private(f"{_PARAM}.sharded_param", "everything in this file", _READ),
+    Private(f"{_PARAM}._unsharded_param", "gradients of parameters that are used outside of their module", _READ),
+    Private(f"{_PARAM}.unsharded_accumulated_grad", "accumulation of whole gradients", _READ),
+    Private(f"{_PARAM}._sharded_param_data", "ranks that use different units", _READ),
+    Private(f"{_PARAM}.all_gather_outputs", "outputs that are views of parameters", _READ),
+    Private(f"{_PARAM}.param_dtype", "reductions that are deferred", _READ),
+    Private(f"{_PARAM}.orig_dtype", "reductions that are deferred", _READ),
+    Private(f"{_PARAM}.sharded_grad_dtype", "reductions that are deferred", _READ, since="2.15"),
+    Private(f"{_PARAM}.offload_to_cpu", "reductions that are deferred", _READ),
+    Private(f"{_PARAM}._module_info", _UNDO, _READ),
+    Private(f"{_PARAM}._post_load_hook_handle", _UNDO, _READ),
+    Private("torch.distributed._composable.contract.STATE_KEY", _UNDO, _READ),
+    Private("torch.distributed._composable.contract.REGISTRY_KEY", _UNDO, _READ),
+    Private("torch.distributed._composable_state._module_state_mapping", _UNDO, _READ),
+)
+
+
+class ShardedParameter:
+    """One parameter of a group, torch's ``FSDPParam``.
+
+    Args:
+        private: torch's object.
+    """
+
+    __slots__ = ("_private",)
+
+    def __init__(self, private: Any) -> None:
+        self._private = private
+
+    @property
+    def sharded(self) -> Any:
+        """The parameter that the module has between steps, a ``DTensor``."""
+        return self._private.sharded_param
+
+    @property
+    def unsharded(self) -> nn.Parameter | None:
+        """The whole parameter, or nothing before the first all-gather. Its storage is empty while sharded."""
+        return getattr(self._private, "_unsharded_param", None)
+
+    @property
+    def flat_shard(self) -> torch.Tensor:
+        """This rank's padded shard, one-dimensional."""
+        data: torch.Tensor = self._private._sharded_param_data
+        return data
+
+    @property
+    def gather_buffers(self) -> list[torch.Tensor]:
+        """Where all-gathers put the whole parameter; without storage while sharded."""
+        buffers: list[torch.Tensor] = self._private.all_gather_outputs
+        return buffers
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype in which the parameter is gathered and used."""
+        dtype: torch.dtype = self._private.param_dtype or self._private.orig_dtype
+        return dtype
+
+    @property
+    def shard_grad_dtype(self) -> torch.dtype:
+        """The dtype of the shard's gradient; since torch 2.15 it may differ from the shard's."""
+        dtype: torch.dtype = getattr(self._private, "sharded_grad_dtype", None) or self._private.orig_dtype
+        return dtype
+
+    @property
+    def offloads_to_cpu(self) -> bool:
+        """Whether the shard and its gradient rest in host memory."""
+        return bool(self._private.offload_to_cpu)
+
+    @property
+    def has_unsharded_grad(self) -> bool:
+        """Whether a gradient waits to be reduced."""
+        unsharded = self.unsharded
+        # Before torch 2.15, gradients of backwards that do not reduce are kept beside the parameter.
+        return unsharded is not None and (
+            unsharded.grad is not None or self._private.unsharded_accumulated_grad is not None
+        )
+
+    @property
+    def has_post_accumulate_hooks(self) -> bool:
+        """Whether the user wants to see the shard's gradient as soon as it is there."""
+        # None or a dict, and listed in tensors.py.
+        return bool(getattr(self.sharded, "_post_accumulate_grad_hooks", None))
+
+    def fill_missing_grad(self) -> bool:
+        """Give zeros to a trainable parameter that backward did not reach; returns whether it was one."""
+        unsharded = self.unsharded
+        if unsharded is None or not unsharded.requires_grad or self.has_unsharded_grad:
+            return False
+        with torch.no_grad():
+            unsharded.grad = torch.zeros_like(
+                unsharded, dtype=unsharded.grad_dtype, memory_format=torch.contiguous_format
+            )
+        return True
+
+    def forget_grads(self) -> None:
+        """Forget gradients, reduced and waiting."""
+        if self.unsharded is not None:
+            self.unsharded.grad = None
+            if self._private.unsharded_accumulated_grad is not None:
+                self._private.unsharded_accumulated_grad = None
+        self.sharded.grad = None
+
+
+class ParameterGroup:
+    """Parameters that are gathered and reduced together, torch's ``FSDPParamGroup``.
+
+    Args:
+        private: torch's object.
+    """
+
+    def __init__(self, private: Any) -> None:
+        self._private = private
+        self.parameters = [ShardedParameter(parameter) for parameter in private.fsdp_params]
+
+    # -- all-gathers
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the module holds the whole parameters now."""
+        return bool(self._private.is_unsharded)
+
+    @property
+    def was_unsharded(self) -> bool:
+        """Whether the whole parameters have been created, by the first all-gather."""
+        return all(parameter.unsharded is not None for parameter in self.parameters)
+
+    @property
+    def is_being_gathered(self) -> bool:
+        """Whether an all-gather was started, ahead of its use, that nobody has waited for."""
+        return self._private._all_gather_result is not None
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether the parameters are freed after forward."""
+        return self._private.post_forward_mesh_info is not None
+
+    def keep_unsharded_after_forward(self) -> Callable[[], None]:
+        """Do not free the parameters after forward; returns what restores the setting."""
+        group, before = self._private, self._private.post_forward_mesh_info
+        group.post_forward_mesh_info = None
+        return lambda: setattr(group, "post_forward_mesh_info", before)
+
+    def drop_pending_gather(self) -> None:
+        """Wait for and forget a prefetch that nobody used: its values would be stale after the next step."""
+        pending = self._private._all_gather_result
+        if pending is None:
+            return
+        if isinstance(pending.all_gather_work, dist.Work):
+            pending.all_gather_work.wait()
+        if pending.all_gather_event is not None and self._private.device.type != "cpu":
+            torch.accelerator.current_stream().wait_event(pending.all_gather_event)
+        self._private._all_gather_result = None
+
+    def send_shard(self) -> None:
+        """Take part in an all-gather of what this rank holds unsharded itself. Collective over the shard group."""
+        group = self._private
+        mine = torch.cat([p.flat_shard.to(group.device, p.gather_dtype) for p in self.parameters])
+        process_group = group._all_gather_process_group
+        out = mine.new_empty(mine.numel() * process_group.size())
+        work = group._all_gather_comm(out, mine, process_group, async_op=True)
+        if isinstance(work, dist.Work):
+            work.wait()
+
+    def reshard(self) -> None:
+        """Free the whole parameters as the setting for this phase of the step says. Not collective."""
+        self._private.reshard()
+
+    def free(self) -> None:
+        """Free the whole parameters whatever the settings say; the shards remain. Not collective."""
+        self.drop_pending_gather()
+        self._private._to_sharded()
+
+    def abandon(self) -> None:
+        """As :meth:`free` after a failure: waits for nobody, and forgets whatever was in flight. Not collective."""
+        self._private._all_gather_result = None
+        self._private._to_sharded()
+        self.set_idle()
+
+    # -- reductions
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks gradients are averaged."""
+        return int(self._private.mesh_info.mesh.size())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether gradients wait to be reduced now: whole ones, or HSDP's partial sums of earlier micro-batches."""
+        group = self._private
+        if not group.reduce_grads:
+            return False
+        partial = group.all_reduce_grads and group._partial_reduce_output is not None
+        return partial or any(parameter.has_unsharded_grad for parameter in self.parameters)
+
+    def output_becomes_grads(self) -> bool:
+        """Whether what a reduce-scatter writes is the shards' gradients, and nobody reads it before backward ends.
+
+        Otherwise torch divides, casts, adds or copies it as soon as it is there.
+        """
+        group = self._private
+        if isinstance(getattr(group.mesh_info, "replicate_mesh_size", None), int) or group._all_reduce_hook is not None:
+            return False
+        trainable = [p for p in self.parameters if p.sharded.requires_grad]
+        dtypes = {p.sharded.dtype for p in trainable} | {p.shard_grad_dtype for p in trainable}
+        if group._reduce_dtype is not None:
+            dtypes.add(group._reduce_dtype)
+        for parameter in self.parameters:
+            dtypes.add(parameter.gather_dtype)
+            if parameter.sharded.grad is not None or parameter.offloads_to_cpu or parameter.has_post_accumulate_hooks:
+                return False
+        # torch divides by the number of ranks itself unless the dtype is one of these.
+        return len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16}
+
+    def fill_missing_grads(self) -> list[ShardedParameter]:
+        """Give zeros to parameters that backward did not reach; returns those whose shard has no gradient yet.
+
+        torch's own ``set_reduce_scatter_unused_params`` would reduce a unit that no rank has used as well.
+        """
+        filled = [parameter for parameter in self.parameters if parameter.fill_missing_grad()]
+        return [parameter for parameter in filled if parameter.sharded.grad is None]
+
+    def reduce_zeros(self, filled: Callable[[list[ShardedParameter]], None]) -> None:
+        """Take part in a reduction with zeros, and leave the group as it was. Collective over the group's mesh.
+
+        Args:
+            filled: Gets the parameters that have a gradient only since zeros were put there.
+        """
+        group = self._private
+        unsharded_parameters = [p.unsharded for p in self.parameters if p.unsharded is not None]
+        kept = [(unsharded, unsharded.grad) for unsharded in unsharded_parameters]
+        for unsharded, _ in kept:
+            unsharded.grad = None
+        state, reshards = group._training_state, group.reshard_after_backward
+        group.reshard_after_backward = False
+        filled(self.fill_missing_grads())
+        type(group).post_backward(group)
+        group._training_state, group.reshard_after_backward = state, reshards
+        for unsharded, gradient in kept:
+            unsharded.grad = gradient
+
+    # -- phases of a step
+
+    def set_idle(self) -> None:
+        """Forget that the group's backward has run, so that the final callback runs it once more."""
+        self._set_phase("IDLE")
+
+    def set_forward(self) -> None:
+        """Say that the group is in forward, so that it keeps what ``reshard_after_forward`` says it keeps."""
+        self._set_phase("FORWARD")
+
+    def set_post_backward(self) -> None:
+        """Say that the group's backward has run."""
+        self._set_phase("POST_BACKWARD")
+
+    def _set_phase(self, name: str) -> None:
+        self._private._training_state = type(self._private._training_state)[name]
+
+    def forget_forwards(self) -> None:
+        """Forget the order of forwards whose backward will not come."""
+        self._private._post_forward_indices.clear()
+
+    def wrap(
+        self,
+        *,
+        post_forward: Callable[..., Any],
+        post_backward: Callable[..., Any],
+        register_post_backward: Callable[..., Any],
+    ) -> None:
+        """Let functions take the place of torch's own, which each gets as its first argument.
+
+        Args:
+            post_forward: ``(torch's, module, args, output) -> output``, after a module's forward.
+            post_backward: ``(torch's, *unused)``, when gradients of a module's inputs were computed.
+            register_post_backward: ``(torch's, args, kwargs) -> args, kwargs``, before a module's forward.
+        """
+        group = self._private
+        group.post_forward = functools.partial(post_forward, group.post_forward)
+        group.post_backward = functools.partial(post_backward, group.post_backward)
+        group._register_post_backward_hook = functools.partial(
+            register_post_backward, group._register_post_backward_hook
+        )
+
+    def hook_handles(self) -> Iterator[Any]:
+        """Handles of the group's hooks on modules."""
+        yield from self._private._module_to_pre_save_state_dict_hook_handle.values()
+        yield from self._private._module_to_pre_load_state_dict_hook_handle.values()
+        for parameter in self._private.fsdp_params:
+            yield parameter._post_load_hook_handle
+
+    def restore(self, whole: Callable[[Any], torch.Tensor]) -> None:
+        """Put whole parameters in the shards' places. Collective if ``whole`` is.
+
+        Args:
+            whole: Makes a whole tensor of a shard.
+        """
+        for parameter in self._private.fsdp_params:
+            shard, info = parameter.sharded_param, parameter._module_info
+            restored = nn.Parameter(whole(shard), requires_grad=shard.requires_grad)
+            places = [
+                (info.module, info.param_name),
+                *zip(info.shared_modules, info.shared_param_names, strict=True),
+            ]
+            for module, name in places:
+                module.register_parameter(name, restored)
+
+
+class ModuleState:
+    """What ``fully_shard`` knows of one module, torch's ``FSDPState``.
+
+    Args:
+        module: ``fully_shard`` was applied to it.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+        self._private: Any = module._get_fsdp_state()
+        #: None for a module without parameters of its own.
+        self.groups = [ParameterGroup(group) for group in _private_groups(self._private)]
+
+    # -- hooks
+
+    def wrap(self, *, final: Callable[..., Any], register_pre_backward: Callable[..., Any]) -> None:
+        """Let functions take the place of torch's own.
+
+        Args:
+            final: ``(torch's)``, at the end of backward if this module is the root.
+            register_pre_backward: ``(output) -> output``, after forward.
+        """
+        state = self._private
+        state._root_post_backward_final_callback = functools.partial(final, state._root_post_backward_final_callback)
+        state._register_pre_backward_hook = register_pre_backward
+
+    def remove_forward_hooks(self) -> None:
+        """Let a call of the module neither gather nor free it: whoever runs it calls the two methods below."""
+        self._private._pre_forward_hook_handle.remove()
+        self._private._post_forward_hook_handle.remove()
+
+    def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the hook before forward does. Collective over the shard group."""
+        args, kwargs = self._private._pre_forward(self.module, args, kwargs)
+        return args, kwargs
+
+    def post_forward(self, args: Any, output: Any) -> Any:
+        """What the hook after forward does. Not collective."""
+        return self._private._post_forward(self.module, args, output)
+
+    # -- backward
+
+    def pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Backward reaches an output of the module. Collective over the shard group."""
+        result: torch.Tensor = self._private._pre_backward(gradient)
+        return result
+
+    def queue_final(self) -> None:
+        """Have the root's final callback run at the end of the backward that is running."""
+        self._private._register_root_post_backward_final_callback()
+
+    def run_final(self) -> None:
+        """Do what ends a backward, without one. Collective over the mesh."""
+        context = self._private._state_ctx
+        # Since torch 2.15 a backward decides when it begins whether the caller ends it.
+        if getattr(context, "manual_backward_finalization_active", False) is None:
+            context.manual_backward_finalization_active = context.manual_backward_finalization
+        self._private._root_post_backward_final_callback()
+
+    def end_inner_backward(self) -> None:
+        """Be ready for another backward of the same forward; what is unsharded stays."""
+        self._private._state_ctx.post_backward_final_callback_queued = False
+        self._set_all_idle()
+
+    def _set_all_idle(self) -> None:
+        for other in self._private._state_ctx.all_states:
+            other._training_state = type(other._training_state).IDLE
+            for group in _private_groups(other):
+                ParameterGroup(group).set_idle()
+
+    def reset_iteration(self) -> None:
+        """Forget a forward or backward that did not end; torch 2.11 has no method for it."""
+        if hasattr(self.module, "reset_iter_state"):
+            self.module.reset_iter_state()
+            return
+        context = self._private._state_ctx
+        context.iter_forward_root = None
+        context.post_backward_final_callback_queued = False
+        self._private._comm_ctx.post_forward_order.clear()
+        self._set_all_idle()
+        for other in context.all_states:
+            for group in _private_groups(other):
+                ParameterGroup(group).forget_forwards()
+
+    # -- taking it back
+
+    def undo(self, whole: Callable[[Any], torch.Tensor]) -> None:
+        """Take back what ``fully_shard`` did to the module, parameter by parameter. Collective if ``whole`` is.
+
+        Args:
+            whole: Makes a whole tensor of a shard.
+        """
+        self.remove_forward_hooks()
+        for group in self.groups:
+            for handle in group.hook_handles():
+                handle.remove()
+            group.restore(whole)
+        module: Any = self.module
+        _module_state_mapping.pop(module, None)
+        for key in (STATE_KEY, REGISTRY_KEY):
+            module.__dict__.pop(key, None)
+        remove_marks(module)
+        module.__class__ = unsharded_class(type(module))
+
+
+def _private_groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    # torch 2.11: at most one.
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def states_in(module: nn.Module) -> Iterator[ModuleState]:
+    """The states of all modules of the tree that ``fully_shard`` was applied to."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            yield ModuleState(child)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to any module of the tree."""
+    return any(isinstance(child, FSDPModule) for child in module.modules())
+
+
+def unsharded_class(cls: type) -> type:
+    """The class that a module had before ``fully_shard``, which makes a subclass of it and ``FSDPModule``."""
+    if not issubclass(cls, FSDPModule):
+        return cls
+    bases = [base for base in cls.__bases__ if base is not FSDPModule]
+    return bases[0]
+
+
+def remove_marks(module: nn.Module) -> None:
+    """Take away the attributes by which other libraries tell that ranks have to call a module equally often."""
+    for child in module.modules():
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            child.__dict__.pop(mark, None)

@@ -1,0 +1,125 @@
+"""Functions and classes of Lightning that have a private name only."""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device as move_torchmetrics_to_device
+from lightning.fabric.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE as HYDRA_AVAILABLE
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd as basic_subprocess_cmd
+from lightning.fabric.strategies.launchers.subprocess_script import _hydra_subprocess_cmd as hydra_subprocess_cmd
+from lightning.fabric.utilities.cloud_io import _load as load_from_url
+from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls as reinstantiate
+from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_device
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
+from lightning.fabric.utilities.init import _materialize_distributed_module as materialize_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
+from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
+from lightning.fabric.utilities.types import _PATH as PATH
+from lightning.fabric.utilities.types import _Stateful as Stateful
+from lightning.pytorch.core.optimizer import _configure_optimizers as configure_optimizers
+from lightning.pytorch.core.saving import _load_state as load_module_state
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
+from lightning.pytorch.plugins.precision.half import HalfPrecision
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs as dataloader_arguments
+from lightning.pytorch.utilities.data import _is_dataloader_shuffled as is_dataloader_shuffled
+from lightning.pytorch.utilities.data import _update_dataloader as update_dataloader
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
+
+from lightning_pardist.compat.contract import Private
+
+_LAUNCH = "starting ranks with Lightning's arguments"
+_SAME = "seeds of trial runs as Lightning keeps them"
+_COPY = "a copy of the function"
+_LOADERS = "loaders of any subclass with another sampler"
+NAMES = (
+    Private("lightning.fabric.strategies.fsdp._move_torchmetrics_to_device", "metrics of a sharded module", _COPY),
+    Private("lightning.fabric.strategies.launchers.subprocess_script._HYDRA_AVAILABLE", _LAUNCH, _COPY),
+    Private("lightning.fabric.strategies.launchers.subprocess_script._basic_subprocess_cmd", _LAUNCH, _COPY),
+    Private("lightning.fabric.strategies.launchers.subprocess_script._hydra_subprocess_cmd", _LAUNCH, _COPY),
+    Private("lightning.fabric.utilities.cloud_io._load", "checkpoints behind URLs", "fsspec and torch.load"),
+    Private("lightning.fabric.utilities.data._reinstantiate_wrapped_cls", _LOADERS, _COPY),
+    Private("lightning.fabric.utilities.data._set_sampler_epoch", "the order of samples of an epoch", _COPY),
+    Private("lightning.fabric.utilities.device_dtype_mixin._update_properties", "self.device of a module on meta",
+            _COPY),
+    Private("lightning.fabric.utilities.distributed._set_num_threads_if_needed", _LAUNCH, _COPY),
+    Private("lightning.fabric.utilities.imports._IS_INTERACTIVE", "notebooks", 'hasattr(sys, "ps1")'),
+    Private("lightning.fabric.utilities.init._materialize_distributed_module", "modules that shard themselves", _COPY),
+    Private("lightning.fabric.utilities.optimizer._optimizers_to_device", "optimizer state on the device", _COPY),
+    Private("lightning.fabric.utilities.seed._collect_rng_states", _SAME, _COPY),
+    Private("lightning.fabric.utilities.seed._set_rng_states", _SAME, _COPY),
+    Private("lightning.fabric.utilities.types._PATH", "signatures of Lightning's methods", "str | os.PATH"),
+    Private("lightning.fabric.utilities.types._Stateful", "loaders with a state of their own",
+            "state_dict and load_state_dict"),
+    Private("lightning.pytorch.core.optimizer._configure_optimizers", "self.optimizers() in a trial run", _COPY),
+    Private("lightning.pytorch.core.saving._load_state", "modules out of a checkpoint folder",
+            "a single file, and load_from_checkpoint"),
+    Private("lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO", "asynchronous saving", "AsyncCheckpointIO"),
+    Private("lightning.pytorch.plugins.precision.half.HalfPrecision._desired_input_dtype", "half precision of shards",
+            "the precision's name"),
+    Private("lightning.pytorch.strategies.launchers._MultiProcessingLauncher", _LAUNCH, "a launcher of our own"),
+    Private("lightning.pytorch.strategies.launchers._SubprocessScriptLauncher", _LAUNCH, "a launcher of our own"),
+    Private("lightning.pytorch.strategies.launchers._MultiProcessingLauncher._start_method", _LAUNCH,
+            "the argument of the strategy"),
+    Private("lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._check_can_spawn_children", _LAUNCH,
+            _COPY),
+    Private("lightning.pytorch.utilities.data._get_dataloader_init_args_and_kwargs", _LOADERS, _COPY),
+    Private("lightning.pytorch.utilities.data._is_dataloader_shuffled", _LOADERS, _COPY),
+    Private("lightning.pytorch.utilities.data._update_dataloader", _LOADERS, _COPY),
+    Private("lightning.pytorch.utilities.exceptions._TunerExitException", "the tuner under spawn", _COPY),
+)  # fmt: skip
+
+__all__ = [
+    "HYDRA_AVAILABLE",
+    "IS_INTERACTIVE",
+    "PATH",
+    "MultiProcessingLauncher",
+    "Stateful",
+    "SubprocessScriptLauncher",
+    "TunerExitException",
+    "WrappingCheckpointIO",
+    "basic_subprocess_cmd",
+    "check_can_spawn_children",
+    "collect_rng_states",
+    "configure_optimizers",
+    "dataloader_arguments",
+    "half_dtype",
+    "hydra_subprocess_cmd",
+    "is_dataloader_shuffled",
+    "load_from_url",
+    "load_module_state",
+    "materialize_module",
+    "move_torchmetrics_to_device",
+    "optimizers_to_device",
+    "reinstantiate",
+    "set_num_threads_if_needed",
+    "set_rng_states",
+    "set_sampler_epoch",
+    "start_method",
+    "update_dataloader",
+    "update_device",
+]
+
+
+def half_dtype(plugin: HalfPrecision) -> torch.dtype:
+    """The dtype that ``precision="bf16-true"`` and ``"16-true"`` stand for."""
+    return plugin._desired_input_dtype
+
+
+def start_method(launcher: MultiProcessingLauncher) -> str:
+    """``"spawn"`` or ``"fork"``."""
+    method: str = launcher._start_method
+    return method
+
+
+def check_can_spawn_children(launcher: SubprocessScriptLauncher) -> None:
+    """Refuse to start ranks from a rank.
+
+    Raises:
+        RuntimeError: If this process was started as one.
+    """
+    launcher._check_can_spawn_children()

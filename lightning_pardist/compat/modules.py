@@ -1,0 +1,87 @@
+"""``nn.Module``: the tables of its own parameters, buffers and submodules, and hooks of loading.
+
+``named_parameters(recurse=False)`` leaves out entries that are None and entries that repeat one another, and
+``register_parameter`` refuses a name that is taken: neither puts a parameter in the place of another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from lightning_pardist.compat.contract import Private
+
+_TABLES = "putting tensors in the place of others (shards, parts, stand-ins)"
+NAMES = (
+    Private("torch.nn.Module._parameters", _TABLES, "setattr() and named_parameters(recurse=False)"),
+    Private("torch.nn.Module._buffers", _TABLES, "setattr() and named_buffers(recurse=False)"),
+    Private("torch.nn.Module._modules", "restoring a module's attributes after a trial run", "named_children()"),
+    Private("torch.nn.Module._non_persistent_buffers_set", "buffers that are registered while a run lasts",
+            "compare named_buffers() with state_dict()"),
+    Private("torch.nn.Module._apply", "moving a module part of which is on meta", "assign .data of each tensor"),
+    Private("torch.nn.Module._load_state_dict_pre_hooks", "loading tensors in place where no hook forbids it",
+            "always load by load_state_dict()"),
+    Private("torch.nn.Module._load_state_dict_post_hooks", "loading tensors in place where no hook forbids it",
+            "always load by load_state_dict()"),
+    Private("torch.nn.Module.state_dict._metadata", "versions of submodules in a checkpoint's state",
+            "none: loading takes states of today's versions for the first ones", on_instances=True),
+    Private("torch.nn.modules.batchnorm._BatchNorm", "batch normalisation over all ranks",
+            "the classes of one, two and three dims"),
+    Private("torch.nn.modules.batchnorm._BatchNorm._check_input_dim", "batch normalisation over all ranks",
+            "leave wrong shapes to the operator"),
+    Private("torch.nn.modules.batchnorm._NormBase", "telling running statistics from other buffers",
+            "the classes of one, two and three dims"),
+)  # fmt: skip
+
+#: Names of the tables in a module's ``__dict__``.
+TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+BatchNorm = _BatchNorm
+NormBase = _NormBase
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's table of its own parameters itself, not a copy: what is written to it is the module's."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's table of its own buffers itself, not a copy."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's table of its submodules itself, not a copy."""
+    return module._modules
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of the module's own buffers that are in no state dict."""
+    return module._non_persistent_buffers_set
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter, gradient and buffer by what a function makes of it."""
+    module._apply(function)
+
+
+def check_dims(layer: nn.Module, input: Tensor) -> None:
+    """Refuse an input whose number of dims is not that of the layer.
+
+    Raises:
+        ValueError: From torch.
+    """
+    layer._check_input_dim(input)  # type: ignore[operator]
+
+
+def has_load_hooks(module: nn.Module) -> bool:
+    """Whether loading a state dict into this module, without its submodules, runs somebody's hooks."""
+    return bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
+def copy_metadata(like: Any, state: Any) -> None:
+    """Give a state dict the versions of submodules of another one, by which torch loads states of earlier ones."""
+    if (metadata := getattr(like, "_metadata", None)) is not None:
+        state._metadata = metadata

@@ -1,0 +1,81 @@
+"""Doing something when another package is imported, without importing it.
+
+So ``import lightning_pardist`` loads neither torch nor Lightning, and what it has to tell them waits until they come.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+def before_import(name: str, action: Callable[[], None]) -> None:
+    """Call ``action`` when somebody is about to import module ``name``, or looks for it. Not at all if it is there.
+
+    Args:
+        name: Full name of the module.
+        action: Called once. A second call of this function for the same name replaces the first.
+    """
+    _forget(name)
+    if name not in sys.modules:
+        sys.meta_path.insert(0, _Before(name, action))
+
+
+def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call ``action`` with module ``name`` as soon as it has been imported, at once if it is there.
+
+    Args:
+        name: Full name of the module.
+        action: Called once. A second call of this function for the same name replaces the first.
+    """
+    _forget(name)
+    if (module := sys.modules.get(name)) is not None:
+        action(module)
+    else:
+        sys.meta_path.insert(0, _After(name, action))
+
+
+def _forget(name: str) -> None:
+    sys.meta_path[:] = [f for f in sys.meta_path if not (isinstance(f, _Before | _After) and f.name == name)]
+
+
+class _Before(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self.name = name
+        self._action = action
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == self.name:
+            _forget(self.name)
+            self._action()
+
+
+class _After(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self.name = name
+        self._action = action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        # Stays until the module has been executed: a spec that is only looked at is no import.
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((found for found in specs if found is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if self in sys.meta_path:
+                _forget(self.name)
+                self._action(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

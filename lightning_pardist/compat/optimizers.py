@@ -1,0 +1,79 @@
+"""Optimizers, gradient scalers and schedulers: what they do around a step that somebody else takes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_pardist.compat.contract import Private
+
+_HOOKS = "hooks around steps that are taken on the host"
+_SCALING = "one overflow decision for all ranks"
+_SCHEDULERS = "schedulers that count steps taken elsewhere"
+NAMES = (
+    Private("torch.optim.optimizer._global_optimizer_pre_hooks", _HOOKS, "call no hooks there"),
+    Private("torch.optim.optimizer._global_optimizer_post_hooks", _HOOKS, "call no hooks there"),
+    Private("torch.optim.Optimizer._optimizer_step_pre_hooks", _HOOKS, "call no hooks there"),
+    Private("torch.optim.Optimizer._optimizer_step_post_hooks", _HOOKS, "call no hooks there"),
+    Private("torch.optim.Optimizer._optimizer_step_code", "the profiler's name for a step", "leave it out"),
+    Private("torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched", _SCHEDULERS,
+            "torch warns that schedulers come before optimizers: filter it", on_instances=True),
+    Private("torch.optim.Optimizer._opt_called", _SCHEDULERS,
+            "torch warns that schedulers come before optimizers: filter it", on_instances=True),
+    Private("torch.amp.GradScaler._scale", _SCALING, "scale a tensor of one element first"),
+    Private("torch.amp.GradScaler._lazy_init_scale_growth_tracker", _SCALING, "scale a tensor of one element first"),
+    Private("torch.amp.GradScaler._unscale_grads_", _SCALING, "a scaler class of our own"),
+    Private("torch._amp_foreach_non_finite_check_and_unscale_", _SCALING, "isfinite() and mul_()"),
+)  # fmt: skip
+
+
+def pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """What torch calls before a step of this optimizer."""
+    return [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+
+
+def post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """What torch calls after a step of this optimizer."""
+    return [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+
+
+def mark_step(optimizer: Optimizer) -> None:
+    """Let profilers see that the optimizer has stepped."""
+    optimizer._optimizer_step_code()
+
+
+def follow_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """Let ``step`` count as the one that a scheduler, which may have been made before, waits for."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def initialize_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:
+    """Make a scaler's scale, which otherwise waits for its first loss."""
+    if scaler.is_enabled() and scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+
+
+def replace_unscale(scaler: torch.amp.GradScaler, unscale: Callable[..., Any] | None) -> None:
+    """Unscale gradients by another function; None gives the scaler its own one back."""
+    if unscale is None:
+        scaler.__dict__.pop("_unscale_grads_", None)
+    else:
+        scaler.__dict__["_unscale_grads_"] = unscale
+
+
+def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply gradients in place, and note whether any is not finite.
+
+    Args:
+        grads: Of one device and dtype.
+        found_inf: Becomes 1 if one is infinite or NaN; shape ``[1]``.
+        inv_scale: Shape ``[1]``.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)

@@ -1,0 +1,107 @@
+"""Every function of torch that is replaced while a step of ours runs, and nothing that outlives it.
+
+What is replaced at import, and during a run, is listed here as well; see :data:`PATCHES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from lightning_pardist.compat.contract import Private
+
+NAMES = (
+    Private("torch.autograd._engine_run_backward", "activation checkpointing under tensor parallelism",
+            "refuse use_reentrant=False there"),
+    Private("torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+            "activation checkpointing by the user under pipelines", "the function that checkpoint() calls",
+            until="2.14"),
+    Private("torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
+            "activation checkpointing by the user under pipelines", "the function that checkpoint() calls",
+            since="2.14"),
+    Private("torch.utils.checkpoint._StopRecomputationError", "activation checkpointing by the user under pipelines",
+            "the exception that ends a recomputation early"),
+)  # fmt: skip
+
+#: What ends a recomputation early, raised from inside of it.
+StopRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputationError
+
+
+@contextlib.contextmanager
+def custom_functions(call: Callable[..., Any]) -> Iterator[None]:
+    """Inside, calls of custom autograd functions go through ``call``.
+
+    They are no torch functions: neither modes nor tensor subclasses see them.
+
+    Args:
+        call: ``(function's class, its own apply, args, kwargs) -> result``.
+    """
+    before = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # A class method in Python up to torch 2.14, one in C since 2.15.
+        return call(cls, before.__get__(None, cls), args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def backward_inside(context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Inside, the autograd engine runs in a context, which torch leaves before it calls the engine.
+
+    Args:
+        context: May be entered several times.
+    """
+    module: Any = torch.autograd
+    before = module._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return before(*args, **kwargs)
+
+    module._engine_run_backward = run_backward
+    try:
+        yield
+    finally:
+        module._engine_run_backward = before
+
+
+@contextlib.contextmanager
+def recomputed_functions(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, functions that are given to activation checkpointing are wrapped, under whatever name it was imported.
+
+    Args:
+        wrap: Makes of a function what runs in its place, in forward and in the recomputation.
+    """
+    module: Any = torch.utils.checkpoint
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(module, f"{name}_impl"):
+        name = f"{name}_impl"
+    before = getattr(module, name)
+
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return before(wrap(function), *args, **kwargs)
+
+    setattr(module, name, generator)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def cell_of(function: Callable[..., Any]) -> types.CellType:
+    """Where torch keeps the function behind its ``no_grad`` wrapper, whatever names the wrapper was imported by."""
+    for cell in getattr(function, "__closure__", None) or ():
+        if callable(cell.cell_contents):
+            found: types.CellType = cell
+            return found
+    raise RuntimeError(f"torch {torch.__version__} has {function.__name__} in a form that is not known here.")

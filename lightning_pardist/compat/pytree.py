@@ -1,0 +1,25 @@
+"""Nested containers, with the kinds that torch and others (transformers) have registered.
+
+``torch.utils._pytree`` has no public name in any release so far. Its registry is what matters: functions of one's own
+would not know other people's containers.
+"""
+
+from __future__ import annotations
+
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+from lightning_pardist.compat.contract import Private
+
+__all__ = ["keystr", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
+
+NAMES = tuple(
+    Private(f"torch.utils._pytree.{name}", "batches and outputs of any container", "look for it in torch.utils.pytree")
+    for name in __all__
+)

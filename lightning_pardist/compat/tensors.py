@@ -1,0 +1,114 @@
+"""What a tensor tells of itself only in private: versions, views, memory; and tensor subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pardist.compat.contract import Private
+
+NAMES = (
+    Private("torch.Tensor._version", "noticing that a tensor was overwritten", "compare copies of the values"),
+    Private("torch.Tensor._base", "hooks on what a view was taken from", "refuse views as outputs of units"),
+    Private("torch.Tensor._is_view", "reducing in place where nobody sees it", "always copy before a reduction"),
+    Private("torch.Tensor._backward_hooks", "stand-ins that answer without values", "leave it out of the list"),
+    Private("torch.Tensor._make_subclass", "parameters that another rank holds", "as_subclass and set requires_grad"),
+    Private("torch.Tensor._make_wrapper_subclass", "tensors without memory of their own", "use meta tensors"),
+    Private("torch.Tensor._use_count", "reducing gradients in place", "always copy before a reduction"),
+    Private("torch.UntypedStorage._cdata", "telling whether two tensors share memory", "compare data_ptr()"),
+    Private("torch._C._storage_Use_Count", "reducing gradients in place", "always copy before a reduction"),
+    Private("torch._C.DisableTorchFunction", "running a function below all modes", "look for it in torch.overrides"),
+    Private("torch._C.DisableTorchFunctionSubclass", "running a function on the data of a subclass",
+            "look for it in torch.overrides"),
+    Private("torch._C._disabled_torch_function_impl", "telling plain tensors from those of an engine",
+            "look for it in torch.overrides"),
+    Private("torch._C._functorch.peek_interpreter_stack", "refusing to split tensors inside of torch.func transforms",
+            "let the transform fail by itself"),
+    Private("torch._foreach_zero_", "zeroing gradients that are slices", "zero one at a time"),
+    Private("torch._assert_async", "checks of indices without waiting for the device", "torch.all(...).item()"),
+    Private("torch.Tensor._post_accumulate_grad_hooks", "reducing at once where the user looks at gradients at once",
+            "never defer a reduction"),
+)  # fmt: skip
+
+#: Attributes beside the public ones that ``LazyGradient`` answers without values.
+GETTERS_WITHOUT_VALUES = ("_backward_hooks", "_base", "_version")
+METHODS_WITHOUT_VALUES = ("_is_view",)
+#: ``__torch_function__`` of classes that leave functions alone.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+foreach_zero_: Any = torch._foreach_zero_
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the memory of a tensor was written to."""
+    return tensor._version
+
+
+def base_of(view: Tensor) -> Tensor | None:
+    """What a tensor is a view of, in the eyes of autograd."""
+    return view._base
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of another one, in the eyes of autograd."""
+    return tensor._is_view()
+
+
+def storage_key(tensor: Tensor | torch.UntypedStorage) -> int:
+    """The same for tensors that share memory, and for those only; also where there is no memory (``meta``).
+
+    Raises:
+        NotImplementedError: For tensors without a storage (sparse ones).
+        RuntimeError: Inside of transforms (``vmap``), whose tensors have none either.
+    """
+    storage: Any = tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor
+    return int(storage._cdata)
+
+
+def is_unshared(grad: Tensor) -> bool:
+    """Whether nobody else holds the memory of a gradient that autograd has just handed over.
+
+    Autograd gives one buffer to several consumers, where an addition ends a branch. Only the last one that sees it may
+    overwrite or keep it. The test is that of torch's ``AccumulateGrad``, and looks at views as well.
+    """
+    base: Any = grad._base
+    # Beside the tensor itself: the storage object that is asked for here, a view's base, and the base's Python object.
+    owners = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    if grad._use_count() > 1 or owners > (2 if base is None else 3):  # type: ignore[attr-defined]
+        return False
+    return base is None or base._use_count() <= 2
+
+
+def make_subclass(cls: type[Any], data: Tensor, requires_grad: bool) -> Any:
+    """A tensor of a class of one's own on the memory of another one."""
+    return Tensor._make_subclass(cls, data, requires_grad)
+
+
+def make_wrapper(cls: type[Any], shape: Iterable[int], **options: Any) -> Any:
+    """A tensor of a class of one's own without memory."""
+    return Tensor._make_wrapper_subclass(cls, tuple(shape), **options)
+
+
+def below_subclasses() -> AbstractContextManager[None]:
+    """Inside, ``__torch_function__`` of classes is not asked; modes still are."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def below_torch_functions() -> AbstractContextManager[None]:
+    """Inside, neither classes nor modes see functions."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+def in_transform() -> bool:
+    """Whether a transform of ``torch.func`` runs (``vmap``, ``grad``, ``jacrev``)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def assert_async(condition: Tensor) -> None:
+    """Fail when the device gets there, without waiting for it."""
+    torch._assert_async(condition)

@@ -1,0 +1,121 @@
+"""Activation checkpointing of chosen blocks (arXiv 1604.06174)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pardist.engines.fsdp.fsdp_units import chosen_by_name, find_fsdp_units
+
+#: ``"auto"``: repeated blocks that consist of several layers. Otherwise names of classes.
+Checkpointing = Literal["auto"] | Collection[str]
+
+
+def checkpoint_blocks(module: nn.Module, setting: Checkpointing) -> Callable[[], None]:
+    """Checkpoint the activations of blocks of a module, in place. Not collective.
+
+    Between steps a block keeps its inputs only; backward runs its forward once more, with the random numbers, autocast
+    state and batch statistics of the first time. Names, parameters and state dict stay as they are, and a copy of the
+    module checkpoints as well: a block's class gets a subclass of the same name.
+
+    Args:
+        module: Before its parameters are sharded.
+        setting: Which blocks.
+
+    Returns:
+        What undoes it, for blocks that have not become something else since.
+
+    Raises:
+        ValueError: If a class does not occur, a named block cannot be called, or there are no repeated blocks.
+    """
+    # Some may be checkpointed already: a module that was left sharded by a run.
+    blocks = [block for block in find_blocks(module, setting) if not isinstance(block, _Checkpointed)]
+    for block in blocks:
+        block.__class__ = _checkpointed(type(block))
+
+    def undo() -> None:
+        for block in blocks:
+            if type(block).__mro__[1] is _Checkpointed:
+                block.__class__ = type(block).__mro__[2]
+
+    return undo
+
+
+def find_blocks(module: nn.Module, setting: Checkpointing) -> list[nn.Module]:
+    """The blocks that :func:`apply` chooses; none of them lies inside another.
+
+    Raises:
+        ValueError: See :func:`apply`.
+    """
+    if setting == "auto":
+        units = find_fsdp_units(module, min_unit_bytes=1)
+        found = [unit.module for unit in units if unit.reason == "block" and any(True for _ in unit.module.children())]
+        if not found:
+            raise ValueError(
+                f"activation_checkpointing='auto' found no repeated blocks in {type(module).__name__}. Name the classes"
+                " of modules to compute again, as in activation_checkpointing=['Encoder']."
+            )
+    else:
+        found = list(chosen_by_name(module, setting, argument="activation_checkpointing"))
+    inner = {child for block in found for child in block.modules() if child is not block}
+    outermost = [block for block in found if block not in inner]
+    names = {child: name for name, child in module.named_modules()}
+    if patched := [names[block] for block in outermost if "forward" in block.__dict__]:
+        raise ValueError(
+            f"activation_checkpointing={setting!r} chooses {', '.join(patched)}, whose forward was replaced on the"
+            " object itself. Override it in a class, or name other classes."
+        )
+    return outermost
+
+
+class _Checkpointed:
+    """Goes in front of a block's class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=functools.partial(_contexts, self), **kwargs)
+
+
+#: Class -> its checkpointed subclass: blocks of one class stay of one class.
+_subclasses: dict[type, type] = {}
+
+
+def _checkpointed(cls: type) -> type:
+    if cls not in _subclasses:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _subclasses[cls] = type(cls.__name__, (_Checkpointed, cls), names)
+    return _subclasses[cls]
+
+
+def _contexts(block: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return contextlib.nullcontext(), _statistics_stay(block)
+
+
+@contextlib.contextmanager
+def _statistics_stay(block: nn.Module) -> Iterator[None]:
+    """The second forward sees the first one's batch: running statistics have counted it, and keep what they are."""
+    counting: list[Any] = [c for c in block.modules() if c.training and getattr(c, "track_running_stats", False)]
+    before = [(child, child.momentum, _clone(child.num_batches_tracked)) for child in counting]
+    for child in counting:
+        # Of the new batch they take this share. Without statistics at all, a layer would save other tensors.
+        child.momentum = 0.0
+    try:
+        yield
+    finally:
+        for child, momentum, batches in before:
+            child.momentum = momentum
+            if batches is not None:
+                child.num_batches_tracked.copy_(batches)
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()

@@ -1,0 +1,102 @@
+"""Buffers that a module registers while it runs: which there are, agreed between ranks before any of them is sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pardist.compat.modules import non_persistent_buffers
+from lightning_pardist.local_tensors import own_part
+
+
+@dataclass(frozen=True)
+class AgreedBuffer:
+    """A buffer that every rank has, or has room for.
+
+    Attributes:
+        name: Its name in the module.
+        source: Rank of the group whose values count.
+        tensor: This rank's buffer, to be sent or written to; of a DTensor this rank's part is meant.
+        is_everywhere: Whether all ranks had it before, in this shape.
+    """
+
+    name: str
+    source: int
+    tensor: Tensor
+    is_everywhere: bool
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What ranks have to have in common of a buffer before its values can be sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_persistent: bool
+
+
+def agree_on_buffers(
+    module: nn.Module, *, group: dist.ProcessGroup | None, source_of: Callable[[str], int] = lambda name: 0
+) -> list[AgreedBuffer]:
+    """Give every rank the buffers that any rank has. Collective over ``group``; values are not sent.
+
+    A forward may register or replace buffers, and ranks may come by different branches and stages. What a rank lacks,
+    or has in another shape or dtype than the source, is made there without values.
+
+    Args:
+        module: The same on every rank but for such buffers. A buffer on ``meta`` counts as missing, and stays there.
+        group: Who takes part; None for the default group.
+        source_of: The rank of the group whose values count; if it has none, the first rank that has.
+
+    Returns:
+        All buffers, in one order on all ranks.
+    """
+    own = dict(module.named_buffers(remove_duplicate=False))
+    described = {name: _describe(module, name, buffer) for name, buffer in own.items() if not buffer.is_meta}
+    if _all_same(described, group):
+        return [AgreedBuffer(name, source_of(name), own[name], True) for name in described]
+    everybody: list[dict[str, _Described]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everybody, described, group=group)
+    devices = (tensor.device for tensor in (*own.values(), *module.parameters()) if not tensor.is_meta)
+    device = next(devices, torch.device("cpu"))
+    agreed = []
+    for name in sorted(set().union(*everybody)):
+        holders = [rank for rank, of_rank in enumerate(everybody) if name in of_rank]
+        source = source_of(name) if source_of(name) in holders else holders[0]
+        wanted = everybody[source][name]
+        tensor = own.get(name)
+        if described.get(name) != wanted or tensor is None:
+            made = torch.empty(wanted.shape, dtype=wanted.dtype, device=device)
+            if tensor is None or not tensor.is_meta:
+                _register(module, name, made, wanted.is_persistent)
+            tensor = made
+        is_everywhere = all(of_rank.get(name) == wanted for of_rank in everybody)
+        agreed.append(AgreedBuffer(name, source, tensor, is_everywhere))
+    return agreed
+
+
+def _describe(module: nn.Module, name: str, buffer: Tensor) -> _Described:
+    owner, _, last = name.rpartition(".")
+    local = own_part(buffer)
+    is_persistent = last not in non_persistent_buffers(module.get_submodule(owner))
+    return _Described(tuple(local.shape), local.dtype, is_persistent)
+
+
+def _all_same(described: dict[str, _Described], group: dist.ProcessGroup | None) -> bool:
+    digest = hashlib.sha256(repr(list(described.items())).encode()).digest()
+    everybody: list[bytes] = [b""] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, digest, group=group)
+    return len(set(everybody)) == 1
+
+
+def _register(module: nn.Module, name: str, buffer: Tensor, is_persistent: bool) -> None:
+    owner, _, last = name.rpartition(".")
+    # A submodule that this rank never made has no place for it.
+    with suppress(AttributeError):
+        module.get_submodule(owner).register_buffer(last, buffer, persistent=is_persistent)

@@ -1,0 +1,165 @@
+"""Tests whether an optimizer is elementwise, so that each rank may step on a part of the parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+#: ``"flat"``: one-dimensional runs of elements. ``"dims"``: parts along one dim, the number of dims kept.
+Form = Literal["flat", "dims"]
+
+_STEPS = 3
+
+
+def require_elementwise(optimizer: Optimizer, *, form: Form) -> None:
+    """Refuse an optimizer whose update of an element depends on other elements or on its parameter's shape.
+
+    It is tried out rather than looked up, with the settings of every parameter group: some steps on a small matrix by
+    one optimizer, and on parts of it by an optimizer each, as ranks have them. So one that joins all of its parameters
+    in a norm or an estimate is found as well as one that needs matrices.
+
+    Args:
+        optimizer: A torch optimizer; neither it nor its parameters are changed.
+        form: What a rank's optimizer is given.
+
+    Raises:
+        ValueError: If the two differ, or the optimizer cannot step like this, with its name.
+    """
+    if not any(group["params"] for group in optimizer.param_groups):
+        return  # What stands in for an optimizer where configure_optimizers returns None.
+    cuts: list[Callable[[Tensor], Sequence[Tensor]]] = [lambda whole: whole.flatten().split([10, 14])]
+    if form == "dims":
+        cuts = [lambda whole: whole.split(2), lambda whole: whole.split(3, dim=1)]
+    moved = False
+    for options in trial_settings(optimizer):
+        try:
+            values, grads = _example()
+            (whole,) = stepped(optimizer, options, [values], [[grad] for grad in grads])
+            moved = moved or not torch.equal(whole, values)
+            same = all(_same_on_parts(optimizer, options, whole, cut) for cut in cuts)
+        except Exception as error:
+            reason = f"it could not be tried on parts ({type(error).__name__}: {error})"
+            raise ValueError(_refusal(optimizer, reason)) from None
+        if not same:
+            raise ValueError(_refusal(optimizer, "it updates an element with what it knows of others"))
+    if not moved:
+        # One that wraps another optimizer and steps that, for instance.
+        raise ValueError(_refusal(optimizer, "a step on other parameters than its own changed nothing"))
+
+
+def is_elementwise(optimizer: Optimizer, *, form: Form) -> bool:
+    """Whether :func:`require_elementwise` lets an optimizer pass."""
+    try:
+        require_elementwise(optimizer, form=form)
+    except ValueError:
+        return False
+    return True
+
+
+def _same_on_parts(
+    optimizer: Optimizer, options: dict[str, Any], whole: Tensor, cut: Callable[[Tensor], Sequence[Tensor]]
+) -> bool:
+    values, grads = _example()
+    parts = zip(cut(values), cut(whole), *map(cut, grads), strict=True)
+    return all(
+        torch.allclose(stepped(optimizer, options, [start], [[grad] for grad in part_grads])[0], wanted, 1e-5, 1e-7)
+        for start, wanted, *part_grads in parts
+    )
+
+
+def stepped(
+    optimizer: Optimizer,
+    options: dict[str, Any],
+    values: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    *,
+    step: Callable[[Optimizer], None] | None = None,
+) -> list[Tensor]:
+    """Run some steps of a copy of an optimizer on other parameters.
+
+    Args:
+        optimizer: Of which kind; it is not changed.
+        options: Settings of the one parameter group.
+        values: The parameters.
+        grads: Step by step, a gradient for each of them.
+        step: Runs one step in place of the optimizer's own.
+
+    Returns:
+        The parameters after all steps.
+    """
+    clone = twin(optimizer, options, values)
+    params: list[nn.Parameter] = clone.param_groups[0]["params"]
+    for step_grads in grads:
+        for param, grad in zip(params, step_grads, strict=True):
+            param.grad = grad.clone()
+        (step or own_step(clone))(clone)
+    return [param.detach() for param in params]
+
+
+def twin(optimizer: Optimizer, options: dict[str, Any], values: Sequence[Tensor]) -> Optimizer:
+    """An optimizer of the same kind before its first step, over copies of ``values`` in one group."""
+    clone: Optimizer = object.__new__(type(optimizer))
+    clone.__dict__.update({key: _own_copy(value) for key, value in optimizer.__dict__.items()})
+    clone.__dict__.pop("step", None)
+    params = [nn.Parameter(value.clone()) for value in values]
+    clone.param_groups = [{**{key: _own_copy(value) for key, value in options.items()}, "params": params}]
+    clone.state = defaultdict(dict)
+    return clone
+
+
+def own_step(optimizer: Optimizer) -> Callable[[Optimizer], None]:
+    """The update as the optimizer's class has it, without the hooks that torch calls around it."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step)
+
+
+def state_bytes_per_element(optimizer: Optimizer) -> list[float]:
+    """Bytes of state that one step leaves for each fp32 element, group by group; 0 for an optimizer without state."""
+    values, (grad, *_) = _example()
+    found = []
+    for options in trial_settings(optimizer):
+        clone = twin(optimizer, options, [values])
+        param: nn.Parameter = clone.param_groups[0]["params"][0]
+        param.grad = grad
+        own_step(clone)(clone)
+        tensors = [value for value in clone.state[param].values() if isinstance(value, Tensor)]
+        found.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.dim()) / values.numel())
+    return found
+
+
+def _example() -> tuple[Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 6, generator=generator), [torch.randn(4, 6, generator=generator) for _ in range(_STEPS)]
+
+
+def trial_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Each group's settings, fit for a trial in fp32 on the host."""
+    found = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if "lr" in options:
+            # That of a warmup's first step may be 0, and would hide what the optimizer does.
+            options["lr"] = 0.1
+        # Kernels for one device say nothing about the arithmetic.
+        options.update({key: False for key in ("fused", "capturable") if key in options})
+        found.append({key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in options.items()})
+    return found
+
+
+def _own_copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
+
+
+def _refusal(optimizer: Optimizer, reason: str) -> str:
+    return (
+        f"{type(optimizer).__name__} cannot step on parts of parameters: {reason}."
+        " Use pardist_ddp, which keeps parameters and state whole, or an elementwise optimizer such as AdamW or SGD."
+    )

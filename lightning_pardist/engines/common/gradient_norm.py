@@ -1,0 +1,118 @@
+"""Gradient norm and clipping over all axes of a job."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pardist.engines.data_engine import DataEngine
+
+
+class NormAxis(Protocol):
+    """A mesh axis beside the data axis, as far as the norm is concerned."""
+
+    def counts(self, param: nn.Parameter) -> bool:
+        """Whether this rank counts a parameter's gradient."""
+        ...
+
+    def reduce_over_axis(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Combine a tensor in place over the axis. Collective over it."""
+        ...
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    engine: DataEngine,
+    params: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    axes: Sequence[NormAxis] = (),
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients so that their norm over the whole job is at most ``max_norm``. Collective over all axes.
+
+    Args:
+        engine: Of the data axis.
+        params: Parameters of the module, the same on all ranks.
+        max_norm: Largest norm allowed.
+        norm_type: The p of the p-norm, ``inf`` included.
+        axes: Tensor and pipeline axes, of those that there are.
+        error_if_nonfinite: Refuse a norm that is not finite, on every rank alike.
+
+    Returns:
+        The norm before, a scalar equal on every rank. Local sums of powers, one reduction an axis; what several ranks
+        hold alike is counted once.
+
+    Raises:
+        RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    params = list(params)
+    norm = _norms(engine, [params], norm_type, axes)[0]
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(f"The gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped.")
+    # As torch.nn.utils.clip_grad_norm_ does.
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in engine.local_grads(params):
+        grad.mul_(factor.to(grad.device, grad.dtype))
+    return norm
+
+
+@torch.no_grad()
+def grad_norms(
+    engine: DataEngine,
+    params: Sequence[nn.Parameter],
+    norm_type: float = 2.0,
+    *,
+    axes: Sequence[NormAxis] = (),
+    world: dist.ProcessGroup,
+) -> list[Tensor | None]:
+    """The norm of each parameter's gradient over the whole job. Collective over all axes.
+
+    Args:
+        engine: Of the data axis.
+        params: Parameters of the module, the same on all ranks.
+        norm_type: The p of the p-norm, ``inf`` included.
+        axes: Tensor and pipeline axes, of those that there are.
+        world: All ranks.
+
+    Returns:
+        For each parameter a scalar, equal on every rank, or None if it has no gradient on any rank.
+    """
+    norms = _norms(engine, [[param] for param in params], norm_type, axes)
+    has_grad = torch.tensor([bool(engine.local_grads([param])) for param in params], dtype=torch.uint8)
+    has_grad = has_grad.to(norms.device)
+    dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=world)
+    return [norm if has else None for norm, has in zip(norms, has_grad.tolist(), strict=True)]
+
+
+def _norms(
+    engine: DataEngine, sets: Sequence[Sequence[nn.Parameter]], norm_type: float, axes: Sequence[NormAxis]
+) -> Tensor:
+    """The norm of each set of gradients. Collective over all axes."""
+
+    def counts(param: nn.Parameter) -> bool:
+        return all(axis.counts(param) for axis in axes)
+
+    # A rank may hold gradients of the narrower dtypes only.
+    widest = functools.reduce(
+        torch.promote_types, (param.dtype.to_real() for params in sets for param in params), torch.float32
+    )
+    powers = torch.stack([engine.grad_power(params, norm_type, counts if axes else None).to(widest) for params in sets])
+    largest = math.isinf(norm_type)
+    for axis in axes:
+        axis.reduce_over_axis(powers, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    return powers if largest else powers.pow(1.0 / norm_type)
+
+
+@torch.no_grad()
+def clip_grad_value(engine: DataEngine, params: Iterable[nn.Parameter], limit: float) -> None:
+    """Clamp every element of the gradients to ``[-limit, limit]``. Not collective."""
+    for grad in engine.local_grads(params):
+        grad.clamp_(-limit, limit)

@@ -1,0 +1,202 @@
+"""Weighs the terms of ranks' losses so that their average has the gradient of one process' loss.
+
+A data engine averages gradients over ranks, which is right where every rank divides by the same count. Rank r of R
+divides its mean by n_r where one process divides by N = n_1 + ... + n_R, so the gradient of the mean is multiplied by
+R n_r / N on its way down, and that of a sum by R. Several means in one loss, each with a count of its own, are
+multiplied each by its own factor: their counts go round in one small reduction between forward and backward.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pardist.engines.common.loss_terms import Term
+
+#: Means with counts of their own that fit into the message; further ones are weighed by samples.
+_COUNTS = 24
+#: Numbers other than losses that fit into it.
+_VALUES = 16
+#: Numbers in front: ranks that take part, those with a loss, its terms' signature and the square of that, samples, and
+#: signature and square for the values.
+_HEAD = 7
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number that each rank has computed as a mean or a sum of its own samples.
+
+    Attributes:
+        name: Equal on all ranks.
+        value: This rank's, a tensor of no dims.
+        weight: What a mean is divided by; None for a sum.
+    """
+
+    name: str
+    value: Tensor
+    weight: Tensor | float | None
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What one exchange came to.
+
+    Attributes:
+        factors: For each term, what its gradient is to be multiplied with before ranks are averaged; shape ``[terms]``.
+        values: For each value, that of all ranks' samples together; this rank's own where ranks' values do not match.
+        agreed: Whether the losses of all ranks consist of the same terms; no dims. Otherwise means go by samples.
+    """
+
+    factors: Tensor
+    values: Tensor
+    agreed: Tensor
+
+
+def signature(names: Sequence[str]) -> float:
+    """A small number that stands for some names in their order; exact in float64 also when squared and summed."""
+    return float(zlib.crc32("|".join(names).encode()) & 0xFFFFF)
+
+
+def exchange(
+    terms: Sequence[Term],
+    *,
+    samples: float,
+    present: bool = True,
+    values: Sequence[Value] = (),
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Balance:
+    """Find the factors for a loss' terms. Collective over ``group``: one reduction of a few hundred bytes.
+
+    Args:
+        terms: Of this rank's loss; none if its step had no loss.
+        samples: Samples in this rank's batch.
+        present: Whether this rank's batch counts at all.
+        values: Further numbers to put together.
+        group: Ranks whose gradients are averaged; None if this one is alone.
+        device: Of the message.
+    """
+    means = [term for term in terms if term.kind == "mean"][:_COUNTS]
+    values = values[:_VALUES]
+    mark = signature([f"{term.kind} {term.what}" for term in terms if term.kind != "constant"])
+    value_mark = signature([value.name for value in values])
+    here, has_loss = float(present), float(present and bool(terms))
+    head = [here, has_loss, has_loss * mark, has_loss * mark**2, has_loss * samples]
+    head += [here * value_mark, here * value_mark**2]
+    shares = [1.0 if value.weight is None else value.weight for value in values]
+    own = _message([*head, *_padded([term.count for term in means], _COUNTS), *_padded(shares, _VALUES)], device)
+    own[_HEAD:] *= here
+    # A mean of nothing is no number, and counts nothing.
+    parts = own.new_zeros(_VALUES)
+    if values:
+        weights = own[-_VALUES:][: len(values)]
+        parts[: len(values)] = torch.where(weights == 0, 0.0, weights * _stacked(values, own))
+    own = torch.cat([own, parts])
+    total = own.clone()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return _balance(terms, values, own, total, 1 if group is None else group.size())
+
+
+def scale_gradients(terms: Sequence[Term], factors: Tensor) -> None:
+    """Multiply the gradients of a loss' terms in the backward pass to come. Not collective.
+
+    Args:
+        terms: Of the loss.
+        factors: As many; of constants always 1 if they are on a device.
+    """
+    on_host = factors.device.type == "cpu"
+    for term, factor in zip(terms, factors.tolist() if on_host else factors.unbind(), strict=True):
+        if factor == 1.0 if on_host else term.kind == "constant":
+            continue
+        term.node.register_prehook(partial(_multiplied, factor))
+        empty = term.count == 0 if term.kind == "mean" else False
+        if isinstance(empty, Tensor) and on_host:
+            empty = bool(empty)
+        if empty is not False:
+            _stop_at(term, empty)
+
+
+def _stop_at(term: Term, empty: Tensor | bool) -> None:
+    """Let zeros pass where nothing was counted: a mean of nothing makes numbers that are none out of them."""
+    *above, reduction = term.path
+    reduction.register_prehook(partial(_zeros_if, empty))
+    for node in above:
+        node.register_hook(lambda into, out: _zeros_if(empty, into))
+
+
+def _zeros_if(empty: Tensor | bool, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    if not isinstance(empty, Tensor):
+        return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
+    return tuple(None if grad is None else torch.where(empty, torch.zeros_like(grad), grad) for grad in grads)
+
+
+def _multiplied(factor: Tensor | float, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(
+        None if grad is None else grad * (factor.to(grad.dtype) if isinstance(factor, Tensor) else factor)
+        for grad in grads
+    )
+
+
+def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total: Tensor, ranks: int) -> Balance:
+    agreed = total[1] * total[3] == total[2] ** 2
+    # What a rank without a loss would have counted is not known: ranks count alike then, it with a loss of zero.
+    complete = total[0] == total[1]
+    by_samples = torch.where(complete, _factor(own[4], total[4], ranks), 1.0)
+    by_count = torch.where(agreed & complete, _factor(own[_HEAD:], total[_HEAD:], ranks), by_samples)
+    factors, slot = [], 0
+    for term in terms:
+        factor = by_samples
+        if term.kind == "mean":
+            factor = by_count[slot] if slot < _COUNTS else by_samples
+            slot += 1
+        elif term.kind == "sum":
+            factor = own[0] * ranks
+        elif term.kind == "constant":
+            factor = torch.ones_like(by_samples)
+        factors.append(factor)
+    return Balance(torch.stack(factors) if factors else total.new_empty(0), _combined(values, own, total), agreed)
+
+
+def _combined(values: Sequence[Value], own: Tensor, total: Tensor) -> Tensor:
+    if not values:
+        return total.new_empty(0)
+    begin = _HEAD + _COUNTS
+    weights, parts = total[begin : begin + len(values)], total[begin + _VALUES :][: len(values)]
+    sums = _message([float(value.weight is None) for value in values], total.device)
+    alike = total[0] * total[6] == total[5] ** 2
+    return torch.where(alike, torch.where(sums > 0, parts, parts / weights), _stacked(values, own))
+
+
+def _factor(own: Tensor, total: Tensor, ranks: int) -> Tensor:
+    # Exactly 1 where ranks have equal counts.
+    return torch.where(total > 0, own * ranks / total, 1.0)
+
+
+def _stacked(values: Sequence[Value], like: Tensor) -> Tensor:
+    return torch.stack([value.value.detach().to(like).squeeze() for value in values])
+
+
+def _padded(numbers: Sequence[Tensor | float], length: int) -> list[Tensor | float]:
+    return [*numbers, *[0.0] * (length - len(numbers))]
+
+
+def _message(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Numbers of the host and of the device as one tensor there, without waiting for the device."""
+    message = torch.tensor([0.0 if isinstance(each, Tensor) else each for each in numbers], dtype=torch.float64)
+    if device.type == "cpu":
+        for index, each in enumerate(numbers):
+            if isinstance(each, Tensor):
+                message[index] = each.item()
+        return message
+    message = message.pin_memory().to(device, non_blocking=True)
+    for index, each in enumerate(numbers):
+        if isinstance(each, Tensor):
+            message[index] = each
+    return message

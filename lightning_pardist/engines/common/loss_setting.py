@@ -1,0 +1,65 @@
+"""How a user wants the losses of ranks and micro-batches to be weighed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from lightning_pardist.engines.common.loss_terms import Term, find_terms
+
+#: ``"auto"`` weighs each mean of a loss by its own count and adds sums up, what is neither by samples; ``"tokens"``
+#: weighs the whole loss by the first count that depends on the data, ``"samples"`` by samples; ``"sum"`` adds up;
+#: ``"ranks"`` takes ranks and micro-batches alike, as torch's DDP does; a function returns the weight of a batch.
+LossWeight = Literal["auto", "samples", "tokens", "sum", "ranks"] | Callable[[Any], float]
+
+
+def check_loss_weight(value: LossWeight) -> LossWeight:
+    """The setting.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if callable(value) or value in (known := get_args(get_args(LossWeight)[0])):
+        return value
+    raise ValueError(
+        f"loss_weight={value!r} is unknown. Use one of {', '.join(map(repr, known))}, or a function that takes a batch"
+        " and returns its weight."
+    )
+
+
+def terms_of(loss: Tensor, batch: Any, samples: int | None, setting: LossWeight) -> list[Term]:
+    """What a loss is made of, as far as a setting asks for it.
+
+    Args:
+        loss: With its graph.
+        batch: That it was computed from.
+        samples: In it, if that is known.
+        setting: How it is to be weighed.
+
+    Raises:
+        ValueError: If ``"tokens"`` are to weigh a loss without any mean.
+    """
+    if loss.grad_fn is None:
+        return []
+    if setting == "auto":
+        return find_terms(loss, samples=samples)
+    whole = Term("mean", loss.grad_fn, float(samples or 1), (loss.grad_fn,), "the loss")
+    if setting == "ranks":
+        return [replace(whole, count=1.0)]
+    if setting == "sum":
+        return [replace(whole, kind="sum")]
+    if callable(setting):
+        return [replace(whole, count=float(setting(batch)), by_data=True)]
+    if setting == "tokens":
+        found = [term for term in find_terms(loss, samples=samples) if term.kind == "mean"]
+        by_data = [term for term in found if term.by_data] or found
+        if not by_data:
+            raise ValueError(
+                "loss_weight='tokens' needs a mean in the loss' graph, and there is none. Use 'samples', or a function"
+                " of the batch that returns its weight."
+            )
+        return [replace(whole, count=by_data[0].count, by_data=True)]
+    return [whole]

@@ -1,0 +1,448 @@
+"""The means and sums that a loss is made of, and what each is divided by, read off its autograd graph.
+
+One process divides a loss by what all samples of the batch hold: tokens that are not padding, weights of classes. Where
+the batch is spread over ranks or cut into micro-batches each part divides by its own count, and parts count alike
+though they do not hold alike. The graph of the part's loss has everything to put that right: it ends in a few additions
+and multiplications by numbers, below them are the reductions over the batch, and each has saved its divisor.
+
+[Note: which dim is the batch]
+A reduction counts items of the batch only if it reduces the dim of the samples: in ``x.mean(0).sum()`` it is the mean,
+in ``x.mean(1).sum()`` the sum, and ``weight.pow(2).sum()`` is none of it. So the dim is followed from where it is
+certain, near the loss: through element by element operations, views, transpositions, reductions and products of
+matrices. The result of any other operation is taken to hold samples first, or where its size is that of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from lightning_pardist.compat.autograd_graph import (
+    inputs_of,
+    is_parameter,
+    is_python_number,
+    kind_of,
+    saved,
+    shape_of,
+)
+
+#: A mean is divided by a count, a sum over the batch is not, a constant is the same whatever the batch.
+TermKind = Literal["mean", "sum", "constant", "other"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A summand of a loss.
+
+    Attributes:
+        kind: How it depends on how many items there are.
+        node: The node whose gradient is the term's.
+        count: What a mean is divided by, a number or a tensor of no dims on the loss' device.
+        path: The nodes from ``node`` to the one that reduces the batch.
+        what: The operation, for the log.
+        by_data: Whether the count depends on values of the batch, and not on its shape alone.
+        nonlinear: What makes the whole more than a sum of its parts, for the log; empty if nothing does.
+        divisors: What it is divided by between ``node`` and the loss as well, and on the way to the reduction.
+    """
+
+    kind: TermKind
+    node: Node
+    count: Tensor | float = 0.0
+    path: tuple[Node, ...] = ()
+    what: str = ""
+    by_data: bool = False
+    nonlinear: str = ""
+    divisors: tuple[Any, ...] = ()
+
+    def describe(self) -> str:
+        """The term and its count in words."""
+        if self.kind == "mean":
+            text = f"{self.what}, a mean weighed by {'what it counts' if self.by_data else 'its number of elements'}"
+        elif self.kind == "sum":
+            text = f"{self.what}, a sum, which adds up"
+        elif self.kind == "constant":
+            text = f"{self.what}, of parameters alone"
+        else:
+            text = f"{self.what}, weighed by samples"
+        return f"{text} ({self.nonlinear})" if self.nonlinear else text
+
+
+#: Batch dims of results that have none: they are what the batch was reduced to, or have nothing to do with it.
+_REDUCED, _CONSTANT = -1, -2
+#: How many operations the batch dim is followed down; what lies deeper is taken as its shape says.
+_REACH = 24
+#: Masks of more elements are not looked at.
+_SMALL = 2**22
+
+_ADDITIONS = {"Add", "Sub", "Rsub", "Stack", "Cat"}
+_SAME = {"Neg", "ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand"}
+_SAME |= {"Select", "Slice", "T", "Transpose", "Permute", "Diagonal", "Index", "MaskedFill"}
+_REDUCTIONS = {"Sum", "Mean", "Nansum"}
+_STATISTICS = {"Std", "Var", "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Logsumexp", "Prod", "Median"}
+_STATISTICS |= {"StdMean", "VarMean"}
+#: Losses that torch has as one operation; ``reduction`` is 1 for the mean and 2 for the sum.
+_LOSSES = {"NllLoss", "NllLoss2D", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy"}
+_LOSSES |= {"BinaryCrossEntropyWithLogits", "SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "KlDiv"}
+#: Operations that take samples out of a batch one by one.
+_PICKS = {"Unbind", "Select", "Split", "SplitWithSizes"}
+_CURVES = {"Sqrt", "Rsqrt", "Exp", "Exp2", "Expm1", "Log", "Log1P", "Log2", "Log10", "Pow", "Square", "Reciprocal"}
+_CURVES |= {"Abs", "Relu", "Sigmoid", "LogSigmoid", "Tanh", "Softplus", "Clamp", "ClampMin", "ClampMax", "NanToNum"}
+_ELEMENTWISE = _CURVES | {"Mul", "Div", "Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias", "Maximum", "Minimum"}
+_ELEMENTWISE |= {"Where", "MaskedFill", "Lerp", "Addcmul", "Addcdiv", "Sin", "Cos", "Erf", "Gelu", "Silu", "Elu"}
+_ELEMENTWISE |= {"Expand", "LeakyRelu", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropyWithLogits"}
+
+
+def find_terms(loss: Tensor, *, samples: int | None = None) -> list[Term]:
+    """The summands of a loss, in an order that the code of the step determines. Not collective.
+
+    Args:
+        loss: A tensor of one element that requires a gradient.
+        samples: Samples in the batch, to tell its dim by; by order of dims if None.
+
+    Returns:
+        One term for each reduction over the batch that the loss depends on.
+    """
+    return [] if loss.grad_fn is None else _Walk(samples).terms(loss.grad_fn)
+
+
+@dataclass(frozen=True)
+class _At:
+    """Where a walk from the loss stands: a node, the topmost one of its term, and what came on the way."""
+
+    node: Node
+    path: tuple[Node, ...]
+    divisors: tuple[Any, ...] = ()
+    nonlinear: str = ""
+
+    def below(self, node: Node, *, divisor: Any = None, nonlinear: str = "") -> _At:
+        """The same term, one node further from the loss."""
+        divisors = self.divisors if divisor is None else (*self.divisors, divisor)
+        nonlinear = self.nonlinear or nonlinear
+        return replace(self, node=node, path=(*self.path, node), divisors=divisors, nonlinear=nonlinear)
+
+    def term(self, kind: TermKind, what: str, count: Tensor | float = 0.0, *, by_data: bool = False) -> Term:
+        """The term that ends here."""
+        return Term(kind, self.path[0], count, self.path, what, by_data, self.nonlinear, self.divisors)
+
+    def divided(self, what: str, items: int) -> Term:
+        """A sum over the batch that ends here: a mean, if it is divided by a count on the way."""
+        counts = [each for each in self.divisors if _counts(each, items)]
+        if not counts:
+            return self.term("sum", what)
+        total: Any = math.prod(counts[1:], start=counts[0])
+        total = _unclamped(total.detach(), self.node) if isinstance(total, Tensor) else float(total)
+        return self.term("mean", f"{what} divided by a count", total, by_data=True)
+
+
+class _Walk:
+    """One look at a graph."""
+
+    def __init__(self, samples: int | None) -> None:
+        self.samples = samples
+        #: The batch dim of a node, and how far below it was looked.
+        self._dims: dict[Node, tuple[int, int]] = {}
+        self._depth = 0
+        self._cut = False
+
+    def terms(self, root: Node) -> list[Term]:
+        """All terms below a node."""
+        found: dict[Node, Term] = {}
+        waiting = [_At(root, (root,))]
+        while waiting:
+            step = self._look(waiting.pop())
+            if isinstance(step, Term):
+                found.setdefault(step.node, step)
+            else:
+                waiting.extend(reversed(step))
+        return self._of_samples(list(found.values()))
+
+    def _of_samples(self, terms: list[Term]) -> list[Term]:
+        """Where a step adds up a loss for each sample, samples are what counts."""
+        means = [term for term in terms if term.kind == "mean"]
+        if self.samples is None or len(means) != self.samples or self.samples < 2:
+            return terms
+        if len({term.what for term in means}) > 1 or not all(map(self._is_of_one_sample, means)):
+            return terms
+        divided = any(_number(each) == self.samples for each in means[0].divisors)
+        kind: TermKind = "other" if divided else "sum"
+        what = f"{means[0].what} of each sample"
+        found = [replace(term, kind=kind, count=0.0, by_data=False, what=what) for term in means]
+        return [*found, *(term for term in terms if term.kind != "mean")]
+
+    def _is_of_one_sample(self, term: Term) -> bool:
+        """Whether what a term reduces was picked out of the batch a few operations before."""
+        node: Node | None = term.path[-1]
+        for _ in range(_REACH):
+            inputs = [] if node is None else [child for child in inputs_of(node) if child is not None]
+            if not inputs:
+                return False
+            node = inputs[0]
+            if kind_of(node) in _PICKS:
+                origin = inputs_of(node)[0]
+                return origin is not None and (shape_of(origin) or ())[:1] == (self.samples,)
+        return False
+
+    def _look(self, at: _At) -> Term | list[_At]:
+        """The term that ends here, or where to go on."""
+        node, kind = at.node, kind_of(at.node)
+        inputs = [child for child in inputs_of(node) if child is not None]
+        if kind in _ADDITIONS:
+            return [replace(at, node=child, path=(child,)) for child in inputs]
+        if self.batch_dim(node) == _CONSTANT:
+            return at.term("constant", kind)
+        if kind in _REDUCTIONS:
+            return self._reduction(at, inputs[0], kind) if inputs else self._unknown(at, kind)
+        if kind in _LOSSES:
+            return self._fused(at, kind)
+        if kind in ("Mul", "Div") and inputs:
+            return self._product(at, inputs, kind)
+        if kind in _SAME and inputs:
+            return [at.below(inputs[0])]
+        if kind in _CURVES and inputs:
+            return [at.below(inputs[0], nonlinear=f"{kind} of a mean is not the mean of parts")]
+        return self._unknown(at, kind)
+
+    def _unknown(self, at: _At, kind: str) -> Term:
+        coupled = f"{kind} of all samples is not the mean of parts" if kind in _STATISTICS else ""
+        return replace(at, nonlinear=at.nonlinear or coupled).term("other", kind)
+
+    def _product(self, at: _At, inputs: list[Node], kind: str) -> list[_At]:
+        """A multiple of a term goes on with the term, a product of two with the first."""
+        sides = inputs_of(at.node)
+        of_batch = [child for child in inputs if self.batch_dim(child) != _CONSTANT] or inputs[:1]
+        if len(of_batch) > 1:
+            verb = "divided" if kind == "Div" else "multiplied"
+            return [at.below(of_batch[0], nonlinear=f"results of the batch are {verb}")]
+        other = saved(at.node, "other")
+        if kind == "Div" and sides[0] is of_batch[0]:
+            return [at.below(of_batch[0], divisor=other if len(inputs) == 1 else None)]
+        if kind == "Div":
+            return [at.below(of_batch[0], nonlinear="a result of the batch divides")]
+        return [at.below(of_batch[0])]
+
+    def _reduction(self, at: _At, child: Node, kind: str) -> Term | list[_At]:
+        dim = self.batch_dim(child)
+        dims = _reduced_dims(at.node, shape_of(child))
+        if dim not in dims:
+            # The mean of a stack of losses, say.
+            items = math.prod((shape_of(child) or ())[each] for each in dims)
+            return [at.below(child, divisor=float(items) if kind == "Mean" else None)]
+        sizes = shape_of(child) or ()
+        if kind != "Mean":
+            return at.divided(kind, sizes[dim] if sizes else 1)
+        count = float(math.prod(sizes[each] for each in dims))
+        return at.term("mean", kind, count, by_data=kind_of(child) in ("Index", "MaskedSelect"))
+
+    def _fused(self, at: _At, kind: str) -> Term:
+        reduction = saved(at.node, "reduction")
+        if reduction == 2:
+            return at.divided(kind, self.samples or 1)
+        weight, operand = saved(at.node, "total_weight"), saved(at.node, "self")
+        if reduction == 1 and isinstance(weight, Tensor):
+            return at.term("mean", kind, weight.detach(), by_data=True)
+        if reduction == 1 and isinstance(operand, Tensor):
+            return at.term("mean", kind, float(operand.numel()))
+        return self._unknown(at, kind)
+
+    # --- the dim of the samples ---------------------------------------------------------------------------------
+
+    def batch_dim(self, node: Node) -> int:
+        """The dim of a node's result that holds samples, or ``_REDUCED``, or ``_CONSTANT``."""
+        known, reach = self._dims.get(node, (0, -1))
+        left = _REACH - self._depth
+        if reach >= left:
+            return known
+        if not left:
+            self._cut = True
+            return self._by_shape(node)
+        cut, self._cut = self._cut, False
+        self._depth += 1
+        found = self._find_dim(node)
+        self._depth -= 1
+        # What was not cut off is known for good.
+        self._dims[node] = found, left if self._cut else _REACH
+        self._cut = cut or self._cut
+        return found
+
+    def _by_shape(self, node: Node) -> int:
+        sizes = shape_of(node)
+        if sizes is None or not sizes:
+            return _REDUCED
+        samples = self.samples
+        if samples and sizes[0] % samples and samples in sizes:
+            return sizes.index(samples)
+        return 0
+
+    def _find_dim(self, node: Node) -> int:
+        kind, sides = kind_of(node), inputs_of(node)
+        inputs = [child for child in sides if child is not None]
+        if kind == "AccumulateGrad":
+            return _CONSTANT if is_parameter(node) else self._by_shape(node)
+        if kind in _REDUCTIONS | _STATISTICS and inputs:
+            return self._dim_after_reduction(node, inputs[0])
+        if kind == "Mm" and len(inputs) == 2:
+            return self._dim_of_matrix_product(node, *inputs)
+        if kind in ("Stack", "Cat"):
+            return self._dim_of_stack(node, kind, inputs)
+        if kind in ("T", "Transpose", "Permute", "Unsqueeze", "Select") and inputs:
+            return _moved(node, kind, self.batch_dim(inputs[0]), shape_of(inputs[0]))
+        if kind in _LOSSES and saved(node, "reduction") in (1, 2):
+            return _REDUCED
+        if kind in _ELEMENTWISE and inputs:
+            return self._dim_of_elements(node, inputs, len(inputs) < len(sides))
+        if kind in _SAME and inputs and kind != "Index":
+            dim = self.batch_dim(inputs[0])
+            return dim if dim < 0 else self._by_shape(node)
+        if (
+            not sides
+            or None in sides
+            or kind in _LOOK_UPS
+            or any(self.batch_dim(child) != _CONSTANT for child in inputs)
+        ):
+            return self._by_shape(node)
+        return _CONSTANT
+
+    def _dim_after_reduction(self, node: Node, child: Node) -> int:
+        dim = self.batch_dim(child)
+        dims = _reduced_dims(node, shape_of(child))
+        if dim < 0:
+            return dim
+        if dim in dims:
+            return _REDUCED
+        return dim if saved(node, "keepdim") else dim - sum(each < dim for each in dims)
+
+    def _dim_of_matrix_product(self, node: Node, left: Node, right: Node) -> int:
+        rows, columns = self.batch_dim(right), self.batch_dim(left)
+        if _CONSTANT in (rows, columns):
+            return _CONSTANT if rows == columns else self._by_shape(node)
+        if columns == 1 or rows == 0:
+            return _REDUCED
+        return 0 if columns == 0 else 1 if rows == 1 else _REDUCED
+
+    def _dim_of_stack(self, node: Node, kind: str, inputs: Sequence[Node]) -> int:
+        dims = [self.batch_dim(child) for child in inputs]
+        dim = max(dims, default=_REDUCED)
+        if kind == "Stack" and dim >= 0:
+            return dim + (int(saved(node, "dim") or 0) <= dim)
+        return dim
+
+    def _dim_of_elements(self, node: Node, inputs: Sequence[Node], other_operands: bool) -> int:
+        sizes = shape_of(node) or ()
+        best, best_child = max(((self.batch_dim(child), child) for child in inputs), key=lambda pair: pair[0])
+        if best >= 0:
+            return best + len(sizes) - len(shape_of(best_child) or sizes)
+        # What is multiplied with samples that need no gradient has them from there on.
+        if other_operands and sizes and sizes != shape_of(best_child):
+            return self._by_shape(node)
+        return best
+
+
+#: Operations that look samples up in a parameter: their indices are no inputs of the graph.
+_LOOK_UPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
+
+
+def _reduced_dims(node: Node, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Dims of its argument that a reduction reduces."""
+    ndim = len(sizes or ())
+    dims = saved(node, "dim")
+    if dims is None or dims == ():
+        return tuple(range(ndim))
+    # The graph has them as unsigned numbers.
+    signed = [int(each) for each in ([dims] if isinstance(dims, int) else dims)]
+    signed = [each - 2**64 if each >= 2**63 else each for each in signed]
+    return tuple(each % ndim for each in signed) if ndim else ()
+
+
+def _moved(node: Node, kind: str, dim: int, sizes: tuple[int, ...] | None) -> int:
+    """Where a dim is after an operation that moves dims."""
+    if dim < 0:
+        return dim
+    ndim = len(sizes or ())
+
+    def place(name: str, among: int) -> int:
+        value = int(saved(node, name) or 0)
+        return (value - 2**64 if value >= 2**63 else value) % max(among, 1)
+
+    if kind == "T":
+        return 1 - dim if ndim == 2 else dim
+    if kind == "Transpose":
+        first, second = place("dim0", ndim), place("dim1", ndim)
+        return second if dim == first else first if dim == second else dim
+    if kind == "Permute":
+        order = [int(each) for each in saved(node, "dims")]
+        order = [(each - 2**64 if each >= 2**63 else each) % ndim for each in order]
+        return order.index(dim)
+    position = place("dim", ndim + (kind == "Unsqueeze"))
+    if kind == "Unsqueeze":
+        return dim + (position <= dim)
+    return _REDUCED if position == dim else dim - (position < dim)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if is_python_number(value) else None
+
+
+def _counts(divisor: Any, items: int) -> bool:
+    """Whether what a sum over the batch is divided by is a count, and not a constant such as 2 or a temperature.
+
+    Args:
+        divisor: A tensor of no dims that the step has computed, or a number of Python's.
+        items: Size of the batch dim that was summed.
+    """
+    if isinstance(divisor, Tensor) and divisor.dim():
+        return False
+    number = _number(divisor)
+    return number is None or number >= max(items, 1)
+
+
+def _unclamped(count: Tensor, node: Node) -> Tensor:
+    """A count without what keeps a division by it possible, ``clamp(min=1)``, where the sum is over nothing."""
+    if count.device.type == "cpu" and count > 1:
+        return count
+    counted: Any = saved(node, "total_weight")
+    child = next(iter(inputs_of(node)), None)
+    if counted is None and child is not None:
+        kind = kind_of(child)
+        counted = saved(child, {"Mul": "other", "Where": "condition", "MaskedFill": "mask"}.get(kind, ""))
+        counted = ~counted if kind == "MaskedFill" and isinstance(counted, Tensor) else counted
+    if not isinstance(counted, Tensor) or counted.numel() > _SMALL:
+        return count
+    return torch.where(counted.any(), count, torch.zeros_like(count))
+
+
+def couplings(loss: Tensor, *, samples: int | None) -> Iterator[str]:
+    """Places in the graph where samples of a batch are compared with each other, as a contrastive loss does.
+
+    Args:
+        loss: A tensor that requires a gradient.
+        samples: Samples in the batch.
+
+    Yields:
+        What was found, for a message.
+    """
+    if loss.grad_fn is None or not samples or samples < 2:
+        return
+    waiting: list[Node] = [loss.grad_fn]
+    seen = {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        kind = kind_of(node)
+        inputs = [child for child in inputs_of(node) if child is not None]
+        if "Gather" in kind and kind not in _LOOK_UPS:
+            continue
+        sizes = shape_of(node)
+        if kind in ("Mm", "Cdist") and sizes is not None and len(inputs) == 2 and len(sizes) == 2:
+            walk = _Walk(samples)
+            left, right = (walk.batch_dim(child) for child in inputs)
+            if (left == 0 and right == (1 if kind == "Mm" else 0)) or (kind == "Mm" and left == 1 and right == 0):
+                yield f"a {'product' if kind == 'Mm' else 'distance'} of results of shape {list(sizes)}"
+        for child in inputs:
+            if child not in seen:
+                seen.add(child)
+                waiting.append(child)

@@ -1,0 +1,164 @@
+"""Flat gradient buckets, each reduced by one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pardist.local_tensors import own_part, wrapped_like
+
+_MB = 2**20
+
+
+class Bucket:
+    """Gradients of some parameters of one dtype and device as views of one flat buffer.
+
+    The buffer ends with one element a parameter, a flag that says whether this rank has a gradient for it. Reduced
+    together with the gradients, a flag of zero means that no rank had one; such a parameter keeps ``grad=None``, as it
+    would on one process, and neither weight decay nor momentum moves it.
+
+    Of parameters that are split over tensor ranks the bucket holds this rank's parts.
+
+    Attributes:
+        params: The parameters, in the order in which backward is expected to reach them.
+        buffer: Flat, shape ``[numel + len(params)]``, dtype of the parameters.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.params = list(params)
+        parts = [own_part(param) for param in self.params]
+        self.numel = sum(part.numel() for part in parts)
+        first = parts[0]
+        self.buffer = torch.zeros(self.numel + len(self.params), dtype=first.dtype, device=first.device)
+        self.flags = self.buffer[self.numel :]
+        self._views: list[Tensor] = []
+        offset = 0
+        for part in parts:
+            # Strided like the parameter where it is dense (channels-last weights), as autograd would make it.
+            piece = self.buffer[offset : offset + part.numel()]
+            self._views.append(view_like(piece, part))
+            offset += part.numel()
+        self.ready = [False] * len(self.params)
+        self.pending = len(self.params)
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The parameters' gradients in the buffer, each in its parameter's shape."""
+        return self._views
+
+    @property
+    def gradients(self) -> Tensor:
+        """The buffer without its flags, shape ``[numel]``."""
+        return self.buffer[: self.numel]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of the parameters takes part in training at this moment."""
+        return any(param.requires_grad for param in self.params)
+
+    def adopt(self, index: int, scale: float) -> None:
+        """Move parameter ``index``'s gradient into the buffer, times ``scale``, and let ``grad`` be its view there."""
+        param, view = self.params[index], self.views[index]
+        if param.grad is None:
+            raise RuntimeError("adopt() needs a gradient")
+        grad = own_part(param.grad)
+        if grad is view:
+            if scale != 1.0:
+                view.mul_(scale)
+            return
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if scale == 1.0:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=view)
+        param.grad = wrapped_like(view, param)
+
+    def mark_ready(self, index: int) -> None:
+        """Note that parameter ``index``'s gradient for this step is in the buffer."""
+        if not self.ready[index]:
+            self.ready[index] = True
+            self.pending -= 1
+
+    def fill(self, scale: float) -> None:
+        """Complete the buffer: adopt gradients that are there, zeros for the rest, and set the flags."""
+        if self.pending:
+            for index, done in enumerate(self.ready):
+                if done:
+                    continue
+                if self.params[index].grad is None:
+                    self.views[index].zero_()
+                else:
+                    self.adopt(index, scale)
+                    self.mark_ready(index)
+        if self.pending:
+            self.flags.copy_(torch.tensor([float(done) for done in self.ready]))
+        else:
+            self.flags.fill_(1.0)
+
+    def release(self) -> None:
+        """Hand the reduced gradients to the parameters and make ready for the next step."""
+        if self.pending:
+            # Only a rank that lacks a gradient itself has to look whether another one had it.
+            for index, (done, flag) in enumerate(zip(self.ready, self.flags.tolist(), strict=True)):
+                if not done:
+                    param = self.params[index]
+                    param.grad = wrapped_like(self.views[index], param) if flag else None
+        self.reset()
+
+    def held_bytes(self) -> int:
+        """Bytes of gradients that the bucket holds at this moment."""
+        return self.buffer.numel() * self.buffer.element_size()
+
+    def reset(self) -> None:
+        """Forget which gradients are in the buffer."""
+        self.ready = [False] * len(self.params)
+        self.pending = len(self.params)
+
+
+def partition(
+    params: Iterable[nn.Parameter], *, bucket_size_mb: float, first_bucket_size_mb: float
+) -> list[list[nn.Parameter]]:
+    """Group parameters, in the order given, into runs of one dtype and device of about ``bucket_size_mb`` each.
+
+    Args:
+        params: In the order in which backward is expected to reach them.
+        bucket_size_mb: A run is closed once it holds this many MiB.
+        first_bucket_size_mb: The same for the first run of every dtype and device, smaller so that the first
+            collective starts early in backward.
+    """
+    runs: list[list[nn.Parameter]] = []
+    open_runs: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int, float]] = {}
+    for param in params:
+        part = own_part(param)
+        key = (part.dtype, part.device)
+        run, size, limit = open_runs.get(key) or ([], 0, first_bucket_size_mb * _MB)
+        if not run:
+            runs.append(run)
+        run.append(param)
+        size += part.numel() * part.element_size()
+        if size >= limit:
+            run, size, limit = [], 0, bucket_size_mb * _MB
+        open_runs[key] = (run, size, limit)
+    return runs
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def view_like(piece: Tensor, param: Tensor) -> Tensor:
+    """``piece``, flat, as a tensor of ``param``'s shape, channels last where ``param`` is."""
+    memory_format = _CHANNELS_LAST.get(param.dim())
+    if memory_format is not None and param.is_contiguous(memory_format=memory_format):
+        return piece.as_strided(param.size(), param.stride())
+    return piece.view(param.size())
+
+
+def flat_like(values: Tensor, param: Tensor) -> Tensor:
+    """``values``, of ``param``'s shape, flat and in the order that :func:`view_like` has."""
+    memory_format = _CHANNELS_LAST.get(param.dim())
+    if memory_format is None or not param.is_contiguous(memory_format=memory_format):
+        memory_format = torch.contiguous_format
+    return values.contiguous(memory_format=memory_format).as_strided((values.numel(),), (1,))

@@ -1,0 +1,157 @@
+"""Broadcasts buffers (running statistics, code books) from the first rank when they are about to be read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pardist.collectives import as_bytes
+from lightning_pardist.compat.modules import NormBase
+from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.engines.common.agreed_buffers import AgreedBuffer, agree_on_buffers
+from lightning_pardist.local_tensors import own_part
+
+_CHUNK_BYTES = 64 * 2**20
+
+
+class BufferSync:
+    """Broadcasts of the first rank's buffers.
+
+    torch DDP sends every buffer before every training forward. Two kinds need not travel that often. Running
+    statistics of normalisation layers are not read in training, so they are sent when somebody may look: before
+    evaluation and before a checkpoint. Constants (causal masks, position ids) are sent once, at the start. What is
+    left, buffers that a step changes and a later step reads, is sent before every training step. Which buffers change
+    is observed over a step and agreed on by all ranks, at the first step and again by :meth:`observe`.
+
+    Args:
+        module: Whose buffers are kept equal.
+        group: The data axis' process group.
+    """
+
+    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup) -> None:
+        self.group = group
+        statistics = {
+            id(buffer) for layer in module.modules() if isinstance(layer, NormBase) for buffer in layer.buffers(False)
+        }
+        self.module = module
+        self._statistics = statistics
+        self._live: list[str] = []
+        self._versions: dict[str, tuple[int, int]] | None = None
+        if self.group.size() > 1:
+            self._versions = self._current_versions()
+
+    def observe(self) -> None:
+        """Watch the next step and agree anew on which buffers change. Call it on every rank at the same step."""
+        if self.group.size() > 1:
+            self._versions = self._current_versions()
+
+    def before_training_step(self) -> None:
+        """Send what the last step changed and this one may read. Collective over the group if there is any."""
+        if self._live:
+            named = dict(self.module.named_buffers(remove_duplicate=False))
+            broadcast_tensors([named[name] for name in self._live if name in named], group=self.group)
+
+    def after_training_step(self) -> None:
+        """Agree on the buffers that change, if the step was watched. Collective over the group then."""
+        if self._versions is None:
+            return
+        before, self._versions = self._versions, None
+        now = self._current_versions()
+        everything = agree_on_buffers(self.module, group=self.group)
+        self._send(each for each in everything if not each.is_everywhere)
+        agreed = [each for each in everything if id(each.tensor) not in self._statistics]
+        if not agreed:
+            return
+        names = [each.name for each in agreed]
+        changed = torch.tensor([float(name not in before or now.get(name) != before[name]) for name in names])
+        changed = changed.to(own_part(agreed[0].tensor).device)
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.group)
+        self._live = [name for name, flag in zip(names, changed.tolist(), strict=True) if flag]
+
+    def synchronize(self) -> None:
+        """Send all buffers: before evaluation and before a checkpoint. Collective over the group."""
+        if self.group.size() > 1:
+            self._send(agree_on_buffers(self.module, group=self.group))
+
+    def _current_versions(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: (id(buffer), version_of(own_part(buffer)))
+            for name, buffer in self.module.named_buffers(remove_duplicate=False)
+            if id(buffer) not in self._statistics
+        }
+
+    def _send(self, agreed: Iterable[AgreedBuffer]) -> None:
+        by_source: dict[int, list[Tensor]] = {}
+        for each in agreed:
+            by_source.setdefault(each.source, []).append(each.tensor)
+        for source, tensors in sorted(by_source.items()):
+            broadcast_tensors(tensors, group=self.group, group_src=source)
+
+
+def broadcast_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:
+    """Overwrite parameters and buffers with those of the first rank of ``group``. Collective over it.
+
+    Args:
+        module: Built alike on every rank; what is on ``meta`` has no values to send.
+        group: Who takes part.
+    """
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    broadcast_tensors((tensor.detach() for tensor in tensors if not tensor.is_meta), group=group)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup, group_src: int = 0) -> None:
+    """Overwrite ``tensors`` with those of one rank, in large flat messages. Collective over ``group``.
+
+    Args:
+        tensors: Same number, shapes and dtypes on every rank; of DTensors this rank's parts are meant.
+        group: Who takes part.
+        group_src: The rank in ``group`` whose values are taken.
+    """
+    _in_flat_messages(tensors, lambda flat: dist.broadcast(as_bytes(flat), group_src=group_src, group=group))
+
+
+def average_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
+    """Overwrite ``tensors`` with their mean over ``group``, in large flat messages. Collective over ``group``.
+
+    Args:
+        tensors: Of floating or complex dtype; same number, shapes and dtypes on every rank; of DTensors this rank's
+            parts are meant.
+        group: Who takes part. Sends ``2 Psi (n-1)/n`` per rank for ``Psi`` elements on ``n`` ranks.
+    """
+
+    def average(flat: Tensor) -> None:
+        dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
+        flat.div_(group.size())
+
+    _in_flat_messages(tensors, average)
+
+
+def _in_flat_messages(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:
+    """Run tensors of a kind through ``exchange`` together, which changes a flat copy of them in place."""
+    chunk: list[Tensor] = []
+    size = 0
+    key: tuple[torch.dtype, torch.device] | None = None
+
+    def send() -> None:
+        if not chunk:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+        exchange(flat)
+        for tensor, piece in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+        chunk.clear()
+
+    for tensor in map(own_part, tensors):
+        if tensor.numel() == 0:
+            continue
+        if key != (tensor.dtype, tensor.device) or size > _CHUNK_BYTES:
+            send()
+            key, size = (tensor.dtype, tensor.device), 0
+        chunk.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    send()

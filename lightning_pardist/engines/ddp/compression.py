@@ -1,0 +1,108 @@
+"""Gradient compression by torch's own DDP communication hooks, on CPU as well as on GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pardist.engines.ddp.bucket import Bucket
+from lightning_pardist.local_tensors import own_part
+
+#: ``hook(state, bucket) -> Future``: torch's interface (``DistributedDataParallel.register_comm_hook``).
+CommunicationHook = Callable[[Any, Any], Any]
+Compression = Literal["bf16", "fp16", "powersgd"]
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Low-rank gradient compression (PowerSGD, arXiv 1905.13727).
+
+    Attributes:
+        rank: Rank of the approximation; 1 to 4 are usual. Doubling it doubles the traffic.
+        start_step: Steps of plain averaging before compression starts; the first ones matter most. At least 2.
+        min_compression_rate: A matrix is compressed only if that makes it this many times smaller.
+    """
+
+    rank: int = 1
+    start_step: int = 100
+    min_compression_rate: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.start_step < 2 or self.min_compression_rate < 1:
+            raise ValueError(
+                f"PowerSGD(rank={self.rank}, start_step={self.start_step},"
+                f" min_compression_rate={self.min_compression_rate}) needs rank >= 1, start_step >= 2 (the error"
+                " feedback has to know the buckets) and min_compression_rate >= 1."
+            )
+
+
+class HookBucket:
+    """What a communication hook sees of a bucket: torch's ``GradBucket``, which Python cannot construct."""
+
+    def __init__(self, bucket: Bucket, *, index: int, is_last: bool) -> None:
+        self._bucket = bucket
+        self._buffer = bucket.gradients
+        self._index = index
+        self._is_last = is_last
+
+    def buffer(self) -> Tensor:
+        """The flat gradients, shape ``[numel]``."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Let ``buffer`` stand in for the gradients from here on (torch's wrappers do)."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients one by one, in the parameters' shapes."""
+        parts = [own_part(param) for param in self._bucket.params]
+        pieces = self._buffer.split([part.numel() for part in parts])
+        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in the order of :meth:`gradients`."""
+        return list(self._bucket.params)
+
+    def index(self) -> int:
+        """Position of this bucket among those of the step."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether this bucket is the last of the step."""
+        return self._is_last
+
+
+def compression_hook(compression: Compression | PowerSGD, *, group: dist.ProcessGroup) -> tuple[CommunicationHook, Any]:
+    """The communication hook and its state for a named compression.
+
+    Args:
+        compression: ``"bf16"`` and ``"fp16"`` halve fp32 traffic, ``"powersgd"`` (with its defaults) or a
+            :class:`PowerSGD` sends low-rank factors.
+        group: The data axis' process group.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    if compression in ("bf16", "fp16"):
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        return getattr(default_hooks, f"{compression}_compress_hook"), group
+    if compression == "powersgd":
+        compression = PowerSGD()
+    if isinstance(compression, PowerSGD):
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+
+        state = power_sgd.PowerSGDState(
+            process_group=group,
+            matrix_approximation_rank=compression.rank,
+            start_powerSGD_iter=compression.start_step,
+            min_compression_rate=compression.min_compression_rate,
+        )
+        return power_sgd.powerSGD_hook, state
+    raise ValueError(
+        f"gradient_compression={compression!r} is unknown. Use 'bf16', 'fp16', 'powersgd', a PowerSGD(...) or None."
+    )

@@ -1,0 +1,324 @@
+"""Average gradients over the data axis while backward runs, with no wrapper around the module.
+
+[Note: what may be launched during backward]
+Every rank must issue the same collectives in the same order, whatever its samples made of the autograd graph. So the
+buckets have one order, a bucket is launched only after its predecessor, and whatever backward has not completed by its
+end is completed then, with zeros. A parameter that took no part costs nothing but these zeros: no graph is walked, and
+a parameter used on one rank and not on another is right.
+
+A leaf's gradient is accumulated once in a backward, so its hook says that it is final, with two exceptions: reentrant
+activation checkpointing runs nested backwards that each add to it, and user code may call ``backward`` more often than
+the one call that the reducer was told of. Both run under another autograd graph task than the announced one. Their
+gradients are not counted as ready, and are reduced at the end, when nothing more can come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pardist.checkpoint.tensors import Slots, whole_slots
+from lightning_pardist.compat.autograd import after_backward, current_backward
+from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
+from lightning_pardist.engines.ddp.bucket import Bucket, partition
+from lightning_pardist.engines.ddp.sparse import reduce_sparse, sparse_parameters
+from lightning_pardist.engines.ddp.transport import Transport
+from lightning_pardist.local_tensors import own_part
+
+
+class GradientReducer:
+    """Gradients synchronised over the data axis while backward runs, for parameters that are whole on every rank.
+
+    Life cycle: construct once the module is on its device; :meth:`backward` around every backward; gradients are the
+    average over the group when it ends, unless it ran under :meth:`no_sync`; :meth:`detach` at the end.
+
+    With :class:`~lightning_pardist.engines.ddp.transport.AllReduce` it sends ``2 Psi (N-1)/N`` per rank and
+    step (Psi parameters, N ranks), the cost of a ring all-reduce.
+
+    Args:
+        module: Its parameters are reduced; their values must agree over the group.
+        transport: How buckets are synchronised, and over which group.
+        bucket_groups: Group of each parameter, for instance the index of its optimizer. Buckets do not mix groups,
+            so that one whose parameters are all frozen (``toggle_optimizer``) sends nothing.
+        bucket_size_mb: Size of a bucket. Larger ones use the wire better, smaller ones overlap earlier.
+        first_bucket_size_mb: Size of the first bucket.
+        overlap: Whether buckets are sent while backward still runs.
+        reorder: Whether buckets are ordered anew once the first backward has shown its order.
+        alone: Whether gradients go through buckets also where the group is this rank alone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        transport: Transport,
+        bucket_groups: Mapping[nn.Parameter, int] | None = None,
+        bucket_size_mb: float = 25.0,
+        first_bucket_size_mb: float = 1.0,
+        overlap: bool = True,
+        reorder: bool = True,
+        alone: bool = False,
+    ) -> None:
+        if bucket_size_mb <= 0 or first_bucket_size_mb <= 0:
+            raise ValueError(f"bucket_size_mb={bucket_size_mb} must be positive; 25 is a good start.")
+        self.module = module
+        self.group = transport.group
+        self.bucket_groups = bucket_groups or {}
+        self.bucket_size_mb = bucket_size_mb
+        self.first_bucket_size_mb = first_bucket_size_mb
+        self.transport = transport
+        self.overlap = overlap
+        self.alone = alone
+        self.buckets: list[Bucket] = []
+        #: Whether gradients were averaged since :meth:`step_done` was called last.
+        self.is_reduced = False
+        self._sync = True
+        self._hands_off = False
+        self._handles: list[RemovableHandle] = []
+        self._sparse = sparse_parameters(module)
+        self._slots: dict[Tensor, tuple[Bucket, int]] = {}
+        self._root_task: int | None = None
+        self._callback_queued = False
+        self._active: list[Bucket] = []
+        self._works: list[Any] = []
+        self._order: list[Tensor] | None = [] if reorder else None
+        if self.enabled:
+            self._add_new_parameters()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether gradients go through buckets: there is somebody to average with, or it was asked for."""
+        return self.alone or self.group.size() > 1
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(param.grad is not None for param in self.module.parameters())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate locally and nothing is sent; the next :meth:`backward` outside sends the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @contextmanager
+    def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
+        """Around the call that runs backward from ``loss``. Collective over the group, unless under :meth:`no_sync`.
+
+        Args:
+            loss: The tensor that backward starts from.
+            overlap: False where user code decides what backward does, so that nothing may be sent before its end.
+        """
+        if not self.enabled:
+            yield
+            return
+        self._add_new_parameters()
+        if not self._sync:
+            yield
+            return
+        self._start()
+        handle = None
+        if self.overlap and overlap and loss.requires_grad:
+            handle = loss.register_hook(self._note_root_task)
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._root_task = None
+            if handle is not None:
+                handle.remove()
+        self.reduce()
+
+    def reduce(self) -> None:
+        """Average what is not averaged yet and hand it to the parameters. Collective over the group.
+
+        Called at the end of :meth:`backward`. Call it by hand on a rank whose step had no backward, so that the other
+        ranks' gradients reach it and they need not wait.
+        """
+        if not self.enabled:
+            return
+        if not self._active:
+            self._start()
+        while len(self._works) < len(self._active):
+            self._launch(self._active[len(self._works)])
+        for bucket, work in zip(self._active, self._works, strict=True):
+            self.transport.finish(bucket, work)
+        self.transport.finish_all(self._active)
+        for bucket in self._active:
+            bucket.release()
+        reduce_sparse(self._sparse, group=self.group)
+        self.is_reduced = True
+        self._abandon()
+        if self._order is not None:
+            self._rebuild(self._order)
+
+    def step_done(self) -> None:
+        """Tell that the optimizer has stepped: the next step's gradients are not averaged yet."""
+        self.is_reduced = False
+
+    @contextmanager
+    def defer_reduction(self) -> Iterator[None]:
+        """Backward passes inside leave their gradients in ``.grad``; :meth:`reduce` takes them up."""
+        before, self._hands_off = self._hands_off, True
+        try:
+            yield
+        finally:
+            self._hands_off = before
+
+    def grad_power(
+        self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
+    ) -> Tensor:
+        """Sum of powers of the gradients of some parameters. Not collective: they agree on all ranks."""
+        params = list(params)
+        grads = self.local_grads(param for param in params if counts is None or counts(param))
+        devices = (param.device for param in params if not param.is_meta)
+        return sum_of_powers(grads, norm_type, device=next(devices, torch.device("cpu")))
+
+    def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        """This rank's part of the gradients of some parameters. Not collective."""
+        return [own_part(param.grad) for param in params if param.grad is not None]
+
+    def zero_grad(self) -> None:
+        """Nothing to do: gradients live in the parameters."""
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state dict, whole on every rank; of one that shards its state itself, on the first one."""
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            return optimizer.state_dict()
+        # torch's ZeroRedundancyOptimizer, say. Collective.
+        optimizer.consolidate_state_dict()
+        return optimizer.state_dict() if dist.get_rank() == 0 else {}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a state dict of one process."""
+        optimizer.load_state_dict(state)
+
+    def detach(self) -> None:
+        """Remove every hook and let the gradients go. Not collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.buckets.clear()
+        self._slots.clear()
+        self._abandon()
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Every parameter itself."""
+        return whole_slots(optimizer)
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Nothing to do: state is kept where it was put."""
+
+    def held_bytes(self) -> int:
+        """Bytes of gradient buffers on this rank."""
+        return sum(bucket.held_bytes() for bucket in self.buckets)
+
+    # --- one backward -------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._active = [bucket for bucket in self.buckets if bucket.requires_grad]
+        self._works = []
+
+    def _abandon(self) -> None:
+        for bucket in self._active:
+            bucket.reset()
+        self._active, self._works, self._root_task = [], [], None
+
+    def _note_root_task(self, grad: Tensor) -> None:
+        self._root_task = current_backward()
+
+    def _on_grad(self, param: Tensor) -> None:
+        bucket, index = self._slots[param]
+        if self._hands_off:
+            return
+        if not self._sync:
+            # At home in the bucket at once: accumulating needs no second copy of the gradients.
+            bucket.adopt(index, 1.0)
+            return
+        if self._root_task is None:
+            if not self._active and not self._callback_queued:
+                # loss.backward() that nobody announced (manual optimization without manual_backward).
+                self._callback_queued = True
+                after_backward(self._reduce_unannounced)
+            return
+        if current_backward() != self._root_task:
+            return
+        bucket.adopt(index, self.transport.scale)
+        bucket.mark_ready(index)
+        if self._order is not None:
+            self._order.append(param)
+        if bucket.pending == 0:
+            while len(self._works) < len(self._active) and self._active[len(self._works)].pending == 0:
+                self._launch(self._active[len(self._works)])
+
+    def _reduce_unannounced(self) -> None:
+        self._callback_queued = False
+        if self._sync:
+            self._add_new_parameters()
+            self.reduce()
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.fill(self.transport.scale)
+        index = len(self._works)
+        self._works.append(self.transport.launch(bucket, index=index, is_last=index == len(self._active) - 1))
+
+    # --- buckets ------------------------------------------------------------------------------------------------
+
+    def _add_new_parameters(self) -> None:
+        """Put parameters that have come to require a gradient (unfrozen layers) into buckets of their own."""
+        sparse = {id(param) for param in self._sparse}
+        fresh = [
+            param
+            for param in self.module.parameters()
+            if param.requires_grad and not param.is_meta and param not in self._slots and id(param) not in sparse
+        ]
+        if fresh:
+            # Backward runs in about the reverse order of registration.
+            self._build(list(reversed(fresh)))
+            self._handles.extend(param.register_post_accumulate_grad_hook(self._on_grad) for param in fresh)
+
+    def _build(self, params: Sequence[nn.Parameter]) -> None:
+        bucket_groups: dict[int, list[nn.Parameter]] = {}
+        for param in params:
+            bucket_groups.setdefault(self.bucket_groups.get(param, -1), []).append(param)
+        for lane in bucket_groups.values():
+            for run in partition(
+                lane, bucket_size_mb=self.bucket_size_mb, first_bucket_size_mb=self.first_bucket_size_mb
+            ):
+                bucket = self.transport.make_bucket(run)
+                self.buckets.append(bucket)
+                self._slots.update({param: (bucket, index) for index, param in enumerate(run)})
+
+    def _rebuild(self, reached: Sequence[Tensor]) -> None:
+        """Order the buckets as rank 0's first backward reached the parameters. Collective over the group."""
+        self._order = None
+        current = [param for bucket in self.buckets for param in bucket.params]
+        if not current:
+            return
+        position: dict[Tensor, int] = {param: index for index, param in enumerate(current)}
+        first = list(dict.fromkeys(reached))
+        seen = set(first)
+        wanted = first + [param for param in current if param not in seen]
+        message = torch.tensor([position[param] for param in wanted], device=self.buckets[0].buffer.device)
+        dist.broadcast(message, group_src=0, group=self.group)
+        order = message.tolist()
+        if order == list(range(len(current))):
+            return
+        self.buckets.clear()
+        self._build([current[index] for index in order])
+        for bucket in self.buckets:
+            for index, param in enumerate(bucket.params):
+                if param.grad is not None:
+                    bucket.adopt(index, 1.0)

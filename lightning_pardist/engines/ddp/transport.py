@@ -1,0 +1,116 @@
+"""Ways to reduce a bucket of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import override
+
+from lightning_pardist.engines.ddp.bucket import Bucket
+from lightning_pardist.engines.ddp.compression import CommunicationHook, HookBucket
+
+
+class Transport(Protocol):
+    """Makes buckets and synchronises them over a group.
+
+    Attributes:
+        group: Who takes part.
+        scale: Factor on the gradients of each rank before they are summed.
+    """
+
+    group: dist.ProcessGroup
+    scale: float
+
+    def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
+        """A bucket for these parameters."""
+        ...
+
+    def launch(self, bucket: Bucket, *, index: int, is_last: bool) -> Any:
+        """Send a complete bucket. Every rank launches the same buckets in the same order; returns without waiting."""
+        ...
+
+    def finish(self, bucket: Bucket, work: Any) -> None:
+        """Wait until what :meth:`launch` began is in the bucket."""
+        ...
+
+    def finish_all(self, buckets: Sequence[Bucket]) -> None:
+        """All buckets of the step are finished. Collective."""
+        ...
+
+
+class AllReduce(Transport):
+    """All-reduce mean; one collective a bucket carries gradients and used-parameter flags.
+
+    Args:
+        group: The data axis' process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.scale = 1.0 / group.size()
+
+    @override
+    def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
+        return Bucket(params)
+
+    @override
+    def launch(self, bucket: Bucket, *, index: int, is_last: bool) -> Any:
+        return dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+
+    @override
+    def finish(self, bucket: Bucket, work: Any) -> None:
+        work.wait()
+
+    @override
+    def finish_all(self, buckets: Sequence[Bucket]) -> None:
+        pass
+
+
+class HookedAllReduce(Transport):
+    """The mean by one of torch's DDP communication hooks, which divides by itself.
+
+    Args:
+        group: The data axis' process group.
+        hook: ``hook(state, bucket) -> Future`` of the reduced flat gradients.
+        state: The hook's first argument.
+    """
+
+    scale = 1.0
+
+    def __init__(self, group: dist.ProcessGroup, hook: CommunicationHook, state: Any) -> None:
+        self.group = group
+        self.hook = hook
+        self.state = state
+
+    @override
+    def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
+        return Bucket(params)
+
+    @override
+    def launch(self, bucket: Bucket, *, index: int, is_last: bool) -> Any:
+        return self.hook(self.state, HookBucket(bucket, index=index, is_last=is_last))
+
+    @override
+    def finish(self, bucket: Bucket, work: Any) -> None:
+        result = work.wait()
+        if result.data_ptr() != bucket.gradients.data_ptr():
+            bucket.gradients.copy_(result)
+
+    @override
+    def finish_all(self, buckets: Sequence[Bucket]) -> None:
+        # A hook may only be given the gradients.
+        reduce_flags(buckets, group=self.group)
+
+
+def reduce_flags(buckets: Sequence[Bucket], *, group: dist.ProcessGroup) -> None:
+    """Sum the flags of all buckets in one small reduction. Collective over ``group``."""
+    if not buckets:
+        return
+    flags = torch.cat([bucket.flags.float() for bucket in buckets])
+    dist.all_reduce(flags, group=group)
+    for bucket, reduced in zip(buckets, flags.split([len(bucket.params) for bucket in buckets]), strict=True):
+        bucket.flags.copy_(reduced)

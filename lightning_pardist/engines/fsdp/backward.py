@@ -1,0 +1,475 @@
+"""Backward of sharded units: resharding, gradient reduction, and its order over ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pardist.compat.autograd import not_compiled
+from lightning_pardist.compat.fsdp2 import ModuleState, ParameterGroup, ShardedParameter
+from lightning_pardist.engines.common.settable_parameter import changes_of
+from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, REDUCE, CollectiveSequencer
+from lightning_pardist.engines.fsdp.comm import PendingReduction, UnitAllGather, UnitReduceScatter
+from lightning_pardist.engines.fsdp.fsdp_units import Unit
+from lightning_pardist.engines.fsdp.outputs import before_backward, shares_memory
+from lightning_pardist.engines.fsdp.tiling import TiledLinear
+from lightning_pardist.local_tensors import local_part, own_part, set_own_part
+
+
+class ShardedUnit:
+    """A unit at run time.
+
+    Attributes:
+        unit: What it is.
+        index: Position in the plan, the same on every rank.
+        resident: Stays gathered from the start of a step to the end of its backward: the root, and units whose
+            parameters are used outside their module's call.
+        by_forward: Is gathered by its module's ``forward``, and not by the call around it.
+    """
+
+    def __init__(self, unit: Unit, index: int, resident: bool, *, by_forward: bool = False) -> None:
+        self.unit = unit
+        self.index = index
+        self.resident = resident
+        self.by_forward = by_forward
+        self.module: FSDPModule = unit.module  # type: ignore[assignment]
+        self.state = ModuleState(self.module)
+        self.groups = self.state.groups
+        #: Calls whose backward is to come, by the micro-batch that they belong to.
+        self.open_calls: Counter[Hashable] = Counter()
+        self.watched = False
+        self._gathered: list[_Gathered] = []
+        self._seen: tuple[int, ...] = ()
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the module holds whole parameters now."""
+        return bool(self.groups) and all(group.is_unsharded for group in self.groups)
+
+    def waiting_gradients(self) -> bool:
+        """Whether whole gradients wait to be reduced."""
+        return any(parameter.has_unsharded_grad for group in self.groups for parameter in group.parameters)
+
+    def note_gather(self) -> None:
+        """A gather of the values that there are now begins."""
+        self._seen = changes_of(p.sharded for group in self.groups for p in group.parameters)
+
+    def drop_stale_gather(self) -> None:
+        """Forget a gather that began before the shards were changed (weights clipped, averaged or loaded in a step)."""
+        pending = [group for group in self.groups if group.is_being_gathered]
+        if pending and self._seen != changes_of(p.sharded for group in self.groups for p in group.parameters):
+            for group in pending:
+                group.drop_pending_gather()
+
+    def set_resident(self, keep_after_forward: bool) -> None:
+        """Keep the unit gathered through forward and backward."""
+        self.resident = True
+        self.module.set_reshard_after_forward(not keep_after_forward, recurse=False)
+        self.module.set_reshard_after_backward(False, recurse=False)
+
+    def gather(self) -> None:
+        """Gather now. Collective over the shard group."""
+        # Tensors made in inference mode could never be trained with: make them outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.module.unshard()
+        if self.resident:
+            self._gathered = [_Gathered(parameter.sharded, whole) for parameter, whole in self._gathered_parameters()]
+
+    def _gathered_parameters(self) -> Iterator[tuple[ShardedParameter, nn.Parameter]]:
+        for group in self.groups:
+            for parameter in group.parameters:
+                whole = parameter.unsharded
+                if whole is not None and not whole.is_inference():
+                    yield parameter, whole
+
+    def keep_changes(self) -> None:
+        """Write to the shards what the user changed while the unit was gathered (clamping, say)."""
+        if self._gathered and self.gathered:
+            for gathered in self._gathered:
+                gathered.keep_changes()
+
+    def free(self) -> None:
+        """Give the whole parameters back; the shards remain."""
+        self._gathered = []
+        for group in self.groups:
+            group.free()
+
+    def abandon(self) -> None:
+        """As :meth:`free` after a failure, when other ranks may be gone. Not collective."""
+        self._gathered = []
+        for group in self.groups:
+            group.abandon()
+
+
+class _Gathered:
+    """A whole parameter, and what it was when it was gathered.
+
+    A version counter would not do: ``p.data.clamp_()`` leaves no trace in it.
+
+    Args:
+        shard: The sharded parameter.
+        whole: The same, gathered.
+    """
+
+    def __init__(self, shard: Any, whole: nn.Parameter) -> None:
+        self.shard = shard
+        self.whole = whole
+        # Not detach(), which shares the counter that backward looks at.
+        self.home = own_part(whole).data
+        self.before = local_part(whole.detach(), shard).clone()
+
+    @torch.no_grad()
+    def keep_changes(self) -> None:
+        """Write new values to the shard, and whole ones to where a gather puts them (``p.data = ...``)."""
+        part = own_part(self.whole)
+        now = local_part(self.whole.detach(), self.shard)
+        local = self.shard.to_local()
+        local.copy_(torch.where(now == self.before, local, now.to(local)))
+        self.before.copy_(now)
+        if part.numel() and part.data_ptr() != self.home.data_ptr():
+            self.home.copy_(part)
+            set_own_part(self.whole, self.home)
+
+
+class BackwardRuntime:
+    """Wraps ``fully_shard``'s backward so that every gradient is reduced once, in the same order on every rank.
+
+    Args:
+        units: All units, the root last.
+        replicated: Name -> parameter kept whole on every rank (scalars, empty ones, ignored dtypes).
+        sequencer: Ranks that train together.
+        data_size: Ranks over which gradients are averaged.
+        check: Compare the order of collectives and the use of parameters after every backward.
+
+    Attributes:
+        turn: Whose forward or backward runs, where those of several micro-batches take turns; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        units: list[ShardedUnit],
+        replicated: dict[str, nn.Parameter],
+        sequencer: CollectiveSequencer,
+        *,
+        data_size: int,
+        check: bool = True,
+    ) -> None:
+        self.units = units
+        self.replicated = replicated
+        self.sequencer = sequencer
+        self.data_size = data_size
+        self.check = check
+        self.tiled: list[TiledLinear] = []
+        self.pending: list[PendingReduction] = []
+        self.finalizing = False
+        self.inside = 0
+        self.backwards = 0
+        self.agreed: Callable[[], None] = _nothing
+        self.sync = True
+        self.turn: Hashable = None
+        self.differentiated = False
+        self.filled: dict[int, ShardedParameter] = {}
+        self.used: set[int] = set()
+        self.positions: dict[int, int] = {}
+        for unit in units:
+            for group in unit.groups:
+                for parameter in group.parameters:
+                    self.positions[id(parameter)] = len(self.positions)
+        self.replicated_used: set[str] = set()
+        self.handles: list[RemovableHandle] = []
+        sequencer.join = self.answer
+        for unit in units:
+            self._install(unit)
+        for name, whole in replicated.items():
+            self._when_replicated(whole, name)
+
+    # -- installation
+
+    def add_tiled(
+        self, name: str, layer: nn.Linear, mesh: DeviceMesh, *, tile_bytes: float, policy: MixedPrecisionPolicy | None
+    ) -> None:
+        """Let a layer run in tiles, which have numbers behind those of all units."""
+        last = self.tiled[-1].first_index + self.tiled[-1].tiles if self.tiled else len(self.units)
+        tiled = TiledLinear(
+            name,
+            layer,
+            mesh,
+            tile_bytes=tile_bytes,
+            policy=policy,
+            sequencer=self.sequencer,
+            first_index=last,
+            queue_final=self.queue_final,
+        )
+        self.tiled.append(tiled)
+
+    def _when_replicated(self, parameter: nn.Parameter, name: str) -> None:
+        handle = _when_gradient_arrives(parameter, functools.partial(self._replicated_arrived, name))
+        if handle is not None:
+            self.handles.append(handle)
+
+    def _install(self, unit: ShardedUnit) -> None:
+        unit.state.wrap(final=self._final, register_pre_backward=functools.partial(self._on_output, unit))
+        if not unit.by_forward:
+            before = functools.partial(self.before_forward, unit)
+            self.handles.append(unit.unit.module.register_forward_pre_hook(before, prepend=True))
+        for group in unit.groups:
+            group.wrap(
+                post_forward=functools.partial(self._post_forward, unit, group),
+                post_backward=functools.partial(self._post_backward, unit, group),
+                register_post_backward=functools.partial(self._count_call, unit),
+            )
+            unit.module.set_custom_all_gather(
+                # The base class of torch's is not public.
+                UnitAllGather(functools.partial(self._announce_gather, unit), self.sequencer.after)  # type: ignore[arg-type]
+            )
+            unit.module.set_custom_reduce_scatter(
+                UnitReduceScatter(  # type: ignore[arg-type]
+                    functools.partial(self.sequencer.before, REDUCE, unit.index),
+                    group.output_becomes_grads,
+                    self.pending,
+                )
+            )
+
+    def _announce_gather(self, unit: ShardedUnit) -> None:
+        unit.note_gather()
+        self.sequencer.before(GATHER, unit.index)
+
+    def _replicated_arrived(self, name: str) -> None:
+        self.replicated_used.add(name)
+        self.queue_final()
+
+    def _gathered_arrived(self, position: int) -> None:
+        self.used.add(position)
+        self.queue_final()
+
+    def watch_gradients(self, unit: ShardedUnit) -> None:
+        """From the first gather on, let any gradient of the unit bring about the end-of-backward work."""
+        if unit.watched or not all(group.was_unsharded for group in unit.groups):
+            return
+        unit.watched = True
+        for group in unit.groups:
+            for parameter in group.parameters:
+                gathered = parameter.unsharded
+                if gathered is not None:
+                    position = self.positions[id(parameter)]
+                    _when_gradient_arrives(gathered, functools.partial(self._gathered_arrived, position))
+
+    def queue_final(self) -> None:
+        """Have the end-of-backward work done; called from inside a backward."""
+        if not self.finalizing:
+            self.units[-1].state.queue_final()
+
+    # -- forward
+
+    @not_compiled
+    def before_forward(self, unit: ShardedUnit, *unused: Any) -> None:
+        """Right before a unit is gathered for its forward, as a hook or called. Collective if it is done here."""
+        unit.drop_stale_gather()
+        if not unit.watched:
+            # Creates the whole parameters outside of inference mode; fully_shard's own hook then finds them there.
+            if unit.groups and not unit.gathered and torch.is_inference_mode_enabled():
+                unit.gather()
+            self.watch_gradients(unit)
+
+    def _count_call(self, unit: ShardedUnit, register: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.watch_gradients(unit)
+        new_args, new_kwargs = register(args, kwargs)
+        if new_args is not args or new_kwargs is not kwargs:
+            unit.open_calls[self.turn] += 1
+        return new_args, new_kwargs
+
+    def _post_forward(
+        self, unit: ShardedUnit, group: ParameterGroup, finish: Callable[..., Any], module: Any, given: Any, output: Any
+    ) -> Any:
+        if unit.resident:
+            # A backward inside this call (manual optimization) has reset the state; the end of forward is not
+            # the end of the unit's use.
+            group.set_forward()
+        elif group.reshards_after_forward:
+            storages = {whole.untyped_storage().data_ptr() for p in group.parameters for whole in p.gather_buffers}
+            if shares_memory(output, storages - {0}):
+                # The caller gets a parameter itself, or a view of one: it must not be freed under its hands.
+                unit.set_resident(True)
+        return finish(module, given, output)
+
+    def _on_output(self, unit: ShardedUnit, output: Any) -> Any:
+        """In place of ``fully_shard``'s own hooks, which miss tensors in objects and views changed in place."""
+        if torch.is_grad_enabled():
+            before_backward(output, functools.partial(self._before_backward, unit))
+        return output
+
+    # -- backward
+
+    def _before_backward(self, unit: ShardedUnit, gradient: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            # A backward that is differentiated itself (create_graph, a gradient penalty): what it computes with is
+            # read once more by the one that follows, at a time that no hook tells of.
+            self.differentiated = True
+            if not unit.resident:
+                unit.set_resident(True)
+        return unit.state.pre_backward(gradient)
+
+    def _post_backward(
+        self, unit: ShardedUnit, group: ParameterGroup, reduce: Callable[[], None], *unused: Any
+    ) -> None:
+        if not self.finalizing:
+            unit.open_calls[self.turn] -= 1
+            if unit.resident:
+                return
+            if unit.open_calls[self.turn] > 0:
+                # A later call of the same module: gradients of all calls arrive at the first one, reduce them there.
+                group.set_post_backward()
+                group.reshard()
+                return
+        if group.has_work:
+            self._note_filled(group.fill_missing_grads())
+        reduce()
+        # Not right after the reduce-scatter: HSDP's all-reduce belongs to it.
+        self.sequencer.after()
+
+    def _note_filled(self, parameters: Iterable[ShardedParameter]) -> None:
+        self.filled.update((self.positions[id(parameter)], parameter) for parameter in parameters)
+
+    def _final(self, finish: Callable[[], None]) -> None:
+        differentiated, self.differentiated = self.differentiated, False
+        if differentiated and not any(unit.waiting_gradients() for unit in self.units):
+            # Gradients of inputs, which go into the loss: the step's backward is yet to come.
+            self.units[-1].state.end_inner_backward()
+            for unit in self.units:
+                unit.open_calls.pop(self.turn, None)
+            return
+        self.finalizing = True
+        try:
+            for unit in self.units:
+                unit.open_calls.pop(self.turn, None)
+                for group in unit.groups:
+                    if group.has_work:
+                        group.set_idle()
+            finish()
+            self.finish()
+        finally:
+            self.finalizing = False
+
+    def finish(self) -> None:
+        """What ends a backward: reductions in flight, agreement, freeing. Collective over the mesh.
+
+        Of micro-batches that take turns, all but reductions waits for the end of the last one.
+        """
+        self.backwards += 1
+        while self.pending:
+            self.pending.pop(0).finish()
+        if self.turn is None and self.sequencer.active:
+            self.sequencer.wait_for_all()
+            while self.pending:
+                self.pending.pop(0).finish()
+        if self.turn is None and self.sync:
+            self._agree()
+            self._reduce_replicated()
+            self.agreed()
+        for unit in self.units:
+            for group in unit.groups:
+                group.drop_pending_gather()
+            if unit.resident and not self.inside:
+                # Changed between forward and backward, as by a teacher that follows in on_before_zero_grad.
+                unit.keep_changes()
+                unit.free()
+
+    def end_without_backward(self) -> None:
+        """The end of a step that no rank has a loss for: what is waiting is reduced. Collective over the mesh."""
+        self.units[-1].state.run_final()
+
+    def _agree(self) -> None:
+        """Compare what ranks did; a parameter that no rank used keeps no gradient, as in one process."""
+        names = list(self.replicated)
+        used_anywhere = self.used
+        if self.check and self.data_size > 1:
+            flags = torch.zeros(len(self.positions) + len(names), dtype=torch.int64)
+            flags[list(self.used)] = 1
+            for name in self.replicated_used:
+                flags[len(self.positions) + names.index(name)] = 1
+            flags = self.sequencer.compare(flags)
+            self.replicated_used = {
+                name for name, flag in zip(names, flags[len(self.positions) :], strict=True) if flag
+            }
+            used_anywhere = set(flags[: len(self.positions)].nonzero().flatten().tolist())
+        if self.check or self.data_size == 1:
+            for position, parameter in self.filled.items():
+                if position not in used_anywhere:
+                    parameter.sharded.grad = None
+        self.filled.clear()
+        self.used.clear()
+
+    def forget(self) -> None:
+        """Forget what was noted of a backward that did not end."""
+        self.filled.clear()
+        self.used.clear()
+        self.replicated_used.clear()
+
+    def _reduce_replicated(self) -> None:
+        names = sorted(self.replicated_used)
+        self.replicated_used = set()
+        if not names:
+            return
+        parameters = [self.replicated[name] for name in names]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
+            gradients = [own_part(p.grad).reshape(-1) for p in parameters if p.dtype == dtype and p.grad is not None]
+            flat = torch.cat(gradients)
+            if flat.numel():
+                self.sequencer.mean_(flat)
+            offset = 0
+            for parameter in parameters:
+                if parameter.dtype == dtype and parameter.grad is not None:
+                    gradient = own_part(parameter.grad)
+                    gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
+                    offset += gradient.numel()
+
+    # -- answering other ranks
+
+    def answer(self, kind: int, index: int) -> None:
+        """Take part in a collective that another rank needs and this one does not. Collective over the shard group."""
+        if index >= len(self.units):
+            tiled = next(t for t in reversed(self.tiled) if t.first_index <= index)
+            tiled.answer(kind, index - tiled.first_index)
+            return
+        unit = self.units[index]
+        if kind == GATHER:
+            if unit.gathered or any(group.is_being_gathered for group in unit.groups):
+                # This rank has it, or is about to: it sends its part once more.
+                for group in unit.groups:
+                    group.send_shard()
+            else:
+                unit.gather()
+                self.watch_gradients(unit)
+                unit.free()
+            return
+        for group in unit.groups:
+            if not group.was_unsharded:
+                # The other rank gathered it before, and this one answered: the parameters exist.
+                raise RuntimeError(f"Unit {unit.unit.name!r} is reduced on another rank, but was never gathered here.")
+            group.reduce_zeros(self._note_filled)
+
+
+def _nothing() -> None:
+    """Before an engine says what follows agreement."""
+
+
+def _when_gradient_arrives(parameter: nn.Parameter, act: Callable[[], None]) -> RemovableHandle | None:
+    """Call ``act`` in every backward that reaches the parameter, also if it is frozen now and is not later."""
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return None
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(lambda _: act())
+    parameter.requires_grad_(not frozen)
+    return handle

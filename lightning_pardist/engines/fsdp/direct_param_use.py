@@ -1,0 +1,167 @@
+"""Detects parameters used outside their module's call, and keeps their units gathered from then on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_pardist.compat.fsdp2 import ShardedParameter
+from lightning_pardist.engines.fsdp.backward import ShardedUnit
+from lightning_pardist.engines.fsdp.tiling import TiledLinear
+
+
+class DirectUse(TorchFunctionMode):
+    """Gathers a sharded parameter's unit when an operation uses it directly.
+
+    ``F.linear(x, self.emb.weight)``, or a penalty over ``self.parameters()`` in ``training_step``, reads parameters
+    whose unit is not gathered at that moment. In-place operations and operations without gradient whose arguments
+    are all sharded (clamping weights, say) run on the shards as they are. One that changes sharded and whole tensors
+    together (``torch._foreach_add_`` over a sub-module of which a part is gathered) gets whole ones, whose changes the
+    shards take over.
+
+    Args:
+        units: All units.
+        keep: Called with a unit that is used directly; it gathers the unit and keeps it through backward.
+        tiled: Layers that no rank ever has whole: using their weights directly is refused.
+    """
+
+    def __init__(
+        self, units: list[ShardedUnit], keep: Callable[[ShardedUnit], None], tiled: Sequence[TiledLinear] = ()
+    ) -> None:
+        super().__init__()
+        self.keep = keep
+        self.tiled = {id(layer.layer.weight): layer.name for layer in tiled}
+        self.owners: dict[int, tuple[ShardedUnit, ShardedParameter]] = {}
+        #: Units whose shards one operation has changed together: in later runs, too, all or none of them are gathered.
+        self.together: list[set[ShardedUnit]] = []
+        self._by_memory: dict[int, tuple[ShardedUnit, ShardedParameter]] = {}
+        for unit in units:
+            for group in unit.groups:
+                for parameter in group.parameters:
+                    self.owners[id(parameter.sharded)] = (unit, parameter)
+                    if parameter.sharded.to_local().numel():
+                        self._by_memory[_memory(parameter.sharded)] = (unit, parameter)
+
+    def __enter__(self) -> DirectUse:
+        # Where the parameters are split over tensor ranks as well, those see them first, and ask here.
+        for unit, parameter in self.owners.values():
+            parameter.sharded._pardist_gather = functools.partial(self._gather, unit, parameter)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for _, parameter in self.owners.values():
+            parameter.sharded.__dict__.pop("_pardist_gather", None)
+
+    def _gather(self, unit: ShardedUnit, parameter: ShardedParameter) -> Any:
+        self.keep(unit)
+        return parameter.unsharded
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__") or name in _METADATA:
+            return func(*args, **kwargs)
+        if name.endswith("_") and not name.endswith("__"):
+            if self._mixes(args, kwargs):
+                args, kwargs = self._all_whole(args), {key: self._all_whole(value) for key, value in kwargs.items()}
+            return func(*args, **kwargs)
+        if any(self._sharded(value) for value in _tensors(args, kwargs)) and self._needs_whole(args, kwargs):
+            args = tuple(self._whole(value) for value in args)
+            kwargs = {key: self._whole(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _mixes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an in-place operation is given shards of our parameters and ordinary tensors."""
+        found = [value for value in _tensors(args, kwargs) if value.dim()]
+        owners = [owner for value in found if (owner := self._owner(value)) is not None]
+        if not owners:
+            return False
+        units = {unit for unit, _ in owners}
+        if len(units) > 1:
+            self.together.append(units)
+        return any(not isinstance(value, DTensor) for value in found)
+
+    def _owner(self, value: Any) -> tuple[ShardedUnit, ShardedParameter] | None:
+        """Of a sharded parameter, or of what ``.data`` and ``.detach()`` of one give."""
+        if id(value) in self.owners:
+            return self.owners[id(value)]
+        if not isinstance(value, DTensor):
+            return None
+        owner = self._by_memory.get(_memory(value))
+        return owner if owner is not None and value.shape == owner[1].sharded.shape else None
+
+    def _all_whole(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(self._all_whole(item) for item in value)
+        owner = self._owner(value) if isinstance(value, torch.Tensor) else None
+        if owner is None:
+            return value
+        whole = self._gather(*owner)
+        return whole if id(value) in self.owners else whole.detach()
+
+    def _sharded(self, value: Any) -> bool:
+        return isinstance(value, nn.Parameter) and (id(value) in self.owners or id(value) in self.tiled)
+
+    def _needs_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return torch.is_grad_enabled() or any(
+            not self._sharded(value) and value.dim() > 0 for value in _tensors(args, kwargs)
+        )
+
+    def _whole(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(self._whole(item) for item in value)
+        if not self._sharded(value):
+            return value
+        if id(value) in self.tiled:
+            raise RuntimeError(
+                f"{self.tiled[id(value)]}.weight is used outside of its layer's call, but the layer runs in tiles and"
+                " no rank has it whole. Set tile_linear_above_mb above its size, or None."
+            )
+        unit, parameter = self.owners[id(value)]
+        return self._gather(unit, parameter)
+
+
+#: Methods that look at a tensor's form, not at its values.
+_METADATA = frozenset(
+    {
+        *(
+            "size",
+            "dim",
+            "ndimension",
+            "numel",
+            "nelement",
+            "stride",
+            "element_size",
+            "is_floating_point",
+            "is_complex",
+        ),
+        *("is_contiguous", "is_set_to", "type", "get_device", "storage_offset", "register_hook", "__hash__", "__len__"),
+        *("register_post_accumulate_grad_hook", "requires_grad_", "__repr__", "__format__", "is_shared", "backward"),
+        *("data_ptr", "untyped_storage", "is_same_size", "is_inference", "is_signed", "has_names", "__reduce_ex__"),
+        *("zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like", "to_local", "full_tensor"),
+    }
+)
+
+
+def _memory(value: DTensor) -> int:
+    return value.to_local().untyped_storage().data_ptr()
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, torch.Tensor)]
+    return found

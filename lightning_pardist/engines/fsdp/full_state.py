@@ -1,0 +1,283 @@
+"""Full state dicts of sharded modules, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_pardist.checkpoint.tensors import common_names
+from lightning_pardist.collectives import as_bytes
+from lightning_pardist.compat.dtensor import StridedShard
+from lightning_pardist.local_tensors import (
+    local_part,
+    over_tensor_ranks,
+    own_part,
+    own_shape,
+    sharded_axes,
+    tensor_axis,
+)
+
+
+def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
+    """Put one sharded tensor together on the host of the writer. Collective over its data axes.
+
+    Args:
+        value: Sharded over one data axis, replicated over the others; it may be split over tensor ranks as well.
+        writer: Global rank that gets the tensor.
+
+    Returns:
+        The whole tensor, on the host, on the writer; nothing elsewhere. Of a tensor that is split over tensor ranks
+        the writer's part, as a DTensor over these.
+    """
+    if not dist.is_initialized():
+        # After a run of one rank, whose group is gone, and whose shards are whole.
+        return value.to_local().detach().to("cpu", copy=True)
+    sharded = sharded_axes(value)
+    if not sharded and tensor_axis(value) is not None:
+        return over_tensor_ranks(own_part(value).detach().to("cpu", copy=True), value) if is_rank(writer) else None
+    if len(sharded) != 1 or not isinstance(value.placements[sharded[0]], Shard | StridedShard):
+        whole = value.full_tensor()
+        return whole.detach().to("cpu", copy=True) if is_rank(writer) else None
+    placement = value.placements[sharded[0]]
+    group = value.device_mesh.get_group(sharded[0])
+    ranks = dist.get_process_group_ranks(group)
+    if writer not in ranks:
+        return None
+    size, dim = group.size(), placement.dim  # type: ignore[attr-defined]
+    local = _padded(value, dim, size)
+    here = is_rank(writer)
+    pieces = [torch.empty_like(local) for _ in range(size)] if here else None
+    received = None if pieces is None else [as_bytes(piece) for piece in pieces]
+    dist.gather(as_bytes(local), received, dst=writer, group=group)
+    if pieces is None:
+        return None
+    return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).cpu(), value)
+
+
+def whole_over_data(value: DTensor) -> torch.Tensor:
+    """The whole tensor on every rank, or this tensor rank's part of it as a DTensor. Collective over its data axes."""
+    sharded = sharded_axes(value)
+    if tensor_axis(value) is None or len(sharded) != 1:
+        whole: torch.Tensor = value.full_tensor()
+        return whole.detach()
+    dim = value.placements[sharded[0]].dim  # type: ignore[attr-defined]
+    group = value.device_mesh.get_group(sharded[0])
+    local = _padded(value, dim, group.size())
+    pieces = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather([as_bytes(piece) for piece in pieces], as_bytes(local), group=group)
+    return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).contiguous(), value)
+
+
+def is_rank(rank: int) -> bool:
+    """Whether this is the global rank of that number, also after a run of one rank, whose group is gone."""
+    return not dist.is_initialized() or dist.get_rank() == rank
+
+
+def _padded(value: DTensor, dim: int, size: int) -> torch.Tensor:
+    """This rank's shard, contiguous and as long as that of the first rank."""
+    local = value.to_local().detach()
+    shape = list(own_shape(value))
+    shape[dim] = -(-shape[dim] // size)
+    if local.size(dim) == shape[dim] and local.is_contiguous():
+        return local
+    padded = local.new_zeros(shape)
+    padded.narrow(dim, 0, local.size(dim)).copy_(local)
+    return padded
+
+
+def full_state(module: nn.Module, writer: int = 0) -> Iterator[tuple[str, Any]]:
+    """Parameters and persistent buffers, whole, one after the other. Collective; every rank must exhaust it.
+
+    Args:
+        module: A sharded module.
+        writer: Global rank that gets the tensors.
+
+    Yields:
+        Name, and the whole tensor on the writer's host; ``None`` in its place elsewhere. Names of one tied parameter
+        follow each other and share the tensor.
+    """
+    state = module.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).append(name)
+    here = is_rank(writer)
+    for tied in names.values():
+        value = state[tied[0]]
+        if isinstance(value, DTensor):
+            whole: Any = gather_to(value, writer)
+        elif isinstance(value, torch.Tensor):
+            whole = value.detach().to("cpu", copy=True) if here else None
+        else:
+            whole = value if here else None
+        for name in tied:
+            yield name, whole
+
+
+def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Fill the shards from whole tensors. Not collective: every rank reads its own part of the same file.
+
+    Args:
+        module: A sharded module.
+        state: Name -> whole tensor, memory-mapped if large.
+        strict: Refuse names that are missing or unexpected.
+
+    Raises:
+        RuntimeError: If a shape differs, or names do under ``strict``; nothing has been changed then.
+    """
+    own = module.state_dict(keep_vars=True)
+    common = common_names(module, own, state, strict=strict)
+    for name in common:
+        if isinstance(own[name], torch.Tensor) and own[name].shape != state[name].shape:
+            raise RuntimeError(
+                f"{name} has shape {tuple(own[name].shape)} in the module and {tuple(state[name].shape)} in the state."
+            )
+    extra = {name: state[name] for name in common if not isinstance(own[name], torch.Tensor)}
+    with torch.no_grad():
+        for name in common:
+            value = own[name]
+            if isinstance(value, DTensor):
+                value.to_local().copy_(local_part(state[name], value))
+            elif isinstance(value, torch.Tensor):
+                value.copy_(state[name])
+    if extra:
+        module.load_state_dict(extra, strict=False)
+
+
+def parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The module's name of every parameter of every group of an optimizer.
+
+    Args:
+        module: A sharded module.
+        optimizer: Made from its parameters.
+
+    Raises:
+        ValueError: If the optimizer holds a parameter that the module does not have.
+    """
+    known = {id(parameter): name for name, parameter in module.named_parameters()}
+    result = []
+    for index, group in enumerate(optimizer.param_groups):
+        if any(id(parameter) not in known for parameter in group["params"]):
+            raise ValueError(
+                f"Group {index} of {type(optimizer).__name__} holds a parameter that the module does not have."
+                " Make optimizers from the module's parameters after it was sharded."
+            )
+        result.append([known[id(parameter)] for parameter in group["params"]])
+    return result
+
+
+def full_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, writer: int = 0
+) -> Iterator[tuple[str, str, Any]]:
+    """Optimizer state by parameter name, whole, one tensor after the other. Collective; every rank must exhaust it.
+
+    Args:
+        module: A sharded module.
+        optimizer: Made from its parameters.
+        writer: Global rank that gets the tensors.
+
+    Yields:
+        Parameter name, state name (``exp_avg``), and the whole value on the writer; ``None`` in its place elsewhere.
+
+    Raises:
+        ValueError: If a state tensor is neither a scalar nor shaped like its parameter.
+    """
+    parameters = dict(module.named_parameters())
+    for name in (name for group in parameter_names(module, optimizer) for name in group):
+        parameter = parameters[name]
+        for key, value in whole_values(name, parameter, optimizer.state.get(parameter, {}), writer):
+            yield name, key, value
+
+
+def load_full_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]], *, local: bool = False
+) -> None:
+    """Fill an optimizer's shards from whole tensors. Not collective.
+
+    Args:
+        module: A sharded module.
+        optimizer: Made from its parameters.
+        state: Parameter name -> state name -> whole value.
+        local: Whether the optimizer steps on local shards (:func:`~.optimizer.step_on_shards`).
+
+    Raises:
+        ValueError: If the state names a parameter that the optimizer does not have.
+    """
+    parameters = dict(module.named_parameters())
+    own = {name for group in parameter_names(module, optimizer) for name in group}
+    if unknown := sorted(set(state) - own):
+        raise ValueError(f"The optimizer state names {unknown[:8]}, which the optimizer does not hold.")
+    for name, values in state.items():
+        optimizer.state[parameters[name]] = own_values(parameters[name], values, local=local)
+
+
+def whole_values(
+    label: str, parameter: torch.Tensor, values: Mapping[str, Any], writer: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """One parameter's optimizer state, whole. Collective over its mesh; every rank must exhaust it.
+
+    Args:
+        label: What to call the parameter in an error.
+        parameter: Whose state it is.
+        values: State name -> this rank's value.
+        writer: Global rank that gets the tensors.
+
+    Yields:
+        State name, and the whole value on the writer; ``None`` in its place elsewhere.
+
+    Raises:
+        ValueError: If a state tensor is neither a scalar nor shaped like its parameter.
+    """
+    here = is_rank(writer)
+    for key, value in values.items():
+        value = _as_dtensor(label, key, value, parameter)
+        if isinstance(value, DTensor):
+            yield key, gather_to(value, writer)
+        elif isinstance(value, torch.Tensor):
+            yield key, value.detach().to("cpu", copy=True) if here else None
+        else:
+            yield key, value if here else None
+
+
+def own_values(parameter: torch.Tensor, values: Mapping[str, Any], *, local: bool) -> dict[str, Any]:
+    """This rank's part of one parameter's optimizer state. Not collective.
+
+    Args:
+        parameter: Whose state it is.
+        values: State name -> whole value.
+        local: Ordinary local tensors instead of ``DTensor``s.
+    """
+    own: dict[str, Any] = {}
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            own[key] = value
+        elif isinstance(parameter, DTensor) and value.shape == own_shape(parameter):
+            part = local_part(value, parameter).to(parameter.to_local().device, copy=True).contiguous()
+            own[key] = part if local else _wrap(part, parameter)
+        else:
+            own[key] = value.to(parameter.device if value.dim() else value.device, copy=True)
+    return own
+
+
+def _as_dtensor(name: str, key: str, value: Any, parameter: torch.Tensor) -> Any:
+    """State that was made on the local shard, with the parameter's mesh and placements."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    if value.dim() == 0:
+        return value
+    if value.shape != parameter.to_local().shape:
+        raise ValueError(
+            f"State {key!r} of {name} has shape {tuple(value.shape)}, neither a scalar nor its parameter's: an"
+            " optimizer that updates each element by itself is needed on shards."
+        )
+    return _wrap(value, parameter)
+
+
+def _wrap(local: torch.Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

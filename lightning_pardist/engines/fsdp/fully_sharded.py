@@ -1,0 +1,533 @@
+"""A sharded module at run time: gathering, steps and evaluation on torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pardist.compat.autograd import not_compiled
+from lightning_pardist.compat.dtensor import flatten_mesh
+from lightning_pardist.compat.process_groups import timeout_of
+from lightning_pardist.engines.fsdp.backward import BackwardRuntime, ShardedUnit
+from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
+from lightning_pardist.engines.fsdp.direct_param_use import DirectUse
+from lightning_pardist.engines.fsdp.fsdp_units import Unit, format_units
+from lightning_pardist.engines.fsdp.full_state import whole_over_data
+from lightning_pardist.engines.fsdp.pipeline_fsdp import FSDPMicrobatchContext, UnitForward
+from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
+from lightning_pardist.engines.fsdp.sharded_norm import clip_by_norm_, sharded_grad_norm
+from lightning_pardist.engines.fsdp.skip_consensus import SkipStepConsensus
+from lightning_pardist.engines.offload import HostStep
+
+#: Backward of these needs their inputs, not their weights.
+_READ_IN_FORWARD_ONLY = (nn.Embedding.forward,)
+
+Result = TypeVar("Result")
+#: Where gradients of all but the last micro-batch stay.
+Accumulate = Literal["sharded", "unsharded"]
+
+
+class FullySharded:
+    """A sharded module at run time. Made by :func:`~.apply.shard`.
+
+    Attributes:
+        module: The module, sharded in place.
+        mesh: Its mesh.
+        units: The plan, the root last.
+        replicated: Names of parameters that are whole on every rank.
+        losses: Who has a loss in this step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        units: list[ShardedUnit],
+        replicated: dict[str, nn.Parameter],
+        *,
+        allow_divergent_forward: bool,
+        detect_direct_param_use: Literal["first", "always", "never"],
+        check: bool,
+        save_gathers: bool,
+        tiled: dict[str, nn.Linear],
+        tile_bytes: float,
+        mp_policy: MixedPrecisionPolicy | None,
+        interleaved: bool,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.replicated = replicated
+        self._units = units
+        self._root = units[-1]
+        self._watch = detect_direct_param_use
+        self._watched: set[str] = set()
+        self._changed_together: set[ShardedUnit] = set()
+        self._save_gathers = save_gathers
+        self._first: ShardedUnit | None = None
+        # Micro-batches mix the order of a step: nothing is to be learned from it.
+        self._order: list[ShardedUnit] | None = None if interleaved else []
+        self._kept: Accumulate | None = None
+        self._backwards_before = 0
+        data_group = mesh.get_group() if mesh.ndim == 1 else flatten_mesh(mesh, _flat_name(mesh)).get_group()
+        #: Global rank that gets whole tensors, first of those that hold the same part of the module.
+        self.writer = dist.get_global_rank(data_group, 0)
+        self.sequencer = CollectiveSequencer(_host_group(data_group), data_group)
+        self.sequencer.active = allow_divergent_forward
+        self._data_group = data_group
+        self.losses = self._new_board()
+        self._runtime = BackwardRuntime(units, replicated, self.sequencer, data_size=mesh.size(), check=check)
+        self._runtime.agreed = self._learn_order
+        for name, layer in tiled.items():
+            self._runtime.add_tiled(name, layer, mesh, tile_bytes=tile_bytes, policy=mp_policy)
+        self._root.module.set_reshard_after_backward(False, recurse=False)
+        self._handles: list[RemovableHandle | UnitForward] = [
+            *(unit.unit.module.register_forward_hook(functools.partial(self._after_forward, unit)) for unit in units),
+            *(UnitForward(unit, self._runtime) for unit in units if unit.by_forward),
+            module.register_forward_pre_hook(self._enter_by_call, prepend=True),
+            module.register_forward_hook(self._leave_by_call, always_call=True),
+        ]
+        self._call = _trampoline(self._root.module)
+        with torch.no_grad():
+            # fully_shard takes the first module that runs for the root: let it be the root.
+            self._call(lambda: None)
+        self._root.free()
+
+    def _new_board(self) -> SkipStepConsensus:
+        return SkipStepConsensus(self._data_group, timeout=timeout_of(self.sequencer.group))
+
+    # -- the plan
+
+    @property
+    def units(self) -> list[Unit]:
+        """The plan, the root last."""
+        return [unit.unit for unit in self._units]
+
+    def __str__(self) -> str:
+        return "\n".join([format_units(self.units), *map(str, self._runtime.tiled)])
+
+    def sent_bytes(self, microbatches: int, keep: Accumulate = "sharded") -> float:
+        """Bytes that this rank sends for gathers and reductions in a step of so many micro-batches, at most.
+
+        Args:
+            microbatches: Each has a forward and a backward of its own.
+            keep: As for :meth:`microbatches`.
+        """
+        ranks = self.mesh.size(self.mesh.ndim - 1)
+        reductions = microbatches if keep == "sharded" else 1
+        times = sum(
+            unit.unit.nbytes * ((1 if unit.resident else 2 * microbatches) + reductions) for unit in self._units
+        )
+        return times * (ranks - 1) / ranks
+
+    # -- a step
+
+    def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Run a step function (``training_step``, ``validation_step``, ...) with the root's parameters gathered.
+
+        Anything that uses the module goes through here, or through the module's own call. Backward may run inside
+        (manual optimization) or afterwards. The root's parameters stay gathered until the backward that follows has
+        ended, or to the end of the call when gradients are off. Collective over the mesh.
+
+        Args:
+            function: The step function.
+            *args: Passed on.
+            **kwargs: Passed on.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            RuntimeError: If a parameter is used outside its module's call in a way that was not seen before.
+        """
+        with self._inside(), self._looking(_name(function)):
+            result: Result = self._call(function, *args, **kwargs)
+            return result
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._enter()
+        depth = self._runtime.inside
+        try:
+            yield
+        finally:
+            # A stage's run may be cut off in a call of the module, of which hooks learn nothing.
+            self._runtime.inside = depth
+            self._leave()
+
+    def _enter(self) -> None:
+        if self._runtime.inside == 0:
+            self._backwards_before = self._runtime.backwards
+            for unit in self._units:
+                if unit.gathered:
+                    # What is still there from a step without backward may be old by now.
+                    unit.keep_changes()
+                    unit.free()
+                if unit.resident:
+                    unit.gather()
+                self._runtime.watch_gradients(unit)
+            first = self._first
+            if first is not None and not first.resident and not torch.is_inference_mode_enabled():
+                # Under way while the step prepares its inputs.
+                first.module.unshard(async_op=True)
+        self._runtime.inside += 1
+
+    def _leave(self) -> None:
+        self._runtime.inside -= 1
+        if self._runtime.inside == 0:
+            self.keep_changes()
+            if not torch.is_grad_enabled() or self._runtime.backwards > self._backwards_before:
+                for unit in self._units:
+                    unit.free()
+
+    def rest(self) -> None:
+        """No backward of what ran so far will follow: parameters are shards again. Not collective."""
+        if self._runtime.inside == 0:
+            self.keep_changes()
+            for unit in self._units:
+                unit.free()
+
+    @not_compiled
+    def _enter_by_call(self, module: nn.Module, args: Any) -> None:
+        self._enter()
+
+    @not_compiled
+    def _leave_by_call(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._leave()
+
+    @contextlib.contextmanager
+    def _looking(self, name: str) -> Iterator[None]:
+        """Watch for direct uses of parameters, where asked for."""
+        seen = f"{name}, grad={torch.is_grad_enabled()}"
+        if self._watch == "always" or (self._watch == "first" and seen not in self._watched):
+            # A mode would be traced into compiled blocks: the run that looks is an eager one.
+            compiled = "torch._dynamo" in sys.modules
+            eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+            with eager, DirectUse(self._units, self._keep, self._runtime.tiled) as uses:
+                yield
+            for units in uses.together:
+                self._changed_together |= units
+                if any(unit.resident or unit is self._root for unit in units):
+                    for unit in units:
+                        self._keep(unit)
+            self._watched.add(seen)
+            return
+        try:
+            yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise RuntimeError(
+                    f"{name} used a parameter outside its module's call, which it did not do in its first run."
+                    " Set detect_direct_param_use='always' to look for such uses in every step."
+                ) from error
+            raise
+
+    def _keep(self, unit: ShardedUnit) -> None:
+        """A parameter of this unit is used directly: gather it, and keep it through every step."""
+        if not unit.resident:
+            unit.set_resident(True)
+            unit.module.set_unshard_in_backward(True)
+        if not unit.gathered:
+            unit.gather()
+        self._runtime.watch_gradients(unit)
+
+    @not_compiled
+    def _after_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> None:
+        if self._order is not None and self._runtime.inside and torch.is_grad_enabled():
+            self._order.append(unit)
+
+    def _learn_order(self) -> None:
+        """After the first backward whose order ranks agree on: gather the next unit while one computes."""
+        order = self._order
+        if order is None:
+            return
+        if not order or self.sequencer.active:
+            # Ranks may differ here; what is learned must be the same on all.
+            self._order = []
+            return
+        self._order = None
+        order = [unit for unit in order if not unit.resident]
+        if self._save_gathers and order:
+            if order[-1] not in self._changed_together:
+                order[-1].module.set_reshard_after_forward(False, recurse=False)
+            for unit in order[:-1]:
+                if type(unit.unit.module).forward in _READ_IN_FORWARD_ONLY:
+                    unit.module.set_unshard_in_backward(False)
+        if len(set(order)) != len(order):
+            return
+        self._first = order[0] if order else None
+        for unit, following in itertools.pairwise(order):
+            unit.module.set_modules_to_forward_prefetch([following.module])
+
+    # -- optimizers
+
+    def keep_changes(self) -> None:
+        """Write in-place changes of gathered parameters to the shards; done before every attached step. Local."""
+        for unit in self._units:
+            unit.keep_changes()
+
+    def refresh(self) -> None:
+        """Call after an optimizer step inside :meth:`run` (manual optimization): gathers the new values. Collective."""
+        for unit in self._units:
+            if unit.gathered or any(group.is_being_gathered for group in unit.groups):
+                unit.free()
+        if self._runtime.inside:
+            for unit in self._units:
+                if unit.resident:
+                    unit.gather()
+
+    @contextlib.contextmanager
+    def accumulate(self, keep: Accumulate = "sharded") -> Iterator[None]:
+        """For the micro-batches before the last one of an optimizer step.
+
+        Args:
+            keep: ``"sharded"`` reduces every micro-batch and adds up shards (HSDP: within the shard group only);
+                ``"unsharded"`` sends nothing and holds whole gradients until the last one.
+        """
+        before = self._kept
+        self._keep_gradients(keep)
+        try:
+            yield
+        finally:
+            self._keep_gradients(before)
+
+    def _keep_gradients(self, keep: Accumulate | None) -> None:
+        """What backward does with gradients from now on; None reduces them."""
+        self._kept = keep
+        one_axis = self.mesh.ndim == 1
+        root = self._root.module
+        root.set_requires_gradient_sync(keep != "unsharded")
+        if keep == "sharded":
+            # fully_shard keeps partial sums of HSDP apart from .grad; all-reducing them at the boundary is enough.
+            root.set_requires_all_reduce(one_axis)
+        self._runtime.sync = keep is None or (keep == "sharded" and one_axis)
+
+    @contextlib.contextmanager
+    def microbatches(self, keep: Accumulate = "sharded") -> Iterator[FSDPMicrobatchContext]:
+        """Around a step whose forwards and backwards of several micro-batches take turns.
+
+        Whatever :meth:`accumulate` says outside, gradients are reduced when the turns are finished, and added to
+        ``.grad``. Collective over the mesh, and every rank has to take the same turns.
+
+        Args:
+            keep: Where gradients stay until then, as for :meth:`accumulate`.
+
+        Yields:
+            Who is told whose turn it is.
+        """
+        before = self._kept
+        self._keep_gradients(keep)
+        try:
+            yield FSDPMicrobatchContext(self._runtime, self._finish_turns)
+        finally:
+            self._runtime.turn = None
+            self._keep_gradients(before)
+
+    def _finish_turns(self) -> None:
+        self._keep_gradients(None)
+        self._runtime.end_without_backward()
+
+    def attach(self, optimizer: torch.optim.Optimizer, *, host: HostStep | None = None) -> None:
+        """Let an optimizer step on shards, and the module see its new values at once (manual optimization).
+
+        Args:
+            optimizer: Made from the module's parameters after :func:`~.apply.shard`.
+            host: Steps in place of the optimizer, where its state is offloaded.
+
+        Raises:
+            ValueError: If the optimizer's update of an element depends on other elements.
+        """
+        step_on_shards(optimizer, before_step=self.keep_changes, after_step=self.refresh, host=host)
+
+    def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
+        """Norm of the gradients over all ranks, see :func:`~.sharded_norm.sharded_grad_norm`. Collective.
+
+        Args:
+            parameters: Some of the module's parameters; all if not given.
+            norm_type: The p of the p-norm.
+        """
+        return sharded_grad_norm(self.module.parameters() if parameters is None else parameters, norm_type)
+
+    def clip_(
+        self, max_norm: float, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Clip gradients by their norm over all ranks, see :func:`~.norm.clip_by_norm_`. Collective.
+
+        Args:
+            max_norm: Largest norm allowed.
+            parameters: Some of the module's parameters; all if not given.
+            norm_type: The p of the p-norm.
+
+        Returns:
+            The norm before clipping.
+        """
+        return clip_by_norm_(self.module.parameters() if parameters is None else parameters, max_norm, norm_type)
+
+    def held_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
+        """Bytes this rank holds between steps: parameters, gradients and optimizer state, padding included.
+
+        Args:
+            optimizers: Whose state to count.
+
+        Returns:
+            ``parameters``, ``gradients``, ``optimizer`` and ``gathered`` (whole units held right now), in bytes.
+        """
+        held = {"parameters": 0, "gradients": 0, "optimizer": 0, "gathered": 0}
+        for unit in self._units:
+            for group in unit.groups:
+                for parameter in group.parameters:
+                    held["parameters"] += _storage(parameter.flat_shard)
+                    held["gradients"] += _storage(parameter.sharded.grad)
+                    held["gathered"] += sum(map(_storage, parameter.gather_buffers))
+        for other in (*self.replicated.values(), *(tiled.layer.weight for tiled in self._runtime.tiled)):
+            held["parameters"] += _storage(other)
+            held["gradients"] += _storage(other.grad)
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                held["optimizer"] += sum(_storage(value) for value in state.values())
+        return held
+
+    # -- ranks that do different things
+
+    @contextlib.contextmanager
+    def uneven(self) -> Iterator[None]:
+        """For evaluation loops whose ranks have different numbers of batches: ends when all ranks are done.
+
+        Inside, every rank says which unit it needs, and all answer; one that leaves keeps answering until the others
+        leave as well. Collective over the mesh, in that sense.
+        """
+        before, self.sequencer.active = self.sequencer.active, True
+        try:
+            yield
+            self.sequencer.wait_for_all()
+        finally:
+            self.sequencer.active = before
+
+    def meet(self) -> None:
+        """Answer other ranks until all have come here; call before a collective of one's own while uneven."""
+        if self.sequencer.active:
+            self.sequencer.wait_for_all()
+
+    def join(self) -> None:
+        """Take the place of a backward that this rank does not run. Collective over the mesh.
+
+        Raises:
+            RuntimeError: If other ranks have a loss, and ranks may not use different units.
+        """
+        if self.sequencer.active or self.sequencer.size == 1:
+            self._runtime.finish()
+            return
+        if not self.losses.is_skipped_by_all():
+            raise RuntimeError(
+                "This rank has no loss and others have one: they would wait for its part of the parameters."
+                " Set allow_divergent_forward=True, or return a loss on every rank (zero times the output, say)."
+            )
+        # What micro-batches before this one left to be reduced.
+        self._runtime.end_without_backward()
+
+    def follow_requires_grad(self) -> None:
+        """Call after changing ``requires_grad`` of an optimizer's parameters inside :meth:`run`. Local."""
+        for unit in self._units:
+            if unit.gathered:
+                for group in unit.groups:
+                    for parameter in group.parameters:
+                        if parameter.unsharded is not None:
+                            parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, sharded and whole. Local."""
+        for unit in self._units:
+            for group in unit.groups:
+                for parameter in group.parameters:
+                    parameter.forget_grads()
+        for other in (*self.replicated.values(), *(tiled.layer.weight for tiled in self._runtime.tiled)):
+            other.grad = None
+
+    def unshard_module(self) -> None:
+        """Make the module what it was before :func:`~.apply.shard`, with whole parameters on every rank. Collective.
+
+        New parameters take the place of the shards, which optimizers keep. The handle cannot be used afterwards.
+        """
+        for handle in (*self._handles, *self._runtime.handles):
+            handle.remove()
+        for unit in self._units:
+            unit.free()
+            unit.state.undo(whole_over_data)
+        for tiled in self._runtime.tiled:
+            tiled.undo()
+
+    def abandon(self) -> None:
+        """The run was broken off, here or on another rank: the module holds its shards again. Not collective."""
+        self._runtime.inside = 0
+        self._runtime.pending.clear()
+        for unit in self._units:
+            unit.abandon()
+
+    def reset(self) -> None:
+        """After an exception in forward or backward: drop what was in flight, and all gradients. On every rank."""
+        self._runtime.inside = 0
+        self._runtime.pending.clear()
+        self.sequencer.sequence = 0
+        # Ranks may have got to different steps.
+        self.losses = self._new_board()
+        if self._order is not None:
+            self._order = []
+        self._runtime.turn = None
+        self._root.state.reset_iteration()
+        for unit in self._units:
+            unit.open_calls.clear()
+            unit.free()
+        self.zero_grad()
+        self._runtime.forget()
+
+
+def _trampoline(root: FSDPModule) -> Callable[..., Any]:
+    """The root's pre- and post-forward around any function, by torch's own ``register_fsdp_forward_method``."""
+    name = "_pardist_run"
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    object.__setattr__(root, name, run)
+    register_fsdp_forward_method(root, name)  # type: ignore[arg-type]
+    method: Callable[..., Any] = getattr(root, name)
+    object.__delattr__(root, name)
+    return method
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group over the same ranks, for the few integers that ranks exchange."""
+    # Torch's "fake" backend has nobody to exchange with.
+    if dist.get_backend(group) in ("gloo", "fake"):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return made
+
+
+def _flat_name(mesh: DeviceMesh) -> str:
+    return "_".join(mesh.mesh_dim_names or ("data",)) + "_flat"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _storage(value: Any) -> int:
+    """Bytes of one tensor's own elements; of a shard, its local part."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if not isinstance(value, torch.Tensor) or value.untyped_storage().size() == 0:
+        return 0
+    return value.numel() * value.element_size()

@@ -1,0 +1,272 @@
+"""``shard``: apply torch's ``fully_shard`` to any module, unit by unit, for ZeRO-3, FSDP and HSDP."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_pardist.compat import fsdp2
+from lightning_pardist.compat.contract import require
+from lightning_pardist.engines.common.meta_init import (
+    InitFunction,
+    materialize,
+    on_meta,
+    restore_random_state,
+    share_random_state,
+    sync_from_first_rank,
+)
+from lightning_pardist.engines.common.settable_parameter import make_settable
+from lightning_pardist.engines.fsdp.backward import ShardedUnit
+from lightning_pardist.engines.fsdp.fsdp_units import (
+    Unit,
+    describe_units,
+    find_fsdp_units,
+    parameter_owners,
+    shardable,
+)
+from lightning_pardist.engines.fsdp.fully_sharded import FullySharded
+from lightning_pardist.engines.fsdp.tiling import find_tiled, shard_rows, weights
+from lightning_pardist.local_tensors import own_part
+
+Reshard = bool | int | Literal["auto"]
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    units: Sequence[Unit] | None = None,
+    reshard_after_forward: Reshard = "auto",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored: Collection[nn.Parameter] = (),
+    init: InitFunction | None = None,
+    sync_values: bool = True,
+    allow_divergent_forward: bool = False,
+    detect_direct_param_use: Literal["first", "always", "never"] = "first",
+    check: bool = True,
+    tile_above_bytes: float | None = None,
+    boundaries: Sequence[Sequence[nn.Module]] | None = None,
+) -> FullySharded:
+    """Shard a module's parameters in place. Collective over the mesh; call once, before optimizers are made.
+
+    The life of a unit: its shards rest on every rank. Right before its module runs, they are gathered; after forward
+    the whole is freed and gathered again in backward, after which gradients are averaged and scattered. Per step a
+    rank sends 3 Psi (N-1)/N (ZeRO, arXiv 1910.02054, stage 3) and holds 1/N of parameters, gradients and optimizer
+    state. Parameters are ``DTensor``s under their own names from here on; scalars and empty ones stay ordinary.
+
+    Args:
+        module: Any module, on the host, on the mesh's device or on ``meta``; its class is kept below a new one. What is
+            ignored may be on ``meta`` for ever.
+        mesh: 1D (sharded), or 2D (replicated over the first axis, sharded over the second: HSDP).
+        units: From :func:`find_fsdp_units`; found with its defaults if not given.
+        reshard_after_forward: ``True`` frees units after forward; ``False`` keeps them until backward, which sends
+            2 Psi (N-1)/N, or through the step if there are ``boundaries``; ``"auto"`` is ``True`` but for gathers that
+            save nothing: the last unit is kept, which backward needs at once, and embeddings are not gathered in
+            backward, which does not read them; a number reshards to so many ranks, as ``fully_shard`` has it. What the
+            root owns is kept through a step.
+        mp_policy: dtype of gathered parameters and of reductions; the shards keep their own.
+        offload_policy: Where the shards rest.
+        ignored: Parameters that this engine leaves alone entirely.
+        init: For modules on ``meta``: initializes the own parameters of one module.
+        sync_values: Start from the first rank's parameters and buffers.
+        allow_divergent_forward: Ranks may use different units in a step; costs a small exchange for each collective.
+        detect_direct_param_use: When to look for parameters used outside their module's call: in the ``"first"`` run
+            of each step function, ``"always"`` or ``"never"``.
+        check: Compare after every backward what ranks did, in one small reduction.
+        tile_above_bytes: Linear layers with larger weights run in tiles of up to this many bytes, each gathered alone,
+            see :mod:`~.tiling`. Their weights are in no unit.
+        boundaries: Modules that a pipeline runs one by one, by their ``forward``, for micro-batches that take turns
+            (:meth:`FullySharded.microbatches`): those of each stage in the order of their calls. Give the units that
+            :func:`find_fsdp_units` finds inside of them, and as ``ignored`` what other stages hold.
+
+    Returns:
+        The handle to run, accumulate, clip and save with.
+
+    Raises:
+        ValueError: If the mesh has more than two axes, the module was sharded before, or values on ``meta`` are
+            unknown.
+        RuntimeError: If this torch has moved what ``fully_shard`` keeps private: with the names.
+    """
+    require(fsdp2.NAMES)
+    if mesh.ndim > 2:
+        raise ValueError(f"The mesh has {mesh.ndim} axes. Pass the data axes only: one, or (replicate, shard).")
+    if fsdp2.is_sharded(module):
+        raise ValueError("The module contains parts that are sharded already. Shard it once, as it was written.")
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    tiled = {} if tile_above_bytes is None else find_tiled(module, tile_above_bytes, ignored=ignored)
+    in_tiles = set(weights(tiled.values()))
+    if units is None:
+        units = find_fsdp_units(module, ignored={*ignored, *in_tiles})
+    chosen = {unit.module: unit.reason for unit in units if unit.module is not module}
+    whole = _whole_parameters(module, chosen, {*ignored, *in_tiles})
+    plan = describe_units(module, chosen, {*ignored, *whole, *in_tiles})
+    settings = _Settings(module, mesh, chosen, {*ignored, *whole}, reshard_after_forward, mp_policy, offload_policy)
+    settings.tiled = {layer: f"{name}.weight" for name, layer in tiled.items()}
+    settings.planned = {unit.module for unit in plan}
+    whole_names = [name for name, parameter in module.named_parameters() if any(parameter is w for w in whole)]
+    if on_meta(module) and boundaries is None:
+        own_state = share_random_state(groups)
+        settings.ignored_names = set(whole_names) | {
+            name for name, p in module.named_parameters() if any(p is other for other in ignored)
+        }
+        materialize(module, settings.apply, is_unit=settings.is_unit, init=init)
+        restore_random_state(own_state)
+    else:
+        if sync_values:
+            tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+            sync_from_first_rank(tensors, groups)
+        for layer in tiled.values():
+            settings.tile(layer)
+        for unit in plan:
+            settings.apply(unit.module)
+    if boundaries is not None:
+        # They would meet all ranks (transformers' generate does), while other stages wait for this one.
+        fsdp2.remove_marks(module)
+    device = _device_of(mesh)
+    parameters = dict(module.named_parameters())
+    for name in whole_names:
+        if parameters[name].device != device:
+            parameters[name].data = parameters[name].data.to(device)
+    for parameter in parameters.values():
+        if parameter not in ignored:
+            make_settable(parameter)
+    by_forward = set(itertools.chain(*(boundaries or ())))
+    runtime_units = [
+        ShardedUnit(unit, index, unit.module is module, by_forward=unit.module in by_forward)
+        for index, unit in enumerate(plan)
+    ]
+    if boundaries is not None and reshard_after_forward is False:
+        # Between forward and backward of one micro-batch lie those of others, for which it would be gathered again.
+        for kept in runtime_units[:-1]:
+            kept.set_resident(True)
+    else:
+        for stage in boundaries or ():
+            _prefetch_in_order(stage, {unit.unit.module: unit for unit in runtime_units[:-1]})
+    return FullySharded(
+        module,
+        mesh,
+        runtime_units,
+        {name: parameters[name] for name in whole_names},
+        allow_divergent_forward=allow_divergent_forward,
+        detect_direct_param_use=detect_direct_param_use,
+        check=check,
+        save_gathers=reshard_after_forward == "auto",
+        tiled=tiled,
+        tile_bytes=tile_above_bytes or 0.0,
+        mp_policy=mp_policy,
+        interleaved=boundaries is not None,
+    )
+
+
+def _prefetch_in_order(stage: Sequence[nn.Module], units: Mapping[nn.Module, ShardedUnit]) -> None:
+    """Let each unit of a stage be gathered while the one before it computes."""
+    order = [units[inner] for boundary in stage for inner in boundary.modules() if inner in units]
+    for unit, following in itertools.pairwise(order):
+        unit.module.set_modules_to_forward_prefetch([following.module])
+
+
+class _Settings:
+    """How ``fully_shard`` is applied to one unit."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        chosen: dict[nn.Module, str],
+        ignored: set[nn.Parameter],
+        reshard: Reshard,
+        mp_policy: MixedPrecisionPolicy | None,
+        offload_policy: OffloadPolicy | None,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.units = {*chosen, module}
+        self.ignored = ignored
+        self.ignored_names: set[str] = set()
+        #: Layers in tiles, with the names of their weights; and units that own parameters.
+        self.tiled: dict[nn.Linear, str] = {}
+        self.planned: set[nn.Module] = set()
+        self.rests_on_host = isinstance(offload_policy, CPUOffloadPolicy)
+        self.reshard = reshard
+        self.options: dict[str, Any] = {"mesh": mesh}
+        if mp_policy is not None:
+            self.options["mp_policy"] = mp_policy
+        if offload_policy is not None:
+            self.options["offload_policy"] = offload_policy
+
+    def is_unit(self, module: nn.Module) -> bool:
+        return module in self.units or module in self.tiled
+
+    def tile(self, layer: nn.Linear) -> None:
+        """Shard the weight of a layer that runs in tiles."""
+        device = torch.device("cpu") if self.rests_on_host else _device_of(self.mesh)
+        self.ignored.add(shard_rows(layer, self.mesh, device))
+
+    def apply(self, unit: nn.Module) -> None:
+        """Shard what this unit owns and no inner unit has taken. Called inner before outer."""
+        if isinstance(unit, nn.Linear) and unit in self.tiled and not isinstance(unit.weight, DTensor):
+            self.tile(unit)
+        if unit not in self.planned:
+            return
+        owners = parameter_owners(self.module, self.units)
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        foreign = {
+            parameter
+            for parameter in unit.parameters()
+            if owners[parameter] is not unit or parameter in self.ignored or names[parameter] in self.ignored_names
+        }
+        mine = [parameter for parameter in unit.parameters() if parameter not in foreign]
+        for parameter in mine:
+            if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+        reshard = True if self.reshard == "auto" else self.reshard
+        fully_shard(
+            unit,
+            **self.options,
+            reshard_after_forward=False if unit is self.module else reshard,
+            shard_placement_fn=functools.partial(_placement, self.mesh.size(self.mesh.ndim - 1)),
+            ignored_params=foreign or None,
+        )
+
+
+def _whole_parameters(
+    module: nn.Module, chosen: dict[nn.Module, str], ignored: Collection[nn.Parameter]
+) -> list[nn.Parameter]:
+    """Parameters that stay whole on every rank: scalars, empty ones, and a rarer dtype inside one module."""
+    owners = parameter_owners(module, {*chosen, module})
+    sizes: dict[nn.Module, dict[torch.dtype, int]] = {}
+    for parameter, owner in owners.items():
+        if parameter not in ignored and shardable(parameter):
+            tally = sizes.setdefault(owner, {})
+            tally[parameter.dtype] = tally.get(parameter.dtype, 0) + parameter.numel() * parameter.element_size()
+    main = {owner: max(tally, key=lambda dtype: tally[dtype]) for owner, tally in sizes.items()}
+    return [
+        parameter
+        for parameter, owner in owners.items()
+        if parameter not in ignored and (not shardable(parameter) or parameter.dtype != main[owner])
+    ]
+
+
+def _placement(shards: int, parameter: torch.Tensor) -> Shard | None:
+    """The first dim that divides evenly, if rows do not and padding would waste more than a hundredth."""
+    parameter = own_part(parameter)
+    rows = parameter.size(0)
+    padded = -(-rows // shards) * shards
+    if padded <= 1.01 * rows or parameter.numel() < 1024:
+        return None
+    return next((Shard(dim) for dim in range(1, parameter.dim()) if parameter.size(dim) % shards == 0), None)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -1,0 +1,112 @@
+"""Steps elementwise optimizers on shards."""
+
+from __future__ import annotations
+
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pardist.compat.optimizers import follow_schedulers
+from lightning_pardist.engines.common.elementwise import require_elementwise
+from lightning_pardist.engines.offload.host_step import HostStep
+from lightning_pardist.local_tensors import own_part
+
+_MARK = "_pardist_steps_on_shards"
+
+
+def step_on_shards(
+    optimizer: torch.optim.Optimizer,
+    *,
+    before_step: Callable[[], None] | None = None,
+    after_step: Callable[[], None] | None = None,
+    host: HostStep | None = None,
+) -> None:
+    """Let ``optimizer.step()`` run on this rank's shards as ordinary tensors, in place. Not collective.
+
+    Outside of ``step`` the optimizer holds the module's ``DTensor`` parameters, so that groups, schedulers, clipping
+    and ``zero_grad`` see what they expect; its state is kept as local tensors. Without ``DTensor``s in the step,
+    every kernel works, ``fused`` and ``foreach`` included, and a step costs what it costs on one device.
+
+    Args:
+        optimizer: Made from the module's parameters after it was sharded.
+        before_step: Called right before the update, after a closure.
+        after_step: Called after every step, such as ``FullySharded.refresh``.
+        host: Steps in place of the optimizer, where its state is offloaded.
+
+    Raises:
+        ValueError: If the optimizer's update of an element depends on other elements.
+    """
+    if getattr(optimizer, _MARK, False):
+        return
+    require_elementwise(optimizer, form="dims")
+    inner = optimizer.step
+    twins: dict[nn.Parameter, nn.Parameter] = {}
+    for entry in optimizer.state.values():
+        _local_entry(entry)
+
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if before_step is not None:
+            before_step()
+        groups = [group["params"] for group in self.param_groups]
+        state = self.state
+        try:
+            local_state: defaultdict[Any, Any] = defaultdict(dict)
+            for group, parameters in zip(self.param_groups, groups, strict=True):
+                group["params"] = [_twin(parameter, twins) for parameter in parameters]
+                for parameter, twin in zip(parameters, group["params"], strict=True):
+                    if parameter in state:
+                        local_state[twin] = _local_entry(state[parameter])
+            self.state = local_state
+            (inner if host is None else host.run)(**kwargs)
+        finally:
+            for group, parameters in zip(self.param_groups, groups, strict=True):
+                for parameter, twin in zip(parameters, group["params"], strict=True):
+                    if twin in local_state:
+                        state[parameter] = local_state[twin]
+                    if twin is not parameter:
+                        twin.grad = None
+                group["params"] = parameters
+            self.state = state
+        if after_step is not None:
+            after_step()
+        return result
+
+    follow_schedulers(optimizer, step)
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    setattr(optimizer, _MARK, True)
+
+
+def step_as_made(optimizer: torch.optim.Optimizer) -> None:
+    """Undo :func:`step_on_shards`: the module is whole again. Not collective."""
+    if optimizer.__dict__.pop(_MARK, False):
+        optimizer.__dict__.pop("step", None)
+
+
+def _local_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """State of a parameter, as local tensors also where the optimizer made it before its first step (Adagrad does)."""
+    for key, value in entry.items():
+        if isinstance(value, DTensor):
+            entry[key] = own_part(value)
+    return entry
+
+
+def _twin(parameter: nn.Parameter, twins: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
+    """An ordinary parameter on the memory of this rank's shard."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local = parameter.to_local().detach()
+    twin = twins.get(parameter)
+    if twin is None or twin.data_ptr() != local.data_ptr() or twin.shape != local.shape:
+        twin = twins[parameter] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+    gradient = parameter.grad
+    twin.grad = gradient.to_local().detach() if isinstance(gradient, DTensor) else gradient
+    return twin

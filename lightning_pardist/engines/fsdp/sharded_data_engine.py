@@ -1,0 +1,204 @@
+"""Data engine of sharded modules: gradients, norm and optimizer state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pardist.checkpoint.tensors import Slots, whole_slots
+from lightning_pardist.engines.common.gradient_math import Counts
+from lightning_pardist.engines.data_engine import MicrobatchContext
+from lightning_pardist.engines.fsdp.full_state import is_rank, own_values, whole_values
+from lightning_pardist.engines.fsdp.fully_sharded import Accumulate, FullySharded
+from lightning_pardist.engines.fsdp.sharded_norm import local_gradients, sharded_grad_norm
+from lightning_pardist.engines.offload import HostStep, Offload, StateFile
+from lightning_pardist.local_tensors import own_shape
+
+
+class ShardedDataEngine:
+    """The :class:`~lightning_pardist.engines.data_engine.DataEngine` of a module sharded by :func:`~.shard.shard`.
+
+    Gradients are reduced by the module's own hooks. Optimizers step on shards, and their state is read and written
+    under one process' numbering, also after the module itself was made whole again.
+
+    Args:
+        sharded: The module's handle.
+        optimizers: Made from the module's parameters after it was sharded.
+        accumulate: Where gradients of all but the last micro-batch stay.
+        offload: Where optimizer state lives and steps are taken. On a device, the module has to be sharded with
+            torch's ``CPUOffloadPolicy``.
+
+    Raises:
+        ValueError: If an optimizer's update of an element depends on other elements.
+        RuntimeError: If there is no room for offloaded state.
+    """
+
+    def __init__(
+        self,
+        sharded: FullySharded,
+        optimizers: Sequence[Optimizer],
+        *,
+        accumulate: Accumulate,
+        offload: Offload | None = None,
+    ) -> None:
+        self.sharded = sharded
+        self.accumulate = accumulate
+        self._is_reduced = False
+        self._accumulating = False
+        self._hosts: dict[Optimizer, HostStep] = {}
+        if offload is not None:
+            in_files = offload.folder is not None
+            store = StateFile(offload.folder) if offload.folder is not None else None
+            window_bytes = int(offload.window_mb * 2**20) if in_files else None
+            for optimizer in optimizers:
+                self._hosts[optimizer] = HostStep(optimizer, store=store, window_bytes=window_bytes)
+        for optimizer in optimizers:
+            sharded.attach(optimizer, host=self._hosts.get(optimizer))
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a backward has run since :meth:`step_done` was called last."""
+        return self._is_reduced
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(param.grad is not None for param in self.sharded.module.parameters())
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate inside. Collective where they stay sharded."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            with self.sharded.accumulate(self.accumulate):
+                yield
+        finally:
+            self._accumulating = before
+        self._is_reduced = False
+
+    @contextmanager
+    def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
+        """Around the call that runs backward from ``loss``. Collective."""
+        if not self._accumulating:
+            self.sharded.losses.note_loss()
+        yield
+        self._is_reduced = True
+
+    def reduce(self) -> None:
+        """Take the place of a backward that this rank does not run. Collective.
+
+        Raises:
+            RuntimeError: If ranks may not use different units.
+        """
+        self.sharded.join()
+        self._is_reduced = True
+
+    def step_done(self) -> None:
+        """The optimizer has stepped."""
+        self._is_reduced = False
+
+    def defer_reduction(self) -> AbstractContextManager[MicrobatchContext]:
+        """Gradients are reduced inside, since there is no place for whole ones."""
+        return self.sharded.microbatches(self.accumulate)
+
+    def grad_power(
+        self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
+    ) -> Tensor:
+        """Sum of powers of the gradients of some parameters over all shards. Collective."""
+        norm = sharded_grad_norm([param for param in params if counts is None or counts(param)], norm_type)
+        return norm if math.isinf(norm_type) else norm.pow(norm_type)
+
+    def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        """This rank's shards of the gradients of some parameters. Not collective."""
+        return local_gradients(params)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.sharded.zero_grad()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of one process, put together on the first rank one tensor at a time. Collective.
+
+        Returns:
+            On the first rank the whole state in host memory, elsewhere parameter groups without state.
+        """
+        writer = self.sharded.writer
+        here = is_rank(writer)
+        host = self._hosts.get(optimizer)
+        state: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        number = 0
+        for group in optimizer.param_groups:
+            first = number
+            for parameter in group["params"]:
+                own = optimizer.state.get(parameter, {})
+                values = dict(whole_values(f"parameter {number}", parameter, own, writer))
+                if host is not None:
+                    host.evict(parameter)
+                if here and values:
+                    state[number] = values
+                number += 1
+            groups.append({**_settings(group), "params": list(range(first, number))})
+        return {"state": state, "param_groups": groups}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take this rank's part of a state dict of one process. Not collective.
+
+        Raises:
+            ValueError: If the parameter groups differ in number or size.
+        """
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        wanted = [len(group["params"]) for group in optimizer.param_groups]
+        if saved != wanted:
+            raise ValueError(
+                f"The checkpoint's {type(optimizer).__name__} has parameter groups of {saved} parameters, this one of"
+                f" {wanted}. Build the optimizer as it was when the checkpoint was saved."
+            )
+        optimizer.state.clear()
+        for group, settings in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update(_settings(settings))
+            for parameter, index in zip(group["params"], settings["params"], strict=True):
+                if values := state["state"].get(index):
+                    fitted = {key: _in_dtype_of(parameter, value) for key, value in values.items()}
+                    optimizer.state[parameter] = own_values(parameter, fitted, local=True)
+                    if host := self._hosts.get(optimizer):
+                        host.settle(parameter)
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Every parameter itself."""
+        return whole_slots(optimizer)
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Bring state to the host if that is where steps are taken. Not collective."""
+        if host := self._hosts.get(optimizer):
+            for parameter in list(optimizer.state):
+                host.settle(parameter)
+
+    def held_bytes(self) -> int:
+        """Nothing beside what the parameters themselves hold between steps."""
+        return 0
+
+    def detach(self) -> None:
+        """Nothing to do: the hooks belong to the sharded module."""
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _in_dtype_of(parameter: Tensor, value: Any) -> Any:
+    """State shaped like its parameter, in the parameter's dtype, as torch's own loading has it."""
+    if (
+        isinstance(value, torch.Tensor)
+        and value.dim()
+        and value.shape == own_shape(parameter)
+        and value.is_floating_point()
+    ):
+        return value.to(parameter.dtype)
+    return value

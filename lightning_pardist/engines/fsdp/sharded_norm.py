@@ -1,0 +1,111 @@
+"""Global norm of sharded gradients, and clipping by it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lightning_pardist.local_tensors import sharded_axes
+
+
+def sharded_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Norm of all gradients as one vector. Collective over the data axes of the parameters, one reduction each.
+
+    Every rank sums the powers of its shards; sharded axes are added up, replicated copies counted once. What is split
+    over tensor ranks is added up over the data axes alone.
+
+    Args:
+        parameters: ``DTensor`` or ordinary parameters, each once; ordinary ones are the same on all ranks.
+        norm_type: The p of the p-norm, ``inf`` included.
+
+    Returns:
+        0-dim tensor in fp32, or fp64 if any parameter is, the same on every rank; zero if nothing has a gradient.
+    """
+    largest = math.isinf(norm_type)
+    parameters = list(parameters)
+    # Of the parameters and not of the gradients, which ranks may not all have.
+    widest = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
+    parts: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    meshes: dict[tuple[Any, ...], list[dist.ProcessGroup]] = {}
+    device = torch.device("cpu")
+    for parameter in parameters:
+        gradient = parameter.grad
+        key: tuple[Any, ...] = ()
+        if isinstance(parameter, DTensor):
+            # Every rank takes part, also one whose shard is empty.
+            axes = tuple(sharded_axes(parameter))
+            key = (parameter.device_mesh, axes)
+            meshes.setdefault(key, [parameter.device_mesh.get_group(axis) for axis in axes])
+            device = parameter.to_local().device
+        found = parts.setdefault(key, [])
+        if gradient is None:
+            continue
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        device = local.device
+        if local.numel():
+            found.append(torch.linalg.vector_norm(local.detach(), norm_type, dtype=_wide(local.dtype)).to(widest))
+    total = torch.zeros((), dtype=widest, device=device)
+    for key, norms in parts.items():
+        stacked = (
+            torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, dtype=widest, device=device)
+        )
+        value = stacked.max() if largest else stacked.pow(norm_type).sum()
+        for group in meshes.get(key, []):
+            dist.all_reduce(value, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        total = torch.maximum(total, value) if largest else total + value
+    return total if largest else total.pow(1.0 / norm_type)
+
+
+def clip_by_norm_(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that their norm is at most ``max_norm``, as ``clip_grad_norm_`` does. Collective.
+
+    Args:
+        parameters: As for :func:`sharded_grad_norm`.
+        max_norm: Largest norm allowed.
+        norm_type: The p of the p-norm.
+        error_if_nonfinite: Refuse a norm that is not finite, on every rank alike.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    parameters = list(parameters)
+    norm = sharded_grad_norm(parameters, norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(f"The gradients' norm of order {norm_type} is {norm.item()}. Lower the learning rate.")
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in local_gradients(parameters):
+        gradient.mul_(scale.to(gradient.device, gradient.dtype))
+    return norm
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's parts of the gradients, as ordinary tensors that share their memory.
+
+    Args:
+        parameters: ``DTensor`` or ordinary parameters; those without a gradient are left out.
+    """
+    found = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad.detach()
+            found.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    return found
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None

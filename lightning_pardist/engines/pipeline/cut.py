@@ -1,0 +1,372 @@
+"""Which tensors of a batch hold its samples, along which dim, and the batch cut into micro-batches.
+
+A batch is whatever a loader gives: nothing in it says which dim counts samples. Tensors that agree on a length along
+the batch dim are cut along it. Where they do not agree there is no telling samples from nodes of a graph, class weights
+or positions, and the batch is refused until somebody says which it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_pardist.engines.pipeline.microbatch import MicroBatch
+from lightning_pardist.engines.pipeline.nested import (
+    ATOMS,
+    children_of,
+    hidden_tensor,
+    named_children,
+    tensors_in,
+    with_children,
+)
+
+#: Dim of the samples: one for all tensors, or one by name, None for a tensor that goes whole to every micro-batch.
+BatchDim = int | Mapping[str, int | None]
+#: Names from the outside in: keys, fields, positions.
+_Path = tuple[str, ...]
+
+
+class UnevenBatchError(ValueError):
+    """Tensors of a batch have several lengths along the batch dim; the message names them.
+
+    Attributes:
+        lengths: Length along the batch dim by name of the tensor.
+    """
+
+    def __init__(self, lengths: Mapping[str, int]) -> None:
+        self.lengths = dict(lengths)
+        by_length: dict[int, list[str]] = {}
+        for name, length in lengths.items():
+            by_length.setdefault(length, []).append(name)
+        found = ", ".join(f"{_listed(names)} {length}" for length, names in by_length.items())
+        super().__init__(
+            f"The tensors of a batch have several lengths along the batch dim: {found}. Set batch_dim, by name where"
+            " tensors differ (None for one that goes whole to every micro-batch), or split_batch, a function that cuts"
+            " a batch."
+        )
+
+    def __reduce__(self) -> Any:
+        return UnevenBatchError, (self.lengths,)
+
+
+@dataclass(frozen=True)
+class CutTensor:
+    """One tensor of a batch and what becomes of it.
+
+    Attributes:
+        name: Keys, fields and positions that lead to it, joined by dots; empty for a batch that is one tensor.
+        shape: Of the tensor, or the length of a list.
+        dim: Along which it is cut; None if it goes whole to every micro-batch.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+
+
+@dataclass(frozen=True)
+class BatchCut:
+    """How batches are cut.
+
+    Attributes:
+        batch_dim: Dim of the samples, for tensors with as many dims; others have them first. By name (``"0"``,
+            ``"labels"``, ``"graph.x"``, or of a container) where tensors differ.
+        whole: Names of tensors that are known to go whole to every micro-batch.
+    """
+
+    batch_dim: BatchDim = 0
+    whole: frozenset[str] = frozenset()
+
+    def size_of(self, batch: Any) -> int | None:
+        """Samples in a batch; None if no tensor in it has a batch dim.
+
+        Where a list holds a dict (or the like) for each sample, as detectors have their boxes, the list's length
+        counts.
+
+        Args:
+            batch: Tensor, tuple, list, dict, dataclass or any class that holds tensors in attributes.
+
+        Raises:
+            UnevenBatchError: If tensors have several lengths along the batch dim.
+        """
+        found = self._measured(batch)
+        return None if found is None else found.size
+
+    def split(self, batch: Any, num_microbatches: int) -> list[MicroBatch]:
+        """Cut a batch into parts whose sizes differ by at most one; fewer parts if it has fewer samples.
+
+        Tensors (and arrays) are cut, lists with an item a sample as well; everything else (flags, tensors without a
+        batch dim, what is named as whole) goes to every part as it is.
+
+        Args:
+            batch: As for :meth:`size_of`.
+            num_microbatches: The most parts to make, at least 1.
+
+        Raises:
+            UnevenBatchError: If tensors have several lengths along the batch dim.
+            ValueError: If an object holds tensors and cannot be taken apart.
+        """
+        if num_microbatches == 1:
+            return [MicroBatch(batch, 1)]
+        found = self._measured(batch)
+        if found is None or found.size < 2:
+            return [MicroBatch(batch, 1)]
+        if (hidden := hidden_tensor(batch)) is not None:
+            raise ValueError(
+                f"The batch holds tensors in a {hidden}, which cannot be taken apart to be cut into micro-batches. Set"
+                " split_batch, a function that cuts a batch."
+            )
+        count = min(num_microbatches, found.size)
+        small, larger = divmod(found.size, count)
+        sizes = [small + 1] * larger + [small] * (count - larger)
+        parts, begin = [], 0
+        for size in sizes:
+            parts.append(MicroBatch(found.take(batch, begin, begin + size), size))
+            begin += size
+        return parts
+
+    def describe(self, batch: Any) -> list[CutTensor]:
+        """What becomes of each tensor and list of a batch.
+
+        Raises:
+            UnevenBatchError: If tensors have several lengths along the batch dim.
+        """
+        found = self._measured(batch)
+        return [] if found is None else [*found.report(batch)]
+
+    def dim_of(self, path: _Path, ndim: int) -> int | None:
+        """The dim that holds the samples of a tensor; None if it is known to hold none."""
+        if not ndim or ".".join(path) in self.whole:
+            return None
+        dim: int | None = 0
+        if isinstance(self.batch_dim, Mapping):
+            for length in range(len(path), 0, -1):
+                if (name := ".".join(path[:length])) in self.batch_dim:
+                    dim = self.batch_dim[name]
+                    break
+        else:
+            dim = self.batch_dim
+        return None if dim is None else dim if -ndim <= dim < ndim else 0
+
+    def _measured(self, batch: Any) -> _Measured | None:
+        votes = _Votes(self)
+        votes.take(batch, ())
+        found = votes.decided()
+        if found is not None:
+            left = {each.name: each for each in found.report(batch) if found.is_odd(each)}
+            if left:
+                agreeing = {e.name: found.size for e in found.report(batch) if e.dim is not None}
+                odd = {name: each.shape[self.dim_of(_path(name), len(each.shape)) or 0] for name, each in left.items()}
+                raise UnevenBatchError(agreeing | odd)
+        return found
+
+
+@dataclass
+class _Votes:
+    """What speaks for the size of a batch.
+
+    Attributes:
+        cut: Says along which dims samples are.
+        sizes: Of tensors outside of lists.
+        inside: Of tensors in lists of tensors, each of which may be a sample or hold all samples.
+        lists: Lengths of such lists.
+        records: Lengths of lists of containers, each of which may be a sample's or a whole batch, and sizes in them.
+        samples: The same lengths, and whether tensors of several sizes in one container tell that it is a sample's.
+    """
+
+    cut: BatchCut
+    sizes: list[int] = field(default_factory=list)
+    inside: list[int] = field(default_factory=list)
+    lists: list[int] = field(default_factory=list)
+    records: list[tuple[int, list[int]]] = field(default_factory=list)
+    samples: list[tuple[int, bool]] = field(default_factory=list)
+
+    def take(self, value: Any, path: _Path) -> None:
+        """Look into a part of the batch."""
+        if isinstance(value, torch.Tensor):
+            self.sizes += self._sizes([(path, value)])
+        elif isinstance(value, (list, tuple)) and value and all(isinstance(item, torch.Tensor) for item in value):
+            self.inside += self._sizes([((*path, name), item) for name, item in named_children(value) or ()])
+            self.lists.append(len(value))
+        elif _are_records(value):
+            each = [self._sizes(_named_tensors(item, (*path, str(i)))) for i, item in enumerate(value)]
+            self.records.append((len(value), [size for sizes in each for size in sizes]))
+            self.samples.append((len(value), any(len(set(sizes)) > 1 for sizes in each)))
+        else:
+            for name, child in named_children(value) or ():
+                self.take(child, (*path, name))
+
+    def decided(self) -> _Measured | None:
+        """The batch's size, and what says so; None if nothing does."""
+        for length, inner in self.records:
+            if length in self.sizes:
+                return _Measured(self.cut, length, by_records=True)
+            if length in self.lists and set(inner) != set(self.inside):
+                return _Measured(self.cut, length, by_records=True, by_lists=True)
+        for length, certain in self.samples:
+            if certain and not self.sizes:
+                return _Measured(self.cut, length, by_records=True, by_lists=True)
+        sizes = [*self.sizes, *self.inside, *(size for _, inner in self.records for size in inner)]
+        # A length of one is broadcast to any other.
+        sizes = [size for size in sizes if size != 1] or sizes
+        if not sizes:
+            return None
+        size, count = Counter(sizes).most_common(1)[0]
+        lists = [length for length in self.lists if length > 1]
+        # Tensors of different sizes in a list, one a sample (images of a detector): then the list is the batch.
+        if count == 1 and len(sizes) > 2 and lists:
+            return _Measured(self.cut, Counter(lists).most_common(1)[0][0], by_lists=True)
+        return _Measured(self.cut, size)
+
+    def _sizes(self, tensors: Sequence[tuple[_Path, torch.Tensor]]) -> list[int]:
+        dims = [(tensor, self.cut.dim_of(path, tensor.ndim)) for path, tensor in tensors]
+        return [tensor.shape[dim] for tensor, dim in dims if dim is not None]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A batch to be cut.
+
+    Attributes:
+        cut: Says along which dims samples are.
+        size: Samples.
+        by_lists: Whether an item of a list of tensors is a sample, whatever its size.
+        by_records: Whether an item of a list of dicts is.
+    """
+
+    cut: BatchCut
+    size: int
+    by_lists: bool = False
+    by_records: bool = False
+
+    def is_odd(self, each: CutTensor) -> bool:
+        """Whether a tensor is not cut although nobody said so, and has a length that could be one of samples."""
+        if each.dim is not None or not each.shape:
+            return False
+        dim = self.cut.dim_of(_path(each.name), len(each.shape))
+        return dim is not None and each.shape[dim] not in (1, self.size)
+
+    def take(self, value: Any, begin: int, end: int, path: _Path = ()) -> Any:
+        """Samples of a part of the batch."""
+        if isinstance(value, torch.Tensor):
+            dim = self._dim(path, value)
+            return value if dim is None else _narrow(value, dim, begin, end)
+        if self._is_list_of_samples(value, path):
+            return value[begin:end]
+        children = named_children(value)
+        if children is None:
+            dim = self._dim(path, value) if _is_array(value) else None
+            return value if dim is None else value[tuple([slice(None)] * dim + [slice(begin, end)])]
+        return with_children(value, [self.take(child, begin, end, (*path, name)) for name, child in children])
+
+    def report(self, value: Any, path: _Path = ()) -> list[CutTensor]:
+        """What becomes of the tensors and lists in a part of the batch."""
+        name = ".".join(path)
+        if isinstance(value, torch.Tensor) or _is_array(value):
+            return [CutTensor(name, tuple(value.shape), self._dim(path, value))]
+        if self._is_list_of_samples(value, path):
+            return [CutTensor(name, (len(value),), 0)]
+        found = (self.report(child, (*path, key)) for key, child in named_children(value) or ())
+        return [each for part in found for each in part]
+
+    def _dim(self, path: _Path, tensor: Any) -> int | None:
+        """Along which dim a tensor is cut; None if it does not hold all samples."""
+        dim = self.cut.dim_of(path, len(tensor.shape))
+        return dim if dim is not None and tensor.shape[dim] == self.size else None
+
+    def _is_list_of_samples(self, value: Any, path: _Path) -> bool:
+        if type(value) not in (list, tuple) or len(value) != self.size or self.cut.dim_of(path, 1) is None:
+            return False
+        tensors = _named_tensors(value, path)
+        by_tensor = all(self._dim(where, tensor) is not None for where, tensor in tensors)
+        if all(isinstance(item, torch.Tensor) for item in value):
+            return self.by_lists or not by_tensor
+        return not tensors or (_are_records(value) and (self.by_records or not by_tensor))
+
+
+def _are_records(value: Any) -> bool:
+    """Whether a list holds containers of one kind: dicts and the like, or an image and a dict in each."""
+    if type(value) not in (list, tuple) or not tensors_in(value):
+        return False
+    children = [children_of(item) for item in value]
+    if len({type(item) for item in value}) > 1 or any(each is None for each in children):
+        return False
+    if not isinstance(value[0], (list, tuple)):
+        return True
+    kinds = {tuple(isinstance(child, torch.Tensor) for child in each or ()) for each in children}
+    return len(kinds) == 1 and len(set(next(iter(kinds)))) > 1
+
+
+def _named_tensors(value: Any, path: _Path) -> list[tuple[_Path, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        return [(path, value)]
+    children = named_children(value) or ()
+    return [each for name, child in children for each in _named_tensors(child, (*path, name))]
+
+
+def _is_array(value: Any) -> bool:
+    return not isinstance(value, ATOMS) and isinstance(getattr(value, "shape", None), tuple)
+
+
+def _narrow(tensor: torch.Tensor, dim: int, begin: int, end: int) -> torch.Tensor:
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor.narrow(dim, begin, end - begin)
+    if tensor.layout is torch.sparse_coo:
+        return tensor.index_select(dim, torch.arange(begin, end, device=tensor.device))
+    raise ValueError(
+        f"The batch holds a tensor of layout {tensor.layout}, which cannot be cut into micro-batches. Set split_batch,"
+        " a function that cuts a batch."
+    )
+
+
+def _path(name: str) -> _Path:
+    return tuple(name.split(".")) if name else ()
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [repr(name) if name else "the batch itself" for name in names[:4]]
+    more = f" and {len(names) - 4} more have" if len(names) > 4 else " have" if len(names) > 1 else " has"
+    return ", ".join(shown) + more
+
+
+#: Cuts a batch into at most so many parts, which are batches or :class:`MicroBatch` objects.
+SplitFunction = Callable[[Any, int], Sequence[Any]]
+
+
+def parts_of(split: SplitFunction, batch: Any, num_microbatches: int, cut: BatchCut) -> list[MicroBatch]:
+    """Micro-batches as a user's function cuts them, with their sizes.
+
+    Args:
+        split: The function.
+        batch: To be cut.
+        num_microbatches: The most parts to make.
+        cut: Counts the samples of parts that come without their number.
+
+    Raises:
+        ValueError: If it returns no parts, more than asked for, or parts whose samples cannot be counted.
+    """
+    parts = list(split(batch, num_microbatches))
+    if not 1 <= len(parts) <= num_microbatches:
+        raise ValueError(
+            f"split_batch returned {len(parts)} micro-batches where 1 to {num_microbatches} were asked for."
+        )
+    try:
+        return [part if isinstance(part, MicroBatch) else MicroBatch(part, cut.size_of(part) or 1) for part in parts]
+    except UnevenBatchError as error:
+        raise ValueError(
+            f"split_batch returned micro-batches whose samples cannot be counted ({error.lengths}). Return"
+            " MicroBatch(value, size) objects, with the number of samples in each."
+        ) from error
+
+
+def split_batch(batch: Any, num_microbatches: int, *, batch_dim: BatchDim = 0) -> list[MicroBatch]:
+    """:meth:`BatchCut.split` for one batch.
+
+    Raises:
+        UnevenBatchError: If tensors have several lengths along the batch dim.
+    """
+    return BatchCut(batch_dim).split(batch, num_microbatches)

@@ -1,0 +1,154 @@
+"""Stand between the user's code and the units it calls, for the time of one run, without changing the module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pardist.compat.modules import own_buffers
+
+#: Takes the unit's name, its own forward, and the call's arguments; returns what the call returns.
+Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextlib.contextmanager
+def intercepted(units: dict[str, nn.Module], handler: Handler) -> Iterator[None]:
+    """Hand every call of a unit's ``forward`` to a handler. Calls of units inside a unit go straight through.
+
+    Hooks that the user has registered on units keep running, around the handler.
+
+    Args:
+        units: Units by name.
+        handler: Called in place of ``forward``.
+    """
+    saved: list[tuple[nn.Module, bool, Any]] = []
+    inside = False
+
+    def guard(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return forward(*args, **kwargs)
+            inside = True
+            try:
+                return handler(name, forward, args, kwargs)
+            finally:
+                inside = False
+
+        return call
+
+    try:
+        for name, unit in units.items():
+            # On the instance, past nn.Module.__setattr__: the class and the state dict stay as they are.
+            saved.append((unit, "forward" in unit.__dict__, unit.__dict__.get("forward")))
+            unit.__dict__["forward"] = guard(name, unit.forward)
+        yield
+    finally:
+        for unit, had, forward in reversed(saved):
+            if had:
+                unit.__dict__["forward"] = forward
+            else:
+                unit.__dict__.pop("forward", None)
+
+
+@contextlib.contextmanager
+def undisturbed(root: nn.Module) -> Iterator[None]:
+    """Run something and then put back buffers, metric states, other tensors kept in attributes, and RNG states.
+
+    Hooks that a first call of the model registers for good stay, and so do the flags by which it knows that it has.
+
+    Args:
+        root: The module whose state a trial run may change.
+    """
+    restorers = [_snapshot(module) for module in root.modules()]
+    hooks = hooks_of(root)
+    lasting = False
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+        # What was broken off may have left hooks behind that it would have removed.
+        lasting = not hooks_of(root) <= hooks
+    finally:
+        with torch.no_grad():
+            for restore in restorers:
+                restore(lasting)
+
+
+def hooks_of(root: nn.Module) -> frozenset[tuple[int, int]]:
+    """The hooks of a module and of all modules in it, by registry and number."""
+    registries = (module.__dict__[name] for module in root.modules() for name in HOOKS if name in module.__dict__)
+    return frozenset((id(registry), number) for registry in registries for number in registry)
+
+
+def is_flag(name: str, value: Any) -> bool:
+    """Whether an attribute of a module may say that hooks have been registered."""
+    return type(value) is bool and name != "training"
+
+
+def _snapshot(module: nn.Module) -> Callable[[bool], None]:
+    """Remember a module's attributes and buffers; the answer puts them back, keeping every object's identity."""
+    attributes = {key: value for key, value in module.__dict__.items() if key not in _REGISTRIES}
+    buffers = dict(own_buffers(module))
+    contents = [_remember(value) for key, value in attributes.items() if key not in HOOKS]
+    contents += [_remember(value) for value in buffers.values()]
+    hooks = [_remember(value) for key, value in attributes.items() if key in HOOKS]
+
+    def restore(lasting: bool) -> None:
+        flags = {key: value for key, value in module.__dict__.items() if lasting and is_flag(key, value)}
+        for key in [key for key in module.__dict__ if key not in (attributes | flags) and key not in _REGISTRIES]:
+            del module.__dict__[key]
+        module.__dict__.update(attributes | flags)
+        own_buffers(module).clear()
+        own_buffers(module).update(buffers)
+        for restore in contents if lasting else (*contents, *hooks):
+            restore()
+
+    return restore
+
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+#: Registries of a module's hooks.
+HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("hooks") or "hooks_" in name)
+
+
+def _remember(value: Any, above: tuple[int, ...] = ()) -> Callable[[], None]:
+    if isinstance(value, torch.Tensor):
+        return _remember_tensor(value)
+    if id(value) in above or not isinstance(value, (dict, list, set, deque)):
+        return _nothing
+    kept = dict(value) if isinstance(value, dict) else list(value)
+    inner = [_remember(item, (*above, id(value))) for item in (kept.values() if isinstance(kept, dict) else kept)]
+
+    def restore() -> None:
+        value.clear()
+        if isinstance(value, (dict, set)):
+            value.update(kept)
+        else:
+            value.extend(kept)
+        for restore in inner:
+            restore()
+
+    return restore
+
+
+def _remember_tensor(tensor: torch.Tensor) -> Callable[[], None]:
+    if tensor.is_meta:
+        return _nothing
+    kept = tensor.detach().clone()
+
+    def restore() -> None:
+        # Not by version counter: batch norm's kernel changes running statistics without counting.
+        if not torch.equal(tensor, kept):
+            tensor.detach().copy_(kept)
+
+    return restore
+
+
+def _nothing() -> None:
+    return None

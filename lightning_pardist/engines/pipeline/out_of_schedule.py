@@ -1,0 +1,396 @@
+"""The module called where no schedule runs: outside of steps, and in steps that cannot be cut into stages.
+
+No rank has all parameters then. Every rank runs the user's code, and each unit is run by the rank that holds it, which
+tells the others what came out (owner computes). So control flow is free, and every rank has the answer; it costs a
+broadcast a unit, and every rank has to make the same calls. Gradients flow through, see :mod:`.owner_regions`.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pardist.compat.fake_tensors import FakeTensor
+from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.engines.pipeline.errors import CannotPipelineError, PipelineTimeoutError
+from lightning_pardist.engines.pipeline.nested import Spec, flatten, follow, rebuild, replace_leaves
+from lightning_pardist.engines.pipeline.owner_regions import OwnerRegion, RegionChannel, RegionFailure
+from lightning_pardist.engines.pipeline.placement import Placement
+from lightning_pardist.engines.pipeline.replay import StageReplay, attribute_of, set_attribute
+
+_TIMEOUT = re.compile("timeout|timed out|connection|closed", re.IGNORECASE)
+
+
+class OutOfScheduleForward:
+    """Answers calls of a module whose parameters lie on several ranks. From :meth:`install` until :meth:`remove`.
+
+    Args:
+        placement: Who holds what.
+        device: Device of this rank's tensors.
+        group: A process group of the pipeline's ranks used for calls outside of steps alone, so that a rank that calls
+            alone waits for the others no longer than the group's timeout, and cannot meet them in something else.
+        step_group: The group for calls in steps, which all ranks run.
+        whole: Makes of what a unit returned tensors that another rank can take over as they are.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        *,
+        step_group: dist.ProcessGroup | None = None,
+        whole: Callable[[Any], Any] = lambda value: value,
+    ) -> None:
+        self.placement = placement
+        self.device = device
+        self.group = group
+        self.whole = whole
+        self._outside = RegionChannel(group, device)
+        self._in_steps = RegionChannel(step_group or group, device)
+        self._channel = self._outside
+        self._inside = False
+        self._patched: list[nn.Module] = []
+        self._borrowed: dict[nn.Parameter, nn.Parameter] = {}
+        self._has_borrowed = False
+        self._own: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._side: dict[str, list[tuple[str, str]]] = {}
+        for call in placement.plan.trace.calls:
+            found = self._side.setdefault(call.unit, [])
+            found += [place for a in call.output.side if (place := (a.module, a.name)) not in found]
+
+    def install(self) -> None:
+        """Answer calls from now on. Not collective."""
+        root = self.placement.module
+        for name in self.placement.plan.trace.unit_names:
+            self._patch(root.get_submodule(name), name)
+        self._patch(root, None)
+
+    def remove(self) -> None:
+        """Leave the module as it was. Not collective."""
+        self._give_back()
+        for module in self._patched:
+            answer = module.__dict__.pop("forward")
+            if answer.had:
+                module.__dict__["forward"] = answer.forward
+        self._patched.clear()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, calls go straight to the module: a step runs."""
+        before, self._inside = self._inside, True
+        self._give_back()
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    @contextmanager
+    def for_a_step(self, replay: StageReplay) -> Iterator[None]:
+        """Inside, a whole step runs: parameters of other ranks pretend to live on this rank's device.
+
+        Collective over the pipeline.
+
+        Args:
+            replay: Of the pipeline's stages.
+        """
+        before, self._channel = self._channel, self._in_steps
+        try:
+            if not self._inside:
+                # Since the last step optimizers may have stepped.
+                self._give_back()
+            own = self._tables()
+            if not self._inside:
+                self._borrow()
+            with replay.stub_parameters():
+                self._own = own
+                yield
+        finally:
+            self._channel, self._own = before, []
+
+    @contextmanager
+    def own_parameters(self) -> Iterator[None]:
+        """In a step, the module has the parameters inside that it has outside of steps. Not collective."""
+        shown = [(table, dict(table)) for table, _ in self._own]
+        for table, own in self._own:
+            table.update(own)
+        try:
+            yield
+        finally:
+            for table, others in shown:
+                table.update(others)
+
+    def renew(self) -> None:
+        """An optimizer has stepped: if that was inside of a step, fetch again what free code reads. Collective then."""
+        if self._has_borrowed and self._channel is self._in_steps:
+            self._fetch()
+
+    def call(self, name: str | None, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one unit, or the root (None), for all ranks. Collective over the pipeline, outside of steps."""
+        if self._inside:
+            return forward(*args, **kwargs)
+        self._borrow()
+        if name is None:
+            return forward(*args, **kwargs)
+        self._inside = True
+        try:
+            return self._answer(name, forward, (args, kwargs))
+        except (RuntimeError, TimeoutError) as error:
+            if self._channel is not self._outside or not _TIMEOUT.search(str(error)):
+                raise
+            raise PipelineTimeoutError(
+                f"{name!r} was called outside of a step, and not by every rank of the pipeline. Its parameters lie on"
+                " several ranks: call the module on all of them, not on the first one alone."
+            ) from error
+        finally:
+            self._inside = False
+
+    def _answer(self, name: str, forward: Callable[..., Any], arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        region = OwnerRegion(self._channel, self.placement.unit_owner(name))
+        outer = flatten(arguments)[0]
+        if any(isinstance(leaf, FakeTensor) for leaf in outer):
+            raise CannotPipelineError(
+                f"{name!r} is given something computed from a parameter that another rank holds, and that no recorded"
+                " step read outside of its layer."
+            )
+        differentiable = torch.is_grad_enabled()
+        wanted = [i for i, leaf in enumerate(outer) if differentiable and _requires_grad(leaf)]
+        token, inside = region.enter([outer[i] for i in wanted])
+        done = _Done()
+        if region.is_owner:
+            given, inner = arguments, list(outer)
+            for index, tensor in zip(wanted, inside, strict=True):
+                inner[index] = tensor
+            if name in self.placement.plan.trace.writers:
+                # What it writes may be kept for backward, and what stands outside is written to once more.
+                inner = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in inner]
+            if any(a is not b for a, b in zip(inner, outer, strict=True)):
+                given = replace_leaves(arguments, inner)
+            try:
+                done = self._run(name, forward, given, inner)
+            except Exception as error:
+                said = f"{name!r} failed on rank {region.owner} of the pipeline: {type(error).__name__}: {error}"
+                region.leave(token, [], RegionFailure(said))
+                raise
+        message, outputs = region.leave(token, done.outputs, done.message)
+        return self._take(name, message, outputs, arguments, outer)
+
+    def _run(self, name: str, forward: Callable[..., Any], given: Any, inner: list[Any]) -> _Done:
+        """The unit's own forward, on its owner."""
+        versions = [_version(leaf) for leaf in inner]
+        random_before = _random_states(self.device)
+        result = self.whole(forward(*given[0], **given[1]))
+        random_now = _random_states(self.device)
+        done = _Done()
+        index_of = {id(leaf): index for index, leaf in enumerate(inner)}
+        written = [index for index, leaf in enumerate(inner) if _version(leaf) != versions[index]]
+        after = flatten(given)[0]
+        is_changed = len(after) != len(inner) or any(a is not b for a, b in zip(inner, after, strict=True))
+        unit = self.placement.module.get_submodule(name)
+        side = [(place, attribute_of(unit, *place)) for place in self._side.get(name, ())]
+        done.message = _Message(
+            result=done.packed(result, index_of),
+            # A cache of keys and values, say: the others' are given what is new in it.
+            arguments=done.packed(given, index_of) if is_changed else None,
+            side=[(place, done.packed(value, index_of)) for place, value in side],
+            written=[(index, done.add(inner[index])) for index in written],
+            random=random_now if any(map(_differ, random_before, random_now)) else None,
+        )
+        return done
+
+    def _take(self, name: str, message: _Message, outputs: Sequence[Tensor], arguments: Any, outer: list[Any]) -> Any:
+        """What the unit did, done on this rank: the same on all."""
+        for index, position in message.written:
+            outer[index].copy_(outputs[position])
+        if message.arguments is not None:
+            follow(arguments, message.arguments.unpacked(outer, outputs))
+        unit = self.placement.module.get_submodule(name)
+        for place, value in message.side:
+            set_attribute(unit.get_submodule(place[0]), place[1], value.unpacked(outer, outputs))
+        if message.random is not None:
+            _set_random_states(message.random, self.device)
+        return message.result.unpacked(outer, outputs)
+
+    # --- parameters that free code reads ------------------------------------------------------------------------
+
+    def _borrow(self) -> None:
+        """Fetch parameters that free code reads; they are small, and given back when the next step begins."""
+        if self._has_borrowed:
+            return
+        self._has_borrowed = True
+        placement = self.placement
+        own = dict(placement.module.named_parameters())
+        for name in self._read_by_free_code():
+            parameter = own[name]
+            if parameter.is_meta:
+                data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+                whole = nn.Parameter(data, parameter.requires_grad)
+                self._borrowed[whole] = parameter
+                parameter.__dict__["borrowed"] = whole
+        self._swap({stand_in: whole for whole, stand_in in self._borrowed.items()})
+        self._fetch()
+
+    def _read_by_free_code(self) -> list[str]:
+        recorded = self.placement.plan.trace
+        wanted = [n for n, info in recorded.parameters.items() if info.unit is None or n in recorded.free_parameters]
+        return [name for name in wanted if len(self.placement.holders[name]) < self.group.size()]
+
+    def _fetch(self) -> None:
+        own = dict(self.placement.module.named_parameters())
+        for name in self._read_by_free_code():
+            self.placement.broadcast(own[name], self.placement.holders[name][0])
+            own[name].grad = own[name].grad if own[name] not in self._borrowed else None
+
+    def _give_back(self) -> None:
+        borrowed, self._borrowed, self._has_borrowed = self._borrowed, {}, False
+        for whole, stand_in in borrowed.items():
+            stand_in.__dict__.pop("borrowed", None)
+            stand_in.requires_grad_(whole.requires_grad)
+        self._swap(borrowed)
+
+    def _tables(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Every module's parameters, and a copy."""
+        return [(own_parameters(module), dict(own_parameters(module))) for module in self.placement.module.modules()]
+
+    def _swap(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
+        if not others:
+            return
+        for module in self.placement.module.modules():
+            for name, parameter in own_parameters(module).items():
+                if parameter in others:
+                    own_parameters(module)[name] = others[parameter]
+
+    def _patch(self, module: nn.Module, name: str | None) -> None:
+        answer = _Answer(self, name, module)
+        # On the instance, past nn.Module.__setattr__: the class and the state dict stay as they are.
+        module.__dict__["forward"] = answer
+        self._patched.append(module)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """In place of one of the call's own arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Made:
+    """In place of a tensor that the call has made."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A nested value without its tensors."""
+
+    spec: Spec
+    leaves: list[Any]
+
+    def unpacked(self, arguments: Sequence[Any], outputs: Sequence[Tensor]) -> Any:
+        """The value around this rank's arguments and the tensors that came."""
+        places: dict[type, Callable[[Any], Any]] = {
+            _Given: lambda leaf: arguments[leaf.index],
+            _Made: lambda leaf: outputs[leaf.position],
+        }
+        return rebuild(self.spec, [places.get(type(leaf), _same)(leaf) for leaf in self.leaves])
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What a unit's owner tells the other ranks of a call.
+
+    Attributes:
+        result: What it returned.
+        arguments: What has become of containers among its arguments; None if nothing has.
+        side: What it has left in attributes of the unit, by module and name.
+        written: Arguments that it has written to, by index, and the tensors that say what.
+        random: States of the random number generators behind it, if it has drawn from them.
+    """
+
+    result: _Packed
+    arguments: _Packed | None
+    side: list[tuple[tuple[str, str], _Packed]]
+    written: list[tuple[int, int]]
+    random: list[Tensor] | None
+
+
+class _Done:
+    """A call's message and the tensors that go with it."""
+
+    def __init__(self) -> None:
+        self.message: Any = None
+        self.outputs: list[Tensor] = []
+
+    def add(self, tensor: Tensor) -> int:
+        """The position of one more tensor."""
+        self.outputs.append(tensor)
+        return len(self.outputs) - 1
+
+    def packed(self, value: Any, index_of: dict[int, int]) -> _Packed:
+        """A value with its tensors among the outputs, and the call's arguments by their index."""
+        leaves, spec = flatten(value)
+        return _Packed(spec, [self._packed_leaf(leaf, index_of) for leaf in leaves])
+
+    def _packed_leaf(self, leaf: Any, index_of: dict[int, int]) -> Any:
+        if id(leaf) in index_of:
+            return _Given(index_of[id(leaf)])
+        return _Made(self.add(leaf)) if isinstance(leaf, Tensor) else leaf
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _version(leaf: Any) -> int:
+    return version_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return not torch.equal(one, other)
+
+
+class _Answer:
+    """Stands in for a module's ``forward``. A copy of the module, or a pickled one, gets the plain one back."""
+
+    def __init__(self, calls: OutOfScheduleForward, name: str | None, module: nn.Module) -> None:
+        self.calls = calls
+        self.name = name
+        self.module = module
+        self.had = "forward" in module.__dict__
+        self.forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.calls.call(self.name, self.forward, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _plain_forward, (self.module,)
+
+
+def _plain_forward(module: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(module).forward, module)

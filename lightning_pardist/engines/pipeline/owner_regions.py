@@ -1,0 +1,186 @@
+"""Regions of an autograd graph that one rank computes for all: outputs are broadcast behind them, gradients before.
+
+[Note: one graph on every rank] All ranks run the same code; only the inside of a region differs. A region is entered by
+one autograd node and left by another, on every rank, and a token ties the two together, so that a backward pass that
+comes by the exit comes by the entry, whatever the owner computes in between. Autograd runs nodes that are ready in the
+reverse order of their creation, so that all ranks come by entries and exits in one order, and the broadcasts there need
+no other agreement. The backward of a region is a region again: gradients of gradients flow, and ``torch.autograd.grad``
+and ``retain_graph=True`` work as on one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pardist.collectives import as_bytes
+
+
+@dataclass(frozen=True)
+class RegionFailure:
+    """In place of a region's message: the owner raised.
+
+    Attributes:
+        text: What it raised.
+    """
+
+    text: str
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What other ranks need to know of a tensor before its values come."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class RegionChannel:
+    """Sends what one rank of a group has to all others.
+
+    Args:
+        group: Who takes part.
+        device: Device of this rank's tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = group.rank()
+        self._wire = device if device.type in str(dist.get_backend_config(group)) else torch.device("cpu")
+
+    def tell(self, owner: int, message: Any, tensors: Sequence[Tensor | None] = ()) -> tuple[Any, list[Tensor | None]]:
+        """The owner's message and tensors, on every rank. Collective over the group.
+
+        Args:
+            owner: Rank in the group.
+            message: Any picklable object; only the owner's counts.
+            tensors: Only the owner's count; None stays None.
+
+        Returns:
+            The message, and the tensors: the owner's own, on other ranks new ones that require gradients where its do.
+        """
+        described = [None if t is None else _Described(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
+        box = [(message, described)]
+        dist.broadcast_object_list(box, group_src=owner, group=self.group)
+        message, described = box[0]
+        if self.rank == owner:
+            for tensor in tensors:
+                if tensor is not None and tensor.numel():
+                    values = tensor.detach().to(self._wire).contiguous()
+                    dist.broadcast(as_bytes(values), group_src=owner, group=self.group)
+            return message, list(tensors)
+        return message, [None if entry is None else self._receive(entry, owner) for entry in described]
+
+    def _receive(self, entry: _Described, owner: int) -> Tensor:
+        values = torch.empty(entry.shape, dtype=entry.dtype, device=self._wire)
+        if values.numel():
+            dist.broadcast(as_bytes(values), group_src=owner, group=self.group)
+        return values.to(self.device).requires_grad_(entry.requires_grad)
+
+
+class OwnerRegion:
+    """One region, from :meth:`enter` to :meth:`leave`, both called by every rank of the channel.
+
+    Args:
+        channel: To all ranks.
+        owner: The rank that computes what lies inside.
+    """
+
+    def __init__(self, channel: RegionChannel, owner: int) -> None:
+        self.channel = channel
+        self.is_owner = channel.rank == owner
+        self.owner = owner
+
+    def enter(self, inputs: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Begin. Not collective; its backward is.
+
+        Args:
+            inputs: Those that require gradients.
+
+        Returns:
+            The token for :meth:`leave`, and on the owner the inputs inside.
+        """
+        if not inputs:
+            return torch.zeros((), device=self.channel.device, requires_grad=torch.is_grad_enabled()), ()
+        token, *inside = _Enter.apply(self, *inputs)
+        return token, tuple(inside)
+
+    def leave(self, token: Tensor, outputs: Sequence[Tensor], message: Any) -> tuple[Any, tuple[Tensor, ...]]:
+        """End. Collective over the channel.
+
+        Args:
+            token: From :meth:`enter`.
+            outputs: The owner's, anything elsewhere.
+            message: The owner's; any picklable object.
+
+        Returns:
+            The owner's message and outputs, on every rank.
+
+        Raises:
+            RuntimeError: On all ranks but the owner, if the message is a :class:`RegionFailure`.
+        """
+        made: tuple[Tensor, ...]
+        if torch.is_grad_enabled():
+            box = [message]
+            made = _Leave.apply(self, box, 1, token, *(outputs if self.is_owner else ()))
+            message = box[0]
+        else:
+            message, found = self.channel.tell(self.owner, message, outputs if self.is_owner else ())
+            made = tuple(tensor for tensor in found if tensor is not None)
+        if isinstance(message, RegionFailure) and not self.is_owner:
+            raise RuntimeError(message.text)
+        return message, made
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, region: OwnerRegion, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.region = region
+        ctx.set_materialize_grads(False)
+        token = torch.zeros((), device=region.channel.device)
+        ctx.save_for_backward(token)
+        # Not the inputs themselves, of which autograd would make views that nobody may write to.
+        return (token, *(x.detach() for x in inputs)) if region.is_owner else (token,)
+
+    @staticmethod
+    def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> Any:
+        region = ctx.region
+        if not torch.is_grad_enabled():
+            return None, *region.channel.tell(region.owner, None, gradients)[1]
+        (token,) = ctx.saved_tensors
+        # By the entry's own token as well: a second backward pass may come here again by what the owner has computed.
+        of_token = torch.zeros((), device=region.channel.device) if of_token is None else of_token
+        return None, *_Leave.apply(region, [None], 2, of_token, token, *gradients)
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, region: OwnerRegion, box: list[Any], num_tokens: int, *values: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.region, ctx.num_tokens = region, num_tokens
+        ctx.set_materialize_grads(False)
+        box[0], found = region.channel.tell(region.owner, box[0], values[num_tokens:])
+        made = tuple(None if x is None else x.detach() for x in found)
+        pairs = zip(made, found, strict=True)
+        ctx.mark_non_differentiable(*(m for m, x in pairs if m is not None and x is not None and not x.requires_grad))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        region = ctx.region
+        token = torch.zeros((), device=region.channel.device)
+        given = [gradient for gradient in gradients if gradient is not None]
+        if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in given):
+            token, *inside = _Enter.apply(region, *given)
+            rest = iter(inside)
+            gradients = tuple(None if gradient is None else next(rest, None) for gradient in gradients)
+        tokens = (token, *(None for _ in range(ctx.num_tokens - 1)))
+        return None, None, None, *tokens, *(gradients if region.is_owner else ())

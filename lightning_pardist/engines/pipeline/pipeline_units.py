@@ -1,0 +1,86 @@
+"""Which modules a pipeline may be cut between.
+
+A *unit* is a module that holds parameters and is run whole by one stage. Its grain is the item of a ``ModuleList`` or
+``Sequential`` (a transformer block, a residual block) and, outside of such lists, the single layer. Everything that is
+no unit (the root, containers, dropout, the loss) is *free* code, which every stage that passes it runs again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+
+@dataclass(frozen=True)
+class Grain:
+    """What a recorded run has taught about the units beyond the rule above.
+
+    Attributes:
+        whole: Names of modules to take as one unit although the rule would look inside.
+        opened: Names of modules to look inside although the rule would take them whole.
+    """
+
+    whole: frozenset[str] = field(default_factory=frozenset)
+    opened: frozenset[str] = field(default_factory=frozenset)
+
+    def take_whole(self, name: str) -> Grain:
+        """A grain with one more module taken whole."""
+        return replace(self, whole=self.whole | {name})
+
+    def open(self, name: str) -> Grain:
+        """A grain with one more module looked into."""
+        return replace(self, opened=self.opened | {name})
+
+
+def find_pipeline_units(root: nn.Module, grain: Grain = Grain()) -> dict[str, nn.Module]:
+    """The units of a module by name, in order of registration. No unit lies inside another; none is listed twice.
+
+    Args:
+        root: The module to split. It is never a unit itself.
+        grain: Corrections to the rule.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, name: str, is_item: bool) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if name and name not in grain.opened and _is_unit(module, name, is_item, grain):
+            found[name] = module
+            return
+        items = _is_list(module)
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, items)
+
+    visit(root, "", False)
+    return found
+
+
+def can_open(module: nn.Module) -> bool:
+    """Whether a unit has smaller units inside."""
+    return any(_has_parameters(child) for child in module.children()) and not parametrize.is_parametrized(module)
+
+
+def _is_unit(module: nn.Module, name: str, is_item: bool, grain: Grain) -> bool:
+    if name in grain.whole:
+        return True
+    if not _has_parameters(module) or _is_list(module):
+        return False
+    if is_item:
+        return True
+    owns = next(module.parameters(recurse=False), None) is not None
+    return parametrize.is_parametrized(module) or (owns and not can_open(module))
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether a module only keeps or chains its children."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return True
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,120 @@
+"""Stand-ins for parameters of other ranks' stages, which say so when somebody wants their values.
+
+A tensor on ``meta`` is treacherous: written into an ordinary one it leaves that as it is, and an expression with it is
+again on ``meta``, without a word. User code outside of steps meets stand-ins (a teacher's weights averaged with a
+student's in a hook, say). What it may do with them is what comes to nothing on this rank and is done on the holder's:
+look at shapes, write to them, compute something that nobody asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pardist.compat.tensors import below_subclasses, make_subclass
+from lightning_pardist.engines.pipeline.errors import CannotPipelineError
+from lightning_pardist.engines.pipeline.stubs import tensors_of
+
+_VALUES: frozenset[Any] = frozenset(
+    {
+        Tensor.item,
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.__bool__,
+        Tensor.__float__,
+        Tensor.__int__,
+        Tensor.__index__,
+    }
+)
+
+
+_FREEZING: frozenset[Any] = frozenset({Tensor.requires_grad.__set__, Tensor.requires_grad_})  # type: ignore[attr-defined]
+
+
+class _Remote(Tensor):
+    """A tensor computed from stand-ins.
+
+    Attributes:
+        what: The parameter that it comes from, for messages.
+    """
+
+    what: str = "a parameter"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function, unless values would be needed.
+
+        Raises:
+            CannotPipelineError: If values are asked for, or written to a tensor that this rank has.
+        """
+        kwargs = kwargs or {}
+        with below_subclasses():
+            what = next((t.what for t in tensors_of((args, kwargs)) if hasattr(t, "what")), cls.what)
+            written = args[0] if args and _writes(func) else kwargs.get("out")
+            if func in _VALUES or any(not tensor.is_meta for tensor in tensors_of(written)):
+                raise _wanted(what, func)
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                if "meta" in str(error):
+                    raise _wanted(what, func) from error
+                raise
+            if func in _FREEZING and (borrowed := args[0].__dict__.get("borrowed")) is not None:
+                func(borrowed, *args[1:], **kwargs)
+            return _marked(result, what)
+
+
+class RemoteParameter(nn.Parameter):
+    """A parameter that another rank holds: shape and dtype, on ``meta``.
+
+    While a copy of its values is ``borrowed``, in its place in the module, ``requires_grad`` is set on both.
+
+    Args:
+        data: A tensor on ``meta``.
+        requires_grad: As the parameter's.
+        what: Its name and where it is, for messages.
+    """
+
+    what: str = _Remote.what
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True, *, what: str = what) -> RemoteParameter:
+        """A stand-in around a tensor on ``meta``."""
+        made: RemoteParameter = make_subclass(cls, data.as_subclass(Tensor), requires_grad)
+        made.what = what
+        return made
+
+    __torch_function__ = _Remote.__torch_function__
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+_IN_PLACE = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or")
+)
+
+
+def _marked(value: Any, what: str) -> Any:
+    if isinstance(value, Tensor):
+        if type(value) is Tensor and value.is_meta:
+            value = value.as_subclass(_Remote)
+            value.what = what
+        return value
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return type(value)(_marked(item, what) for item in value)
+    return value
+
+
+def _wanted(what: str, func: Callable[..., Any]) -> CannotPipelineError:
+    return CannotPipelineError(
+        f"{getattr(func, '__name__', func)} wants the values of {what}, but outside of steps each rank has the"
+        " parameters of its own stages only. Compute with them inside of training_step.",
+        ("pardist_ddp", "pardist_zero1", "pardist_zero2"),
+    )

@@ -1,0 +1,283 @@
+"""Carry out a rank's action list.
+
+[Note: why not torch's PipelineStage]
+The orders of actions are those of ``torch.distributed.pipelining``; its ``PipelineStage`` and ``step()`` are not used:
+
+- A stage's buffers are allocated once, from one set of shapes. Micro-batches of an uneven split, an epoch's last batch
+  and text padded batch by batch need shapes per micro-batch.
+- Its outputs are a tuple of tensors that all take part in autograd. Replayed stages send integers and masks beside
+  floats, pass values on that they do not compute, and have stubs whose shapes must come along.
+- Its losses are divided by the number of micro-batches. Parts of unequal size need a weight each.
+- Its split backward finds the parameters' share by walking the graph from parameters to inputs, and misses parameters
+  whose path to the output meets no input (an auxiliary loss, a learned query).
+- Its waits are not bounded, and nothing tells which message was missing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pardist.engines.data_engine import MicrobatchContext
+from lightning_pardist.engines.pipeline.clock import TimedAction
+from lightning_pardist.engines.pipeline.errors import CannotPipelineError
+from lightning_pardist.engines.pipeline.microbatch import MicroBatch, fresh_copy
+from lightning_pardist.engines.pipeline.records import Output, Value
+from lightning_pardist.engines.pipeline.replay import StageReplay, contains_stub
+from lightning_pardist.engines.pipeline.schedule import COMPUTES, Action, ActionLists, Kind, peer_of
+from lightning_pardist.engines.pipeline.split_backward import SplitBackward
+from lightning_pardist.engines.pipeline.stage_p2p import PendingValues, StageP2P
+from lightning_pardist.engines.pipeline.steady_buffers import SteadyBuffers
+
+Place = tuple[int, int]
+
+
+@dataclass
+class Work:
+    """What is the same for all actions of one step.
+
+    Attributes:
+        step: The user's step.
+        microbatches: All parts of the batch.
+        weights: What each part's loss is multiplied with before backward.
+        signatures: What fixes each part's shapes, in the ordinary case.
+        seeds: Start of each part's random numbers.
+        grad: Whether to record gradients.
+        loss_of: Finds the loss in the step's result.
+    """
+
+    step: Callable[[Any], Any]
+    microbatches: Sequence[MicroBatch]
+    weights: Sequence[float]
+    signatures: Sequence[Hashable]
+    seeds: Sequence[int]
+    grad: bool
+    loss_of: Callable[[Any], torch.Tensor | None]
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward."""
+
+    received: dict[Value, torch.Tensor]
+    made: dict[Value, torch.Tensor]
+    loss: torch.Tensor | None
+    split: SplitBackward | None = None
+
+
+@dataclass
+class Finished:
+    """What a step leaves on this rank.
+
+    Attributes:
+        results: What the step returned for each micro-batch, on the rank of the last stage.
+        losses: Its losses, detached.
+        events: When each computation began and ended, in seconds from the step's beginning.
+    """
+
+    results: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    events: list[TimedAction] = field(default_factory=list)
+
+
+class Runtime:
+    """Runs one step's actions of one rank.
+
+    Args:
+        replay: Runs stages.
+        wire: Sends and receives.
+        lists: The schedule.
+        rank: This rank, in the pipeline.
+        stage_parameters: Parameters of each of this rank's stages, for the split backward.
+        turns: Told which forward or backward is about to run.
+        steady: Buffers that each micro-batch changes from what they were before the step.
+    """
+
+    def __init__(
+        self,
+        replay: StageReplay,
+        wire: StageP2P,
+        lists: ActionLists,
+        rank: int,
+        stage_parameters: Mapping[int, Sequence[nn.Parameter]],
+        turns: MicrobatchContext | None,
+        steady: SteadyBuffers,
+    ) -> None:
+        self.replay = replay
+        self.plan = replay.plan
+        self.wire = wire
+        self.lists = lists
+        self.rank = rank
+        self.stage_parameters = stage_parameters
+        self.turns = turns
+        self.steady = steady
+        self.several = len(lists.stages_of(rank)) > 1
+        self._coming: dict[Place, PendingValues] = {}
+        self._arrived: dict[Place, tuple[list[torch.Tensor], list[Output]]] = {}
+        self._kept: dict[Place, _Kept] = {}
+        self._outgoing: dict[Place, tuple[list[torch.Tensor], list[Output]]] = {}
+        self._gradients_coming: dict[Place, tuple[dict[Value, torch.Tensor], list[Any]]] = {}
+        self._gradients: dict[Place, dict[Value, torch.Tensor]] = {}
+
+    def run(self, work: Work) -> Finished:
+        """Carry out all actions. Collective over the pipeline: every rank runs its own list.
+
+        Raises:
+            CannotPipelineError: If the step does not do what the recorded run did.
+            PipelineTimeoutError: If a message does not come in time.
+        """
+        done = Finished()
+        start = time.perf_counter()
+        for action in self.lists.actions[self.rank]:
+            begin = time.perf_counter()
+            waited = self._perform(action, work, done)
+            if action.kind in COMPUTES:
+                end = time.perf_counter()
+                done.events.append(TimedAction(self.rank, action, begin + waited - start, end - start))
+        self.wire.flush()
+        return done
+
+    def _perform(self, action: Action, work: Work, done: Finished) -> float:
+        """Do one action; the seconds it waited for messages."""
+        stage, index = action.stage_index, action.microbatch_index
+        if self.turns is not None and action.kind in COMPUTES:
+            self.turns.begin((stage, index))
+        if action.kind is Kind.FORWARD:
+            return self._forward(stage, index, work, done)
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            return self._backward(stage, index, work, whole=action.kind is Kind.BACKWARD)
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            kept = self._kept.pop((stage, index))
+            if kept.split is not None:
+                kept.split.weights()
+            return 0.0
+        peer = peer_of(action, self.lists.stage_ranks)
+        if action.kind is Kind.SEND_FORWARD:
+            tensors, outputs = self._outgoing.pop((stage, index))
+            self.wire.send_values((stage, work.signatures[index]), peer, self._tag(stage, index), tensors, outputs)
+        elif action.kind is Kind.RECV_FORWARD:
+            key = (stage - 1, work.signatures[index])
+            count = len(self.plan.sent[stage - 1])
+            self._coming[stage, index] = self.wire.post_values(key, peer, self._tag(stage - 1, index), count)
+        elif action.kind is Kind.SEND_BACKWARD:
+            gradients = self._gradients.pop((stage - 1, index))
+            self.wire.send_gradients(peer, self._tag(stage, index) + 1, list(gradients.values()))
+        else:
+            sent = [(value, tensor) for value, tensor in self._sent_with_grad(stage, index).items()]
+            self._gradients_coming[stage, index] = self.wire.post_gradients(peer, self._tag(stage + 1, index) + 1, sent)
+        return 0.0
+
+    def _tag(self, stage: int, index: int) -> int:
+        return 2 * (stage * self.lists.num_microbatches + index)
+
+    def _forward(self, stage: int, index: int, work: Work, done: Finished) -> float:
+        begin = time.perf_counter()
+        tensors, outputs = self._take_values(stage, index)
+        waited = time.perf_counter() - begin
+        names = self.plan.sent[stage - 1] if stage else ()
+        grad = work.grad
+        received = {
+            value: tensor.detach().requires_grad_(grad and self._needs_grad(value, outputs))
+            for value, tensor in zip(names, tensors, strict=True)
+        }
+        batch = fresh_copy(work.microbatches[index].value, clone=self.several)
+        self.replay.microbatch_index = index
+        with torch.set_grad_enabled(grad), self.steady.microbatch(index):
+            run = self.replay.run(stage, work.step, batch, received, outputs, seed=work.seeds[index])
+        if run.left_out and work.loss_of(run.result) is not None:
+            raise CannotPipelineError(
+                "The step returned a loss without a call of the model, where the recorded run called it: its control"
+                " flow depends on the data, so that no fixed stages exist."
+            )
+        loss = None
+        if stage == self.plan.num_stages - 1:
+            loss = self._finish(index, run.result, work, done)
+        else:
+            have = {**received, **run.values}
+            passing = [have[value] for value in self.plan.sent[stage]]
+            if self.lists.stage_ranks[stage + 1] == self.rank:
+                self._arrived[stage + 1, index] = (passing, run.outputs)
+            else:
+                self._outgoing[stage, index] = (passing, run.outputs)
+        if grad:
+            self._kept[stage, index] = _Kept(received, run.values, loss)
+        return waited
+
+    def _finish(self, index: int, result: Any, work: Work, done: Finished) -> torch.Tensor | None:
+        loss = work.loss_of(result)
+        if loss is not None and contains_stub(loss):
+            raise CannotPipelineError("The loss depends on a value that the recorded run did not show it to need.")
+        done.results[index] = result
+        if loss is not None:
+            done.losses[index] = loss.detach()
+        return loss
+
+    def _take_values(self, stage: int, index: int) -> tuple[list[torch.Tensor], list[Output]]:
+        if stage == 0:
+            return [], []
+        if (stage, index) in self._arrived:
+            return self._arrived.pop((stage, index))
+        return self.wire.finish_values(self._coming.pop((stage, index)), len(self.plan.sent[stage - 1]))
+
+    @staticmethod
+    def _needs_grad(value: Value, outputs: list[Output]) -> bool:
+        return bool(getattr(outputs[value.call].leaves[value.leaf], "requires_grad", False))
+
+    def _sent_with_grad(self, stage: int, index: int) -> dict[Value, torch.Tensor]:
+        """What this stage has sent on and gets gradients for."""
+        kept = self._kept[stage, index]
+        have = {**kept.received, **kept.made}
+        return {value: have[value] for value in self.plan.sent[stage] if have[value].requires_grad}
+
+    def _backward(self, stage: int, index: int, work: Work, *, whole: bool) -> float:
+        begin = time.perf_counter()
+        kept = self._kept[stage, index]
+        coming = self._take_gradients(stage, index)
+        waited = time.perf_counter() - begin
+        roots, seeds = self._roots(kept, coming, work.weights[index])
+        inputs = {value: tensor for value, tensor in kept.received.items() if tensor.requires_grad}
+        if whole:
+            if roots:
+                torch.autograd.backward(roots, seeds)
+            found = {value: tensor.grad for value, tensor in inputs.items()}
+            del self._kept[stage, index]
+        else:
+            kept.split = SplitBackward(roots, seeds, self.stage_parameters[stage])
+            found = dict(zip(inputs, kept.split.inputs(list(inputs.values())), strict=True))
+        if stage:
+            gradients = {value: _sum(found[value], coming.get(value), tensor) for value, tensor in inputs.items()}
+            self._gradients[stage - 1, index] = gradients
+        return waited
+
+    def _take_gradients(self, stage: int, index: int) -> dict[Value, torch.Tensor]:
+        if (stage, index) in self._gradients_coming:
+            buffers, works = self._gradients_coming.pop((stage, index))
+            self.wire.wait(works, self.lists.stage_ranks[stage + 1])
+            return buffers
+        return self._gradients.pop((stage, index), {})
+
+    @staticmethod
+    def _roots(
+        kept: _Kept, coming: dict[Value, torch.Tensor], weight: float
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        roots, seeds = [], []
+        for value, tensor in kept.made.items():
+            if tensor.requires_grad and value in coming:
+                roots.append(tensor)
+                seeds.append(coming[value])
+        if kept.loss is not None and kept.loss.requires_grad:
+            roots.append(kept.loss)
+            seeds.append(torch.full_like(kept.loss, weight))
+        return roots, seeds
+
+
+def _sum(own: torch.Tensor | None, passed: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Gradient of a received value: what this stage found and what came from stages it was passed on to."""
+    if own is None:
+        return passed if passed is not None else torch.zeros_like(like)
+    return own if passed is None else own + passed

@@ -1,0 +1,264 @@
+"""Record one run of the user's step: which units it calls, and what each call depends on.
+
+Dependence is followed at the level of operators, not of the autograd graph: a ``TorchDispatchMode`` sees every
+operator and passes the sources of what it reads on to what it writes, storage by storage. So integer outputs, detached
+values and runs under ``no_grad`` count as well as differentiable ones, and a unit needs what its operators really read,
+however the tensor came to it: as an argument, through a closure, or from an attribute that another unit has left.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pardist.compat.fake_tensors import TorchDispatchMode, pack_padded_sequence, schema_of, to_copy
+from lightning_pardist.compat.tensors import storage_key
+from lightning_pardist.engines.pipeline.flops import count_flops
+from lightning_pardist.engines.pipeline.records import Escape, Read, Source, Value
+from lightning_pardist.engines.pipeline.stubs import deciding_tensors, tensors_of
+
+_NOTHING: frozenset[Source] = frozenset()
+_LIBRARY_FRAMES = tuple(
+    os.path.join(os.path.dirname(torch.__file__), part)
+    for part in ("distributions", "nn", "linalg", "optim", "functional.py")
+)
+_SKIPPED_FRAMES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+
+
+class SourceTracker(TorchDispatchMode):
+    """Knows for every storage what it depends on, and for the call under way what it has read.
+
+    Args:
+        root: The module; its parameters are sources, its buffers are units' own business.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.call: int | None = None
+        self.num_calls = 0
+        self.needs: set[Source] = set()
+        self.flops = 0
+        self.reads: list[Read] = []
+        self.mutated: set[Value] = set()
+        self.dynamic = False
+        self.asked = False
+        #: Whether the step has called for gradients, whose computation is no part of what it does with values.
+        self.in_backward = False
+        self.free_parameters: set[str] = set()
+        self.buffers_written: set[int] = set()
+        self.written_in_units: set[int] = set()
+        self._from_batch: set[int] = set()
+        self._taint: dict[int, frozenset[Source]] = {}
+        # A storage freed during the run could be allocated again for something else, so they are all kept.
+        self._keep: dict[int, Any] = {}
+        self._values_in: dict[int, set[Value]] = defaultdict(set)
+        self._parameter_keys: set[int] = set()
+        for name, parameter in root.named_parameters():
+            key = self.storage_of(parameter)
+            self._parameter_keys.add(key)
+            self._taint[key] = self._taint.get(key, _NOTHING) | {name}
+        self.buffer_keys = {self.storage_of(buffer) for buffer in root.buffers()}
+
+    def note_batch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tensors of the batch: what is computed from them depends on samples."""
+        self._from_batch |= {self.storage_of(tensor) for tensor in tensors}
+
+    def is_from_batch(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's values were computed from the batch's."""
+        return self.storage_of(tensor) in self._from_batch
+
+    def is_written(self, buffer: torch.Tensor) -> bool:
+        """Whether a unit, a hook of one or free code has written to a buffer."""
+        return self.storage_of(buffer) in self.written_in_units | self.buffers_written
+
+    def sources(self, tensor: torch.Tensor) -> frozenset[Source]:
+        """What a tensor depends on."""
+        return self._taint.get(self.storage_of(tensor), _NOTHING)
+
+    def set_value(self, tensor: torch.Tensor, value: Value) -> None:
+        """Make a tensor an output of the call that has just ended."""
+        key = self.storage_of(tensor)
+        self._values_in[key].add(value)
+        self._taint[key] = (self._taint.get(key, _NOTHING) - {Escape(value.call)}) | {value}
+
+    def derive(self, made: Iterable[torch.Tensor], read: Iterable[torch.Tensor]) -> None:
+        """Let tensors depend on all that others depend on."""
+        found = _NOTHING.union(*(self.sources(tensor) for tensor in read))
+        inside = _NOTHING if self.call is None else frozenset({Escape(self.call)})
+        for tensor in made:
+            self._taint[self.storage_of(tensor)] = found if self.call is None else inside
+
+    def begin_call(self) -> int:
+        """A unit is entered; the index of the call."""
+        self.call = self.num_calls
+        self.num_calls += 1
+        self.needs = set()
+        self.flops = 0
+        return self.call
+
+    def end_call(self) -> tuple[frozenset[Source], int]:
+        """The unit has returned; what it read and its FLOPs."""
+        needs, flops = frozenset(self.needs), self.flops
+        self.call, self.flops = None, 0
+        return needs, flops
+
+    def look(self, tensors: Iterable[torch.Tensor], *, explicit: bool) -> None:
+        """Somebody looks at values, which stubs do not have."""
+        found = _NOTHING.union(*(self.sources(tensor) for tensor in tensors))
+        if self.call is not None:
+            self.needs |= found - {Escape(self.call)}
+        elif any(not isinstance(source, str) for source in found):
+            line, is_user = _users_line()
+            self.reads.append(Read(self.num_calls, found, line, explicit and is_user))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and pass the sources on."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.in_backward:
+            return result
+        self.flops += count_flops(func, args, kwargs, result)
+        deciding = deciding_tensors(func, args, kwargs)
+        if deciding:
+            self.dynamic = self.dynamic or torch.Tag.dynamic_output_shape in func.tags
+            if self.call is None:
+                self.look(deciding, explicit=self.asked and torch.Tag.data_dependent_output in func.tags)
+        self._follow(func, list(tensors_of((args, kwargs))), list(tensors_of(result)), _written(func, args, kwargs))
+        if func is pack_padded_sequence and self.call is None:
+            self._taint[self.storage_of(result[1])] = self.sources(args[1])  # Batch sizes come from the lengths alone.
+        return result
+
+    def _follow(
+        self, func: Any, read: list[torch.Tensor], made: list[torch.Tensor], overwritten: list[torch.Tensor]
+    ) -> None:
+        if not read:
+            return
+        self._follow_batch(read, (*made, *overwritten))
+        before = {self.storage_of(tensor) for tensor in read}
+        found = _NOTHING.union(*(self._taint.get(key, _NOTHING) for key in before))
+        written = {self.storage_of(tensor) for tensor in overwritten}
+        viewed = {key for key in (self.storage_of(tensor) for tensor in made) if key in before and key not in written}
+        if made and len(viewed) == len({self.storage_of(tensor) for tensor in made}):
+            return
+        passed = self._passed_on(func, before, found)
+        for tensor in made:
+            key = self.storage_of(tensor)
+            if key not in before:
+                self._taint[key] = passed
+        for key in written:
+            self._write(key, passed)
+
+    def _follow_batch(self, read: Iterable[torch.Tensor], changed: Iterable[torch.Tensor]) -> None:
+        if any(self.storage_of(tensor) in self._from_batch for tensor in read):
+            self._from_batch |= {self.storage_of(tensor) for tensor in changed}
+
+    def _passed_on(self, func: Any, before: set[int], found: frozenset[Source]) -> frozenset[Source]:
+        if self.call is None:
+            self.free_parameters |= {source for source in found if isinstance(source, str)}
+            return found
+        inside = Escape(self.call)
+        self.needs |= found - {inside}
+        # Autocast keeps its casts of parameters, and a later call of a tied or shared unit finds them there.
+        if func is to_copy and before <= self._parameter_keys:
+            return found
+        return frozenset({inside})
+
+    def _write(self, key: int, passed: frozenset[Source]) -> None:
+        if key in self.buffer_keys:
+            if self.call is None:
+                self.buffers_written.add(key)
+            else:
+                self.written_in_units.add(key)
+                return
+        if self.call is None or Escape(self.call) not in self._taint.get(key, _NOTHING):
+            self.mutated |= self._values_in[key]
+        self._taint[key] = self._taint.get(key, _NOTHING) | passed
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """A number that tensors on the same memory share, as long as this object lives."""
+        try:
+            storage: Any = tensor.untyped_storage()
+            key = storage_key(storage)
+        except (NotImplementedError, RuntimeError):
+            storage, key = tensor, -id(tensor)  # Sparse tensors and their like have no storage.
+        self._keep.setdefault(key, storage)
+        return key
+
+
+class LookWatcher(TorchFunctionMode):
+    """Tells a tracker about the ways out of torch that no operator shows."""
+
+    def __init__(self, tracker: SourceTracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Report the call if it copies values out of a tensor."""
+        if func in _WAYS_OUT:
+            self.tracker.look(tensors_of(args), explicit=True)
+        before = self.tracker.asked, self.tracker.in_backward
+        self.tracker.asked, self.tracker.in_backward = func in _QUESTIONS, before[1] or func in _BACKWARD
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            self.tracker.asked, self.tracker.in_backward = before
+        if func is torch.autograd.grad:
+            self.tracker.derive(tensors_of(result), tensors_of((args, kwargs or {})))
+        return result
+
+
+_QUESTIONS: frozenset[Any] = frozenset(
+    {
+        torch.Tensor.item,
+        torch.Tensor.__bool__,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.__index__,
+        torch.Tensor.__contains__,
+        torch.Tensor.is_nonzero,
+        torch.is_nonzero,
+        torch.equal,
+        torch.Tensor.equal,
+        torch.allclose,
+        torch.Tensor.allclose,
+    }
+)
+_BACKWARD: frozenset[Any] = frozenset({torch.Tensor.backward, torch.autograd.grad})
+_WAYS_OUT: frozenset[Any] = frozenset(
+    {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr}
+)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that the operator's schema says it writes to."""
+    schema = schema_of(func)
+    if not schema.is_mutable:
+        return []
+    written: list[torch.Tensor] = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            written.extend(tensors_of(given))
+    return written
+
+
+def _users_line() -> tuple[str, bool]:
+    """The line of the user's code that led here, and whether it did so directly, not by way of torch's Python code."""
+    is_direct = True
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(_SKIPPED_FRAMES):
+            return f"{os.path.basename(frame.filename)}:{frame.lineno} ({(frame.line or '').strip()})", is_direct
+        if frame.filename.startswith(_LIBRARY_FRAMES):
+            is_direct = False
+    return "unknown line", True

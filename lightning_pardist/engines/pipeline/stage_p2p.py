@@ -1,0 +1,304 @@
+"""Tensors from stage to stage, with their shapes where the receiver cannot know them, and bounded waits.
+
+Shapes may change from one micro-batch to the next: an uneven split, a short last batch, padding to the longest sample.
+So a message of values begins with one integer. Zero says that shapes are those of the last micro-batch with the same
+signature, for which the receiver has its buffers posted already. Otherwise it is the length of a header, which
+describes the outputs of all calls so far and which the next stage's stubs need as well.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pardist.engines.pipeline.errors import PipelineTimeoutError
+from lightning_pardist.engines.pipeline.records import Output, TensorLeaf, Value
+
+_TAGS_PER_MESSAGE = 4096
+
+
+@dataclass
+class PendingValues:
+    """A message of values on its way.
+
+    Attributes:
+        key: Boundary and signature.
+        peer: Global rank of the sender.
+        tag: First tag.
+        length: The integer in front.
+        posted: Buffers, posted at once if the signature is known.
+        outputs: Descriptions of the calls that the values come from.
+        works: Receives under way.
+    """
+
+    key: Hashable
+    peer: int
+    tag: int
+    length: torch.Tensor
+    posted: list[torch.Tensor] | None
+    outputs: list[Output] | None = None
+    works: list[Any] = field(default_factory=list)
+
+
+class _Known:
+    """Shapes by signature, learned during a step and used from the next step on."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[list[Output], tuple[TensorLeaf, ...]]] = {}
+        self._learned: dict[Hashable, list[tuple[list[Output], tuple[TensorLeaf, ...]]]] = {}
+        self._changing: set[Hashable] = set()
+
+    def get(self, key: Hashable) -> tuple[list[Output], tuple[TensorLeaf, ...]] | None:
+        return self._known.get(key)
+
+    def learn(self, key: Hashable, outputs: list[Output], leaves: tuple[TensorLeaf, ...]) -> None:
+        self._learned.setdefault(key, []).append((outputs, leaves))
+
+    def commit(self) -> None:
+        for key, seen in self._learned.items():
+            shapes = [_wire_shapes(leaves) for _, leaves in seen]
+            if key in self._known or any(other != shapes[0] for other in shapes):
+                # Shapes differ under one signature: from now on every message has its header.
+                self._changing.add(key)
+                self._known.pop(key, None)
+            elif key not in self._changing:
+                self._known[key] = seen[0]
+        self._learned.clear()
+
+
+class StageP2P:
+    """Point-to-point messages of one rank. Sends do not block; receives block for at most ``timeout_s``.
+
+    Args:
+        group: The pipeline's process group; None for the default group.
+        device: Device of the tensors.
+        timeout_s: Longest wait for one message, in seconds.
+        trust_signatures: Whether a known signature fixes the shapes, so that no integer goes in front. Needed where a
+            backend has no tags (NCCL), at the price that changing shapes are an error there.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        timeout_s: float,
+        trust_signatures: bool = False,
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.timeout = timedelta(seconds=timeout_s)
+        self.trust = trust_signatures
+        self._sent = _Known()
+        self._received = _Known()
+        self._pending: list[tuple[Any, torch.Tensor]] = []
+
+    def global_rank(self, rank: int) -> int:
+        """Global rank of a rank of the pipeline."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def send_values(
+        self, key: Hashable, peer: int, tag: int, tensors: Sequence[torch.Tensor], outputs: list[Output]
+    ) -> None:
+        """Send a stage's values to the next stage.
+
+        Args:
+            key: Boundary and signature, equal on both sides.
+            peer: Rank of the next stage, in the pipeline.
+            tag: Number of this message, unique within the step.
+            tensors: The values, in the plan's order.
+            outputs: Descriptions of all calls so far.
+
+        Raises:
+            RuntimeError: If shapes have changed under a known signature where signatures are trusted.
+        """
+        tag *= _TAGS_PER_MESSAGE
+        leaves = tuple(TensorLeaf.of(tensor) for tensor in tensors)
+        known = self._sent.get(key)
+        if known is not None and _wire_shapes(known[1]) == _wire_shapes(leaves):
+            if not self.trust:
+                self._send(torch.zeros(1, dtype=torch.int64), peer, tag)
+            for index, (tensor, leaf) in enumerate(zip(tensors, known[1], strict=True)):
+                self._send(_packed(tensor, leaf), peer, tag + 1 + index)
+            return
+        if known is not None and self.trust:
+            raise RuntimeError(
+                f"A stage's outputs have shapes {[leaf.shape for leaf in leaves]} where a batch of the same shape gave"
+                f" {[leaf.shape for leaf in known[1]]}. Pad batches so that shapes do not depend on values."
+            )
+        self._sent.learn(key, outputs, leaves)
+        header = torch.frombuffer(bytearray(pickle.dumps((outputs, leaves))), dtype=torch.uint8)
+        self._send(torch.tensor([header.numel()]), peer, tag)
+        if known is not None:
+            # The receiver has posted buffers of the old shapes: fill them with anything.
+            for index, leaf in enumerate(known[1]):
+                self._send(_buffer(leaf, self.device)[0], peer, tag + 1 + index)
+        behind = tag + 1 + len(tensors)
+        self._send(header, peer, behind)
+        for index, (tensor, leaf) in enumerate(zip(tensors, leaves, strict=True)):
+            self._send(_packed(tensor, leaf), peer, behind + 1 + index)
+
+    def post_values(self, key: Hashable, peer: int, tag: int, num_values: int) -> PendingValues:
+        """Begin to receive what :meth:`send_values` sends; does not block unless signatures are trusted and new.
+
+        Args:
+            key: Boundary and signature.
+            peer: Rank of the stage before, in the pipeline.
+            tag: Number of the message.
+            num_values: Number of values.
+        """
+        tag *= _TAGS_PER_MESSAGE
+        pending = PendingValues(key, peer, tag, torch.zeros(1, dtype=torch.int64), None)
+        known = self._received.get(key)
+        if known is None or not self.trust:
+            pending.length = pending.length.to(self.device)
+            pending.works.append(self._recv(pending.length, peer, tag))
+        if known is not None:
+            pending.outputs, pending.posted = known[0], []
+            for index, leaf in enumerate(known[1]):
+                packed, tensor = _buffer(leaf, self.device)
+                pending.posted.append(tensor)
+                if packed.numel():
+                    pending.works.append(self._recv(packed, peer, tag + 1 + index))
+        elif self.trust:
+            self._receive_new(pending, num_values)
+        return pending
+
+    def finish_values(self, pending: PendingValues, num_values: int) -> tuple[list[torch.Tensor], list[Output]]:
+        """Wait for a message begun by :meth:`post_values`.
+
+        Args:
+            pending: The message.
+            num_values: Number of values.
+
+        Returns:
+            The values, and the descriptions of the calls they come from.
+
+        Raises:
+            PipelineTimeoutError: If nothing comes in time.
+        """
+        self.wait(pending.works, pending.peer)
+        pending.works = []
+        if int(pending.length) and not self.trust:
+            self._receive_new(pending, num_values)
+        if pending.posted is None or pending.outputs is None:
+            raise RuntimeError("A message of values came without its header.")
+        return pending.posted, pending.outputs
+
+    def _receive_new(self, pending: PendingValues, num_values: int) -> None:
+        self.wait(pending.works, pending.peer)
+        pending.works = []
+        behind = pending.tag + 1 + num_values
+        header = torch.empty(int(pending.length), dtype=torch.uint8, device=self.device)
+        self.wait([self._recv(header, pending.peer, behind)], pending.peer)
+        outputs, leaves = pickle.loads(header.cpu().numpy().tobytes())
+        self._received.learn(pending.key, outputs, leaves)
+        pending.outputs, pending.posted, works = outputs, [], []
+        for index, leaf in enumerate(leaves):
+            packed, tensor = _buffer(leaf, self.device)
+            pending.posted.append(tensor)
+            if packed.numel():
+                works.append(self._recv(packed, pending.peer, behind + 1 + index))
+        self.wait(works, pending.peer)
+
+    def send_gradients(self, peer: int, tag: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Send gradients of values back to the stage they came from.
+
+        Args:
+            peer: Its rank, in the pipeline.
+            tag: Number of the message.
+            gradients: One for each value that requires grad, of its shape.
+        """
+        for index, gradient in enumerate(gradients):
+            self._send(gradient.detach().contiguous(), peer, tag * _TAGS_PER_MESSAGE + index)
+
+    def post_gradients(
+        self, peer: int, tag: int, values: Sequence[tuple[Value, torch.Tensor]]
+    ) -> tuple[dict[Value, torch.Tensor], list[Any]]:
+        """Begin to receive gradients.
+
+        Args:
+            peer: Rank of the next stage, in the pipeline.
+            tag: Number of the message.
+            values: The values sent that require grad.
+
+        Returns:
+            Buffers by value, to be read after :meth:`wait` on the works.
+        """
+        buffers: dict[Value, torch.Tensor] = {}
+        works = []
+        for index, (value, tensor) in enumerate(values):
+            buffers[value] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            if buffers[value].numel():
+                works.append(self._recv(buffers[value], peer, tag * _TAGS_PER_MESSAGE + index))
+        return buffers, works
+
+    def wait(self, works: Sequence[Any], peer: int) -> None:
+        """Wait for receives.
+
+        Raises:
+            PipelineTimeoutError: If one is not over in time, or the other side has gone.
+        """
+        for work in works:
+            try:
+                work.wait(self.timeout)
+            except RuntimeError as error:
+                raise PipelineTimeoutError(
+                    f"Rank {dist.get_rank()} waited for a message of rank {self.global_rank(peer)} for"
+                    f" {self.timeout.total_seconds():.0f} s: {error}"
+                ) from error
+
+    def flush(self) -> None:
+        """End a step: wait until everything sent has left, and keep what its headers said.
+
+        Raises:
+            PipelineTimeoutError: If a receiver does not take it in time.
+        """
+        self._sent.commit()
+        self._received.commit()
+        pending, self._pending = self._pending, []
+        for work, _ in pending:
+            try:
+                work.wait(self.timeout)
+            except RuntimeError as error:
+                raise PipelineTimeoutError(
+                    f"A message of rank {dist.get_rank()} was not taken within {self.timeout.total_seconds():.0f} s:"
+                    f" {error}"
+                ) from error
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        if tensor.numel() == 0:
+            return
+        tensor = tensor.to(self.device)
+        work = dist.isend(tensor, dst=self.global_rank(peer), group=self.group, tag=tag)
+        self._pending = [(other, kept) for other, kept in self._pending if not other.is_completed()]
+        self._pending.append((work, tensor))
+
+    def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        return dist.irecv(tensor, src=self.global_rank(peer), group=self.group, tag=tag)
+
+
+def _wire_shapes(leaves: Sequence[TensorLeaf]) -> list[tuple[Any, ...]]:
+    return [(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves]
+
+
+def _order(leaf: TensorLeaf) -> list[int]:
+    """Dims from the outermost in memory to the innermost, so that a transposed tensor arrives transposed."""
+    return sorted(range(len(leaf.shape)), key=lambda dim: (-leaf.stride[dim], dim))
+
+
+def _packed(tensor: torch.Tensor, leaf: TensorLeaf) -> torch.Tensor:
+    return tensor.detach().permute(_order(leaf)).contiguous()
+
+
+def _buffer(leaf: TensorLeaf, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A contiguous buffer, and the view of it with the leaf's shape and order of strides."""
+    order = _order(leaf)
+    packed = torch.empty([leaf.shape[dim] for dim in order], dtype=leaf.dtype, device=device)
+    inverse = sorted(range(len(order)), key=lambda position: order[position])
+    return packed, packed.permute(inverse)

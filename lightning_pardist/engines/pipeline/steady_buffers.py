@@ -1,0 +1,98 @@
+"""Buffers whose change does not depend on samples, such as those of spectral norm: changed once a step, as one process
+does, and not once a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pardist.compat.modules import own_buffers
+from lightning_pardist.engines.pipeline.interception import undisturbed
+
+
+class SteadyBuffers:
+    """Lets every micro-batch change some buffers from what they were before the step. Not collective.
+
+    Args:
+        root: The root module.
+        names: Of the buffers.
+    """
+
+    def __init__(self, root: nn.Module, names: Collection[str]) -> None:
+        self._places = [
+            (root.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in sorted(names)
+        ]
+        self._own: list[Tensor] = []
+        self._latest: dict[int, list[Tensor]] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a training step: behind it the buffers are changed once."""
+        self._own = [own_buffers(owner)[key] for owner, key in self._places]  # type: ignore[misc]
+        self._latest = {}
+        try:
+            yield
+            self._settle()
+        finally:
+            self._own, self._latest = [], {}
+
+    @contextmanager
+    def microbatch(self, index: int) -> Iterator[None]:
+        """Around the run of one stage on one micro-batch, inside of :meth:`step`."""
+        if not self._own:
+            yield
+            return
+        # Copies, because autograd may keep what is written to.
+        given = self._latest.get(index) or [buffer.detach().clone() for buffer in self._own]
+        self._show(given)
+        try:
+            yield
+        finally:
+            self._latest[index] = [own_buffers(owner)[key] for owner, key in self._places]  # type: ignore[misc]
+            self._show(self._own)
+
+    def _show(self, buffers: list[Tensor]) -> None:
+        for (owner, key), buffer in zip(self._places, buffers, strict=True):
+            own_buffers(owner)[key] = buffer
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        if not self._latest:
+            return
+        changed = self._latest[max(self._latest)]
+        for (owner, key), own, value in zip(self._places, self._own, changed, strict=True):
+            if own.shape == value.shape and own.dtype == value.dtype:
+                own.copy_(value)
+            else:
+                own_buffers(owner)[key] = value.detach()
+
+
+@torch.no_grad()
+def really_steady(
+    root: nn.Module, names: Collection[str], step: Callable[[Any], Any], batch: Any, microbatch: Any
+) -> frozenset[str]:
+    """Those buffers that a step leaves alike after a batch and after a micro-batch of it: none that counts samples.
+
+    Args:
+        root: The root module, in the mode of training; its state is put back.
+        names: To be tried.
+        step: Takes either batch.
+        batch: The whole batch.
+        microbatch: A part of it.
+    """
+    found = []
+    for given in (batch, microbatch):
+        with undisturbed(root):
+            step(given)
+            found.append({name: root.get_buffer(name).detach().clone() for name in names})
+    whole, part = found
+    return frozenset(name for name in names if whole[name].shape == part[name].shape and _same(whole[name], part[name]))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-7, equal_nan=True)

@@ -1,0 +1,295 @@
+"""``record_step``: find the units of a module and record one run of its step on a sample micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pardist.compat.modules import NormBase, own_buffers
+from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.engines.pipeline.errors import CannotPipelineError
+from lightning_pardist.engines.pipeline.interception import intercepted, undisturbed
+from lightning_pardist.engines.pipeline.microbatch import fresh_copy
+from lightning_pardist.engines.pipeline.nested import ATOMS, flatten, tensors_in
+from lightning_pardist.engines.pipeline.pipeline_units import Grain, can_open, find_pipeline_units
+from lightning_pardist.engines.pipeline.records import (
+    AliasLeaf,
+    Attribute,
+    ConstLeaf,
+    Escape,
+    Leaf,
+    Output,
+    ParameterInfo,
+    Source,
+    StepRecord,
+    TensorLeaf,
+    UnitCall,
+    Value,
+)
+from lightning_pardist.engines.pipeline.source_tracking import LookWatcher, SourceTracker
+
+Step = Callable[[Any], Any]
+_MAX_RUNS = 6
+
+
+def record_step(
+    module: nn.Module,
+    step: Step,
+    batch: Any,
+    *,
+    grad: bool = True,
+    loss_of: Callable[[Any], torch.Tensor | None] | None = None,
+) -> StepRecord:
+    """Run ``step(batch)`` once and record its units. Not collective; the module must hold all its parameters.
+
+    Buffers, metric states and RNG states are put back afterwards and no gradient is left behind. Where the first run
+    shows that units were drawn too coarse or too fine (weights used without calling the layer that owns them, values
+    handed out of a block behind its back), it is repeated with better ones.
+
+    Args:
+        module: The root module, in the mode (train or eval) in which the step will run.
+        step: The user's own step; calls the module or parts of it.
+        batch: One sample micro-batch.
+        grad: Whether the step will be differentiated.
+        loss_of: Finds the loss in the step's result; :func:`find_loss` by default.
+
+    Returns:
+        Plain data, to be given to :func:`plan`.
+
+    Raises:
+        CannotPipelineError: If a unit runs inside reentrant activation checkpointing, where it has no autograd graph.
+    """
+    grain = Grain()
+    for _ in range(_MAX_RUNS):
+        recording = _Recording(module, find_pipeline_units(module, grain))
+        with undisturbed(module), torch.set_grad_enabled(grad):
+            recorded = recording.run(step, batch, grad, loss_of or find_loss)
+        better = recording.better_grain(grain, recorded)
+        if better == grain:
+            return recorded
+        grain = better
+    return recorded
+
+
+def find_loss(result: Any) -> torch.Tensor | None:
+    """The loss in what a step returned: the tensor itself, the entry or attribute ``loss``, or None.
+
+    Args:
+        result: Return value of the step.
+    """
+    if isinstance(result, torch.Tensor):
+        return result
+    found = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def describe_output(
+    result: Any,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    versions: dict[int, int],
+    side: tuple[tuple[str, str, Any], ...] = (),
+) -> tuple[Output, list[Any]]:
+    """Describe what a call returned so that a stub can return the like.
+
+    Args:
+        result: What a unit returned.
+        arguments: ``(args, kwargs)`` of the call.
+        versions: Version counters of the argument tensors by ``id``, taken before the call.
+        side: Attributes that the call has set, as (module, name, value).
+
+    Returns:
+        The description, and the leaves themselves.
+    """
+    inputs, _ = flatten(arguments, objects=False)
+    index_of = {id(item): index for index, item in reversed(list(enumerate(inputs))) if not _is_atom(item)}
+    leaves, spec = flatten(result, stop=frozenset(index_of))
+    num_returned = len(leaves)
+    attributes = []
+    for module_name, name, value in side:
+        items, side_spec = flatten(value)
+        attributes.append(Attribute(module_name, name, side_spec, len(items)))
+        leaves += items
+    described = tuple(_describe_leaf(leaf, index_of, versions) for leaf in leaves)
+    return Output(spec, num_returned, described, tuple(attributes)), leaves
+
+
+def argument_versions(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[int, int]:
+    """Version counters of the tensors among a call's arguments, by ``id``."""
+    return {id(t): version_of(t) for t in tensors_in(arguments) if not t.is_inference()}
+
+
+def _describe_leaf(leaf: Any, index_of: dict[int, int], versions: dict[int, int]) -> Leaf:
+    is_tensor = isinstance(leaf, torch.Tensor)
+    if id(leaf) in index_of and not (is_tensor and versions.get(id(leaf), 0) != _version(leaf)):
+        return AliasLeaf(index_of[id(leaf)])
+    return TensorLeaf.of(leaf) if is_tensor else ConstLeaf(leaf)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _is_atom(value: Any) -> bool:
+    return isinstance(value, ATOMS)
+
+
+class _Recording:
+    """One recorded run."""
+
+    def __init__(self, root: nn.Module, units: dict[str, nn.Module]) -> None:
+        self.root = root
+        self.units = units
+        self.tracker = SourceTracker(root)
+        self.calls: list[UnitCall] = []
+        self.writers: set[str] = set()
+        self.without_graph: list[tuple[str, torch.Tensor]] = []
+
+    def run(self, step: Step, batch: Any, grad: bool, loss_of: Callable[[Any], torch.Tensor | None]) -> StepRecord:
+        given, before = fresh_copy(batch), dict(self.root.named_buffers())
+        self.tracker.note_batch(tensors_in(given))
+        with intercepted(self.units, self._call), LookWatcher(self.tracker), self.tracker:
+            result = step(given)
+        if grad:
+            self._refuse_reentrant_checkpoints()
+        loss = loss_of(result)
+        return StepRecord(
+            calls=tuple(self.calls),
+            parameters=self._parameters(),
+            result_needs=self._needs_of_result(result),
+            tail_flops=self.tracker.flops,
+            reads=tuple(self.tracker.reads),
+            mutated=frozenset(self.tracker.mutated),
+            unit_names=tuple(self.units),
+            dynamic=self.tracker.dynamic,
+            grad_enabled=grad,
+            loss=None if loss is None or loss.numel() != 1 else float(loss.detach()),
+            free_parameters=frozenset(self.tracker.free_parameters),
+            steady_buffers=self._steady_buffers(before),
+            writers=frozenset(self.writers),
+        )
+
+    def _call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tracker, unit = self.tracker, self.units[name]
+        free_flops, versions = tracker.flops, argument_versions((args, kwargs))
+        index = tracker.begin_call()
+        result = forward(*args, **kwargs)
+        needs, flops = tracker.end_call()
+        if any(versions.get(key, version) != version for key, version in argument_versions((args, kwargs)).items()):
+            self.writers.add(name)
+        output, leaves = describe_output(result, (args, kwargs), versions, self._side_outputs(unit, index))
+        for position, (described, leaf) in enumerate(zip(output.leaves, leaves, strict=True)):
+            if isinstance(described, TensorLeaf):
+                tracker.set_value(leaf, Value(index, position))
+                if not (described.requires_grad or torch.is_grad_enabled()):
+                    self.without_graph.append((name, leaf))
+        self.calls.append(UnitCall(name, output, needs, flops, free_flops))
+        return result
+
+    def _side_outputs(self, unit: nn.Module, index: int) -> tuple[tuple[str, str, Any], ...]:
+        found = []
+        for module_name, module in unit.named_modules():
+            kept = {k: v for k, v in module.__dict__.items() if k not in ("_parameters", "_buffers", "_modules")}
+            for name, value in (*kept.items(), *own_buffers(module).items()):
+                if any(Escape(index) in self.tracker.sources(tensor) for tensor in tensors_in(value)):
+                    found.append((module_name, name, value))
+        return tuple(found)
+
+    def _needs_of_result(self, result: Any) -> frozenset[Source]:
+        plain = [leaf for leaf in flatten(result, objects=False)[0] if isinstance(leaf, torch.Tensor)]
+        needs: set[Source] = set()
+        for tensor in tensors_in(result):
+            found = self.tracker.sources(tensor)
+            # An object may hold anything (a key-value cache, say): what blocks left in it is not asked for.
+            is_plain = any(tensor is other for other in plain)
+            needs |= {source for source in found if is_plain or not isinstance(source, Escape)}
+        return frozenset(needs)
+
+    def _steady_buffers(self, before: dict[str, torch.Tensor]) -> frozenset[str]:
+        """Buffers of units that have changed, in modules none of whose buffers has changed by the batch's values."""
+        changed: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        for name, buffer in self.root.named_buffers():
+            if name in before and (buffer is not before[name] or self.tracker.is_written(buffer)):
+                changed.setdefault(name.rpartition(".")[0], []).append((name, buffer))
+        found: set[str] = set()
+        for owner, buffers in changed.items():
+            # The kernels of batch norm write to running statistics without saying so.
+            if isinstance(self.root.get_submodule(owner), NormBase):
+                continue
+            inside = any(owner == unit or owner.startswith(f"{unit}.") for unit in self.units)
+            if inside and not any(self.tracker.is_from_batch(buffer) for _, buffer in buffers):
+                found |= {name for name, _ in buffers}
+        return frozenset(found)
+
+    def _refuse_reentrant_checkpoints(self) -> None:
+        for name, tensor in self.without_graph:
+            # A leaf has been told to require a gradient, as users do in front of frozen layers.
+            if tensor.grad_fn is not None:
+                raise CannotPipelineError(
+                    f"Unit {name!r} runs inside torch.utils.checkpoint with use_reentrant=True, which hides its"
+                    " autograd graph. Pass use_reentrant=False."
+                )
+
+    def _parameters(self) -> dict[str, ParameterInfo]:
+        names: dict[int, list[str]] = {}
+        tensors: dict[int, nn.Parameter] = {}
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+            tensors[id(parameter)] = parameter
+        owner = {id(p): unit_name for unit_name, unit in reversed(self.units.items()) for p in unit.parameters()}
+        return {
+            own[0]: ParameterInfo(
+                tuple(own),
+                tuple(tensors[key].shape),
+                tensors[key].numel() * tensors[key].element_size(),
+                owner.get(key),
+            )
+            for key, own in names.items()
+        }
+
+    def better_grain(self, grain: Grain, recorded: StepRecord) -> Grain:
+        """Corrections that this run suggests."""
+        better = self._join_uncalled(grain, recorded)
+        better = self._take_buffer_owners(better)
+        return better if better != grain else self._open_leaky(grain, recorded)
+
+    def _join_uncalled(self, grain: Grain, recorded: StepRecord) -> Grain:
+        """A unit whose weights are used without calling it belongs to the module above it, or is looked into."""
+        called = {call.unit for call in recorded.calls}
+        for name, unit in self.units.items():
+            read = any(
+                info.unit == name and first in recorded.free_parameters for first, info in recorded.parameters.items()
+            )
+            if name in called or not read:
+                continue
+            above = name.rpartition(".")[0]
+            owner = self.root.get_submodule(above)
+            owns = next(owner.parameters(recurse=False), None) is not None
+            if above and owns and above not in grain.whole and above not in grain.opened:
+                return grain.take_whole(above)
+            if can_open(unit) or name in grain.whole:
+                return grain.open(name)
+        return grain
+
+    def _take_buffer_owners(self, grain: Grain) -> Grain:
+        """A module without parameters that updates its buffers must run on one stage only, as a unit."""
+        written = self.tracker.buffers_written
+        for name, module in self.root.named_modules():
+            inside = any(name == unit or name.startswith(f"{unit}.") for unit in self.units)
+            above = any(unit.startswith(f"{name}.") for unit in self.units)
+            keys = {self.tracker.storage_of(buffer) for buffer in module.buffers(recurse=False)}
+            if name and keys & written and not inside and not above and name not in grain.whole | grain.opened:
+                grain = grain.take_whole(name)
+        return grain
+
+    def _open_leaky(self, grain: Grain, recorded: StepRecord) -> Grain:
+        """A block that hands values out past its outputs is looked into, where the values are outputs of a layer."""
+        readers = [call.needs for call in recorded.calls] + [read.needs for read in recorded.reads]
+        leaky = {s.call for needs in (*readers, recorded.result_needs) for s in needs if isinstance(s, Escape)}
+        for index in sorted(leaky):
+            name = recorded.calls[index].unit
+            if can_open(self.units[name]) and name not in grain.opened:
+                grain = grain.open(name)
+        return grain

@@ -1,0 +1,597 @@
+"""Dispatch of torch functions on sharded tensors: by a sharding rule, or on gathered tensors without one."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+import lightning_pardist.engines.tensor.rules_matmul
+import lightning_pardist.engines.tensor.rules_nn
+import lightning_pardist.engines.tensor.rules_shape  # noqa: F401  (rules register themselves)
+from lightning_pardist.compat import patches, pytree
+from lightning_pardist.compat.dtensor import local_tensor_of, spec_of
+from lightning_pardist.compat.tensors import below_subclasses, below_torch_functions, is_unshared, storage_key
+from lightning_pardist.engines.common.settable_parameter import assign
+from lightning_pardist.engines.tensor.calls import (
+    GLOBAL_PROPERTIES,
+    LOCAL_PROPERTIES,
+    PARAMETER_METHODS,
+    Call,
+    Need,
+    NoRule,
+    Operand,
+    Outcome,
+    leaves_of,
+    map_only,
+    plain_name,
+)
+from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
+from lightning_pardist.engines.tensor.regions import PlainFunction, TensorGroup
+from lightning_pardist.engines.tensor.rng import apart
+from lightning_pardist.engines.tensor.rules_elementwise import lookup
+from lightning_pardist.engines.tensor.rules_matmul import scattered
+from lightning_pardist.engines.tensor.split_tensor import SplitTensor
+
+#: Functions whose result shares memory with their argument.
+_VIEWS = frozenset([
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel",
+    "transpose", "permute", "t", "swapaxes", "swapdims", "movedim", "expand", "expand_as", "split", "chunk",
+    "tensor_split",
+    "unbind", "select", "narrow", "getitem", "diagonal", "unfold", "get:T", "get:mT", "get:data", "detach", "iter",
+])  # fmt: skip
+
+
+_KINDS = ("step", "call")
+#: Of how many different calls the rules' answers are kept: a model of many layers and lengths has a few hundred.
+_KNOWN_CALLS = 4096
+
+
+@dataclass
+class Fallback:
+    """An operator that ran on whole tensors for lack of a rule.
+
+    Attributes:
+        reason: What stood in the way.
+        calls: How often, on this rank.
+        bytes_gathered: Bytes of the whole tensors that were put together for it.
+    """
+
+    reason: str
+    calls: int = 0
+    bytes_gathered: int = 0
+
+
+class TensorRuntime:
+    """Runs the user's step on a module whose parameters are DTensors.
+
+    Args:
+        mesh: One-dimensional mesh of the tensor ranks.
+        sequence_parallel: Results of row-wise layers stay split along the sequence, dim 1 of three.
+
+    Attributes:
+        group: The tensor ranks, with a count of the collectives.
+        fallbacks: Operators that ran on whole tensors since the start, by name.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
+        self.group = TensorGroup(mesh)
+        self.sequence_parallel = sequence_parallel
+        self.fallbacks: dict[str, Fallback] = {}
+        # Both sides of views that became copies, by storage, until the step ends.
+        self._copied_views: dict[int, Tensor] = {}
+        # What the rules answered, by call: they depend on shapes, layouts and plain values alone.
+        self._known: dict[Any, Outcome] = {}
+        self._depth = 0
+        self._called: tuple[nn.Module, ExitStack] | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: Any) -> TensorRuntime:
+        """The same: copies of a module, which users make at any time, live on the same ranks."""
+        return self
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around everything that touches the module: forward, loss and backward, and every evaluation step.
+
+        Global shapes hold inside. May be nested. What leaves the block should go through :meth:`whole`.
+        """
+        if self._depth:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(implicit_replication())
+            stack.enter_context(_whole_arguments_for_custom_functions(self))
+            stack.enter_context(_without_mha_fast_path())
+            stack.enter_context(eager())
+            stack.enter_context(_Mode(self))
+            stack.callback(self._forget)
+            stack.enter_context(self._counted())
+            self._forget()
+            yield
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _forget(self) -> None:
+        self.group.forget()
+        self._copied_views.clear()
+
+    def whole(self, tree: Any) -> Any:
+        """The same with every split tensor gathered. Collective over the tensor group if there are any."""
+        return pytree.tree_map_only(SplitTensor, self.gather, tree)
+
+    def plain(self, tree: Any) -> Any:
+        """The same with every split tensor and every parameter as a plain whole tensor, for code that knows no other.
+
+        Collective over the tensor group if there are any.
+        """
+        return pytree.tree_map_only((SplitTensor, DTensor), self._as_plain, tree)
+
+    def _as_plain(self, tensor: SplitTensor | DTensor) -> Tensor:
+        if isinstance(tensor, SplitTensor):
+            return self.gather(tensor)
+        if any(placement.is_partial() for placement in tensor.placements):
+            return tensor.full_tensor()
+        opened = self._open(tensor)
+        return self.gather(opened) if isinstance(opened, SplitTensor) else opened
+
+    def meet(self, kind: Literal["step", "call"], first: int = 0, second: int = 0) -> Tensor:
+        """Make sure that all ranks are about to do the same, and exchange two numbers. Collective; one small gather.
+
+        Args:
+            kind: A step begins, or the module is called outside of one.
+            first: Any number.
+            second: Any number.
+
+        Returns:
+            Every rank's numbers, shape ``[ranks, 2]``.
+
+        Raises:
+            RuntimeError: If ranks do different things: they would wait for each other, or exchange the wrong tensors.
+        """
+        told = self.group.exchange(_KINDS.index(kind), first, second)
+        if (told[:, 0] != told[0, 0]).any():
+            callers = [rank for rank, number in enumerate(told[:, 0].tolist()) if number == _KINDS.index("call")]
+            raise RuntimeError(
+                f"Of the {self.group.size} ranks of a tensor group only {callers} called the module, outside of a step."
+                " Its layers are split over all of them: call it on every rank, and let one of them print or save."
+            )
+        return told[:, 1:]
+
+    def wrap_calls(self, module: nn.Module) -> None:
+        """Have calls of the module and its submodules outside of :meth:`step` run as in one, with plain results.
+
+        Hooks of users and callbacks call modules where no step runs. Undone by :meth:`uncover`.
+        """
+        for child in module.modules():
+            if next(child.parameters(), None) is None:
+                continue
+            self._handles.append(child.register_forward_pre_hook(self._enter_by_call, prepend=True))
+            self._handles.append(child.register_forward_hook(self._leave_by_call, always_call=True))
+
+    def uncover(self) -> None:
+        """Take back :meth:`wrap_calls`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter_by_call(self, module: nn.Module, args: Any) -> None:
+        if not self._depth:
+            self.meet("call")
+            self._called = module, ExitStack()
+            self._called[1].enter_context(self.step())
+
+    def _leave_by_call(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._called is None or self._called[0] is not module:
+            return None
+        (_, stack), self._called = self._called, None
+        with stack:
+            return self.plain(output)
+
+    def gather(self, tensor: SplitTensor) -> Tensor:
+        """A split tensor as a whole one, with autograd. Collective over the tensor group."""
+        return self.group.gather(tensor.local, tensor.split_layout)
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function some of whose arguments are split tensors or parameters."""
+        name, inplace = plain_name(func)
+        if name in GLOBAL_PROPERTIES:
+            with below_subclasses():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if name in LOCAL_PROPERTIES and isinstance(first, SplitTensor):
+            return func(first.local, *args[1:], **kwargs)
+        if name == "register_hook" and isinstance(first, SplitTensor):
+            return self._register_hook(first, *args[1:], **kwargs)
+        if isinstance(first, DTensor) and (
+            inplace or name in PARAMETER_METHODS or name.startswith(("set:", "delete:"))
+        ):
+            return self._on_parameters(func, args, kwargs)
+        if _only_states(leaves_of((args, kwargs))):
+            return func(*args, **kwargs)
+        if name == "repr" and isinstance(first, SplitTensor):
+            return SplitTensor.__repr__(first)
+        args, kwargs = map_only(DTensor, self._open, (args, kwargs))
+        if not any(isinstance(leaf, SplitTensor) for leaf in leaves_of((args, kwargs))):
+            return func(*args, **kwargs)
+        return self._on_parts(func, name, inplace, args, kwargs)
+
+    def _register_hook(self, tensor: SplitTensor, hook: Callable[[Any], Any]) -> Any:
+        """The user's hook sees a split gradient, as split as the tensor."""
+
+        def seen(grad: Tensor) -> Any:
+            result = hook(SplitTensor(grad, tensor.split_layout, self))
+            return result.local if isinstance(result, SplitTensor) else result
+
+        return tensor.local.register_hook(seen)
+
+    def _open(self, parameter: DTensor) -> Tensor:
+        """A parameter as a plain tensor if it is whole, as a split tensor if not; gradients come back as DTensors."""
+        if parameter.device_mesh.ndim > 1:
+            parameter = _gathered(parameter)
+        layout = from_placement(parameter.placements[-1], parameter.ndim)
+        local = _Open.run(parameter)
+        return local if layout is None else SplitTensor(local, layout, self)
+
+    def _on_parameters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In-place changes and properties of parameters are DTensor's own business."""
+
+        def close(tensor: SplitTensor) -> DTensor:
+            placement = to_placement(tensor.split_layout)
+            return DTensor.from_local(
+                tensor.local, self.group.mesh, [placement], run_check=False, shape=tensor.shape, stride=_strides(tensor)
+            )
+
+        args, kwargs = map_only(SplitTensor, close, (args, kwargs))
+        if plain_name(func)[0] == "set:data":
+            with below_torch_functions():
+                return assign(*args)
+        return func(*args, **kwargs)
+
+    def _on_parts(
+        self, func: Callable[..., Any], name: str, inplace: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tensors: list[Tensor] = []
+        try:
+            key = (func, describe(args, tensors), describe(kwargs, tensors) if kwargs else None)
+            known = self._known.get(key)
+        except TypeError:
+            # Something among the arguments that has no value to compare.
+            tensors, known, key = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)], None, None
+        if known is None:
+            try:
+                known = self._look_up(func, name, inplace, args, kwargs)
+            except NoRule as problem:
+                return self._on_whole(func, name, inplace, args, kwargs, problem.reason)
+            except (TypeError, ValueError, IndexError, AttributeError, KeyError) as problem:
+                # A call of a form that the rule does not know; if it is the user's mistake it fails the same way below.
+                return self._on_whole(func, name, inplace, args, kwargs, f"{type(problem).__name__}: {problem}")
+            if key is not None:
+                if len(self._known) >= _KNOWN_CALLS:
+                    self._known.clear()
+                self._known[key] = known
+        return self._execute(func, name, inplace, known, tensors)
+
+    def _look_up(
+        self, func: Callable[..., Any], name: str, inplace: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Outcome:
+        """What the rule for a call answers; its operands hold numbers in place of tensors, to serve all calls alike."""
+        numbers = itertools.count()
+        rule = lookup(name)
+        if rule is None:
+            raise NoRule("no sharding rule")
+        call_args, call_kwargs = map_only(Tensor, lambda tensor: _operand(tensor, next(numbers)), (args, kwargs))
+        return rule(Call(func, name, call_args, call_kwargs, self.group.size, inplace, sequence=self.sequence_parallel))
+
+    def _execute(
+        self, func: Callable[..., Any], name: str, inplace: bool, outcome: Outcome, tensors: list[Tensor]
+    ) -> Any:
+        group = self.group
+
+        def resolve(need: Need) -> Tensor:
+            return self._resolve(need, tensors[need.operand.tensor])
+
+        args = map_only(Need, resolve, outcome.args)
+        kwargs = map_only(Need, resolve, outcome.kwargs) if outcome.kwargs else outcome.kwargs
+        after = map_only(Need, resolve, outcome.after_needs) if outcome.after_needs else ()
+        if outcome.random:
+            like = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor))
+            with apart(group, like):
+                result = func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
+        else:
+            result = func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
+        if inplace:
+            return tensors[0]
+        if outcome.reduce:
+            layout = scattered(name, result.shape, group.size) if self.sequence_parallel else None
+            result = group.reduce(result) if layout is None else group.reduce_into_split(result, layout)
+            if outcome.reduce == "mean":
+                result = result / group.size
+            if layout is not None:
+                wrapped = SplitTensor(result, layout, self)
+                return wrapped if outcome.after is None else self._after(outcome, wrapped, after)
+        if outcome.after is not None:
+            result = outcome.after(result, *after)
+        return self._wrap(result, outcome.out)
+
+    def _after(self, outcome: Outcome, result: SplitTensor, after: tuple[Tensor, ...]) -> Any:
+        # On tensors split along the sequence the bias meets parts: its gradient is summed over ranks.
+        with _Mode(self):
+            return outcome.after(result, *after) if outcome.after is not None else result
+
+    def _resolve(self, need: Need, tensor: Any) -> Tensor:
+        if need.how == "whole":
+            return self.group.copy(tensor)
+        if need.how == "part" and need.layout is not None:
+            return self.group.scatter(tensor, need.layout)
+        if need.how == "gather" and isinstance(tensor, SplitTensor):
+            return self.group.gather_into_split(tensor.local, tensor.split_layout)
+        return tensor.local if isinstance(tensor, SplitTensor) else tensor
+
+    def _wrap(self, result: Any, out: Any) -> Any:
+        if isinstance(out, list):
+            wrapped = [self._wrap(item, layout) for item, layout in zip(result, out, strict=True)]
+            return type(result)(wrapped)
+        if isinstance(out, Layout) and isinstance(result, (tuple, list)):
+            raise RuntimeError("A sharding rule for one result was used on several. Please report the operator.")
+        if out is None or not isinstance(result, Tensor):
+            return result
+        return SplitTensor(result, out, self)
+
+    def _on_whole(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        inplace: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reason: str,
+    ) -> Any:
+        """The net under everything: gather, run as on one process, remember that it happened."""
+        if isinstance(kwargs.get("out"), SplitTensor):
+            raise RuntimeError(
+                f"{name}(out=...) writes into a tensor that is split over the tensor ranks. Replicate the parameters"
+                ' that produce it: plan={"pattern": "replicate"}.'
+            )
+        self._remember(name, reason, (args, kwargs))
+        first = args[0] if args else None
+        args, kwargs = self.whole((args, kwargs))
+        result = func(*args, **kwargs)
+        if inplace and isinstance(first, SplitTensor):
+            # Written into the part that was there, so that views of it change as they should.
+            first.local.copy_(self.group.scatter(args[0], first.split_layout))
+            return first
+        if name in _VIEWS and isinstance(first, SplitTensor):
+            for tensor in (first.local, *(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))):
+                self._copied_views[storage_key(tensor)] = tensor
+        return result
+
+    def check_overwrite(self, tensor: Any, name: str) -> None:
+        """Refuse to overwrite one of two tensors that user code believes to share memory, and that do not.
+
+        Raises:
+            RuntimeError: If a view of ``tensor``, or what it is a view of, was gathered in this step.
+        """
+        local = tensor.local if isinstance(tensor, SplitTensor) else tensor
+        if isinstance(local, DTensor) or not isinstance(local, Tensor):
+            return
+        if storage_key(local) in self._copied_views:
+            raise RuntimeError(
+                f"{name} overwrites a tensor of which a view exists that had to be gathered, so that the view would not"
+                ' change with it. Replicate the parameters that produce it: plan={"pattern": "replicate"}.'
+            )
+
+    def _remember(self, name: str, reason: str, tree: Any) -> None:
+        fallback = self.fallbacks.setdefault(name, Fallback(reason))
+        fallback.calls += 1
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, SplitTensor):
+                fallback.bytes_gathered += leaf.local.numel() * leaf.local.element_size() * self.group.size
+
+
+class _Open(PlainFunction):
+    """A parameter's local tensor: ``DTensor.to_local()``, at a tenth of its price and with gradients of their own.
+
+    ``to_local()`` wraps the gradient as it comes. Where autograd gives one buffer to two parameters, both would then
+    keep it, and clipping would scale it twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        local = local_tensor_of(parameter)
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.strides = spec_of(parameter), local.stride()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        grad, spec = grads[0], ctx.spec
+        if grad is None:
+            return None
+        if torch.is_grad_enabled():
+            # For gradients of gradients: what the result is made of has a history.
+            return DTensor.from_local(grad, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
+        if grad.stride() != ctx.strides or not is_unshared(grad):
+            grad = torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+        return DTensor(grad, spec, requires_grad=False)
+
+
+class _Mode(TorchFunctionMode):
+    """Sends torch functions with parameters or split tensors among their arguments to the runtime."""
+
+    def __init__(self, runtime: TensorRuntime) -> None:
+        super().__init__()
+        self.runtime = runtime
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ENGINE_CALLS:
+            if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+                raise RuntimeError(
+                    "backward() or grad() was called on a tensor that is split over the tensor ranks. Reduce it to a"
+                    " scalar first."
+                )
+            with _inside_engine(self):
+                return func(*args, **kwargs)
+        if self.runtime._copied_views and args:
+            name, inplace = plain_name(func)
+            if inplace:
+                self.runtime.check_overwrite(args[0], name)
+        if _concerned(args) or (kwargs and _concerned(kwargs.values())):
+            return self.runtime.call(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+_ENGINE_CALLS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+@contextmanager
+def _inside_engine(mode: _Mode) -> Iterator[None]:
+    """Have the mode on while the autograd engine runs: activation checkpointing calls user code from there."""
+    # Modes belong to a thread: the engine's own threads for accelerators would run user code without it.
+    with patches.backward_inside(mode), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def _concerned(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, (SplitTensor, DTensor)):
+            return True
+        if isinstance(value, (tuple, list)) and value and _concerned(value):
+            return True
+    return False
+
+
+def _only_states(leaves: list[Any]) -> bool:
+    """Gradients, optimizer states and the like: DTensors among themselves, with nothing to differentiate."""
+    grad = torch.is_grad_enabled()
+    found = False
+    for leaf in leaves:
+        if isinstance(leaf, SplitTensor):
+            return False
+        if isinstance(leaf, DTensor):
+            if grad and leaf.requires_grad:
+                return False
+            found = True
+        elif isinstance(leaf, Tensor) and leaf.dim():
+            return False
+    return found
+
+
+def _operand(tensor: Tensor, number: int) -> Operand:
+    if isinstance(tensor, SplitTensor):
+        return Operand(tensor.global_shape, tensor.split_layout, tensor.local.dtype, number)
+    return Operand(tuple(tensor.shape), None, tensor.dtype, number)
+
+
+#: Arguments that a rule may look at and that are equal where they look equal.
+_VALUES = frozenset([
+    int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+])  # fmt: skip
+
+
+def describe(tree: Any, tensors: list[Tensor]) -> Any:
+    """All of an argument that a sharding rule can see, to tell calls apart; tensors are collected in order.
+
+    Raises:
+        TypeError: If there is something in it that cannot be told apart from others of its kind.
+    """
+    kind = type(tree)
+    if kind in _VALUES:
+        # 1, 1.0 and True are equal, and not the same to a rule.
+        return tree if kind is int or kind is str else (kind, tree)
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        if isinstance(tree, SplitTensor):
+            return Tensor, tree.global_shape, tree.split_layout, tree.local.dtype
+        return Tensor, tree.shape, None, tree.dtype
+    if isinstance(tree, (tuple, list)):
+        return (kind, *[describe(item, tensors) for item in tree])
+    if kind is dict:
+        return (dict, *[(key, describe(item, tensors)) for key, item in tree.items()])
+    if kind is slice and {type(tree.start), type(tree.stop), type(tree.step)} <= {int, type(None)}:
+        return slice, tree.start, tree.stop, tree.step
+    raise TypeError(f"{kind.__name__} has no value to compare")
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(torch.empty(tensor.shape, device="meta").stride())
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Compiled parts run eagerly inside: a compiler would trace through what takes split tensors apart."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def _without_mha_fast_path() -> Iterator[None]:
+    """Torch's fused inference kernel for encoder layers takes plain parameters only."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> AbstractContextManager[None]:
+    """Custom autograd functions are no torch functions: without this their input would lose its history."""
+
+    def call(cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if cls.__module__.startswith("torch.distributed.fsdp") and _concerned(args):
+            return _on_locals(lambda *parts: apply(*parts, **kwargs), args, runtime)
+        # DTensor's own functions know what they are given.
+        if _concerned(args) and not cls.__module__.startswith("torch.distributed."):
+            opened = map_only(DTensor, runtime._open, args)
+            if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves(opened)):
+                runtime._remember(cls.__name__, "custom autograd function", opened)
+            args = runtime.whole(opened)
+        return apply(*args, **kwargs)
+
+    return patches.custom_functions(call)
+
+
+def _on_locals(apply: Callable[..., Any], args: tuple[Any, ...], runtime: TensorRuntime) -> Any:
+    """A function that hands its tensors through to add hooks to their history, on the parts of split ones."""
+    layouts = [arg.split_layout if isinstance(arg, SplitTensor) else None for arg in args]
+    results = apply(*(arg.local if isinstance(arg, SplitTensor) else arg for arg in args))
+    if not isinstance(results, tuple):
+        return results
+    layouts = layouts[len(layouts) - len(results) :]
+    return tuple(
+        result if layout is None else SplitTensor(result, layout, runtime)
+        for result, layout in zip(results, layouts, strict=True)
+    )
+
+
+def _gathered(parameter: DTensor) -> DTensor:
+    """A parameter that is sharded over data ranks too, and used where its module has not gathered it."""
+    gather = getattr(parameter, "_pardist_gather", None)
+    if gather is None:
+        raise RuntimeError(
+            "A parameter that is sharded over the data axis was used outside its module's call, which it was not in the"
+            " first run of this step. Set data_settings={'detect_direct_param_use':"
+            " 'always'} to look for such uses in every step."
+        )
+    gathered: DTensor = gather()
+    return gathered

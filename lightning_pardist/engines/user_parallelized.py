@@ -1,0 +1,335 @@
+"""Data engine of modules that parallelized themselves: averages what they leave unsynchronized.
+
+Modules written for Lightning's ``ModelParallelStrategy`` call ``parallelize_module`` and ``fully_shard`` themselves.
+What they did is read off their parameters: a ``DTensor`` says over which mesh it is split, a unit of ``fully_shard``
+which parameters it averages in backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_pardist.checkpoint.coordination import GroupCoordinator, SingleCoordinator
+from lightning_pardist.checkpoint.gather import assemble_optimizer
+from lightning_pardist.checkpoint.tensors import (
+    Slots,
+    copy_whole,
+    require_same_groups,
+    shards_like,
+    whole_slots,
+)
+from lightning_pardist.compat.fsdp2 import states_in
+from lightning_pardist.engines.common.gradient_math import Counts
+from lightning_pardist.engines.ddp.buffers import broadcast_tensors
+from lightning_pardist.local_tensors import own_part
+
+#: Gradients are averaged in flat pieces of at most this many bytes.
+_CHUNK_BYTES = 25 * 2**20
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether any parameter of a module is a ``DTensor``."""
+    return any(isinstance(param, DTensor) for param in module.parameters())
+
+
+def sharded_by_units(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters that units of ``fully_shard`` gather and average."""
+    return {param.sharded for unit in states_in(module) for group in unit.groups for param in group.parameters}
+
+
+def check_units(module: nn.Module, *, data_size: int) -> None:
+    """Refuse units of ``fully_shard`` that do not average over the whole data axis. Not collective.
+
+    Raises:
+        ValueError: With the unit, its number of ranks and that of the data axis.
+    """
+    names = {child: name for name, child in module.named_modules()}
+    for unit in states_in(module):
+        for group in unit.groups:
+            if group.ranks != data_size:
+                raise ValueError(
+                    f"{names.get(unit.module, 'A module')!r} was given to fully_shard over {group.ranks} rank(s), and"
+                    f" {data_size} rank(s) see different samples. Use fully_shard(...,"
+                    ' mesh=self.device_mesh["data_parallel"]).'
+                )
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Generator[None, None, None]:
+    """Keep every ``fully_shard`` unit gathered inside, so that one rank may run the module alone.
+
+    Entering and leaving is collective over the units' meshes.
+    """
+    units = list(states_in(module))
+    restore = [group.keep_unsharded_after_forward() for unit in units for group in unit.groups]
+    try:
+        for unit in units:
+            unit.module.unshard()
+        yield
+    finally:
+        for restore_one in restore:
+            restore_one()
+        for unit in units:
+            unit.module.reshard()
+
+
+@torch.no_grad()
+def make_alike(module: nn.Module, *, world: dist.ProcessGroup, data_group: dist.ProcessGroup) -> None:
+    """Broadcast replicated values from the first rank. Collective over the world.
+
+    Shards are left as they are: their values are those of the ranks that made them.
+    """
+    units = sharded_by_units(module)
+    tensors = [*module.parameters(), *module.buffers()]
+    broadcast_tensors([tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)], group=world)
+    rest: list[Tensor] = []
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor) or tensor in units:
+            continue
+        rest.append(tensor.detach())
+        if all(placement.is_replicate() for placement in tensor.placements):
+            for axis in range(tensor.device_mesh.ndim):
+                broadcast_tensors([tensor.detach()], group=tensor.device_mesh.get_group(axis))
+    broadcast_tensors(rest, group=data_group)
+
+
+class UserParallelizedEngine:
+    """The :class:`~.api.DataEngine` of a module that has split its own parameters.
+
+    Gradients of units of ``fully_shard`` are averaged by torch in backward. All others are averaged over the data axis
+    when backward has ended, in the form that the parameter has; what ranks hold alike is averaged on each.
+
+    Args:
+        module: After its ``configure_model``.
+        optimizers: Made from its parameters; torch's own, which know ``DTensor``s.
+        group: The data axis.
+        world: All ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        group: dist.ProcessGroup,
+        world: dist.ProcessGroup,
+    ) -> None:
+        self.module = module
+        self.optimizers = list(optimizers)
+        self.group = group
+        self.world = world
+        self._units = list(states_in(module))
+        self._sharded = sharded_by_units(module)
+        self._names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
+        # The group of one rank ends with the run, after which a checkpoint may still be saved.
+        self._exchange = GroupCoordinator(world) if world.size() > 1 else SingleCoordinator()
+        self._waits = False
+        self._reduced = False
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether gradients were averaged since the last step."""
+        return self._reduced
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank has any; averaged ones are every rank's."""
+        return any(param.grad is not None for param in self.module.parameters())
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Backward inside adds up gradients on this rank."""
+        self._set_waits(True)
+        try:
+            yield
+        finally:
+            self._set_waits(False)
+
+    def _set_waits(self, waits: bool) -> None:
+        self._waits = waits
+        for unit in self._units:
+            unit.module.set_requires_gradient_sync(not waits, recurse=False)
+
+    @contextmanager
+    def backward(self, loss: Tensor, *, overlap: bool = True) -> Generator[None, None, None]:
+        """Average when it has ended, unless under :meth:`no_sync`. Collective over the data axis."""
+        yield
+        if not self._waits:
+            self.reduce()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Average over the data axis what units do not average. Collective over it.
+
+        A gradient that some ranks have and others do not counts as zero on the others.
+        """
+        self._reduced = True
+        params = [param for param in self.module.parameters() if param.requires_grad]
+        for param in params:
+            grad = param.grad
+            if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+                # Sums that ranks of the mesh have not added up yet, or laid out as the operator left them.
+                param.grad = grad.redistribute(placements=param.placements)
+        rest = [param for param in params if param not in self._sharded]
+        if self.group.size() == 1 or not rest:
+            return
+        present = torch.tensor([param.grad is not None for param in rest], dtype=torch.int32, device=_device(rest))
+        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self.group)
+        with_gradient = [param for param, found in zip(rest, present.tolist(), strict=True) if found]
+        for param in with_gradient:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        self._average([own_part(param.grad) for param in with_gradient if param.grad is not None])
+
+    def _average(self, grads: Iterable[Tensor]) -> None:
+        for chunk in _chunks(grads):
+            flat = torch.cat([grad.reshape(-1) for grad in chunk])
+            dist.all_reduce(flat, group=self.group)
+            flat /= self.group.size()
+            for grad, piece in zip(chunk, flat.split([grad.numel() for grad in chunk]), strict=True):
+                grad.copy_(piece.view(grad.shape))
+
+    def step_done(self) -> None:
+        """The next backward's gradients are not averaged yet."""
+        self._reduced = False
+
+    def defer_reduction(self) -> AbstractContextManager[None]:
+        """There are no hooks of this engine's."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def grad_power(
+        self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
+    ) -> Tensor:
+        """Sum of powers of gradients, or their largest magnitude, of the whole job. Collective over the world.
+
+        Every rank adds its part divided by the number of ranks that hold the same one.
+        """
+        params = list(params)
+        # Of the parameters and not of the gradients, which ranks may not all have.
+        wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
+        dtype = torch.float64 if wide else torch.float32
+        total = torch.zeros((), dtype=dtype, device=_device(params))
+        for param in params:
+            if param.grad is None or (counts is not None and not counts(param)):
+                continue
+            local = own_part(param.grad)
+            # The largest of none is not defined.
+            if not local.numel():
+                continue
+            if local.dtype.itemsize < 4:
+                local = local.float()
+            norm = torch.linalg.vector_norm(local, norm_type).to(dtype)
+            if math.isinf(norm_type):
+                total = torch.maximum(total, norm)
+            else:
+                total += norm.pow(norm_type) / (self.world.size() // _distinct(param))
+        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        dist.all_reduce(total, op=op, group=self.world)
+        return total
+
+    def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        """This rank's parts of the gradients. Not collective."""
+        return [own_part(param.grad) for param in params if param.grad is not None]
+
+    def zero_grad(self) -> None:
+        """Nothing is kept outside of the parameters."""
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of one process on the first rank, only its groups elsewhere. Collective over the world."""
+        index = self.optimizers.index(optimizer)
+        return assemble_optimizer(index, optimizer, self.slots(optimizer), self._names, self._exchange)
+
+    @torch.no_grad()
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take this rank's part of a state dict of one process. Not collective.
+
+        Raises:
+            ValueError: If the parameter groups differ in number or size.
+        """
+        groups = state["param_groups"]
+        require_same_groups(optimizer, groups, [len(group["params"]) for group in optimizer.param_groups])
+        optimizer.state.clear()
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in settings.items() if key != "params"})
+            for param, number in zip(group["params"], settings["params"], strict=True):
+                if values := state["state"].get(number):
+                    optimizer.state[param] = {key: _laid_out(value, param) for key, value in values.items()}
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Every parameter itself."""
+        return whole_slots(optimizer)
+
+    @torch.no_grad()
+    def settle(self, optimizer: Optimizer) -> None:
+        """Wrap loaded parts of state as their parameters are. Not collective."""
+        for param, values in optimizer.state.items():
+            for key, value in values.items():
+                values[key] = _wrapped(value, param)
+
+    def held_bytes(self) -> int:
+        """Nothing beside the parameters and their gradients."""
+        return 0
+
+    def detach(self) -> None:
+        """There is nothing to remove."""
+
+
+def _distinct(param: Tensor) -> int:
+    """Into how many different parts a parameter is split."""
+    if not isinstance(param, DTensor):
+        return 1
+    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())
+
+
+def _laid_out(value: Any, param: nn.Parameter) -> Any:
+    """This rank's part of whole state, as the optimizer would have made it."""
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(param, DTensor) or not value.dim() or value.shape != param.shape:
+        return value.clone()
+    local = own_part(param)
+    part = torch.empty_like(local, dtype=local.dtype if value.is_floating_point() else value.dtype, requires_grad=False)
+    copy_whole(value, shards_like(param, part))
+    return _wrapped(part, param)
+
+
+def _wrapped(value: Any, param: Tensor) -> Any:
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if not value.dim() or value.shape != own_part(param).shape:
+        return value
+    return DTensor.from_local(
+        value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if chunk and (size > _CHUNK_BYTES or (tensor.dtype, tensor.device) != (chunk[0].dtype, chunk[0].device)):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    if chunk:
+        yield chunk
+
+
+def _device(params: Sequence[nn.Parameter]) -> torch.device:
+    return own_part(params[0]).device if params else torch.device("cpu")

@@ -1,0 +1,89 @@
+"""Reduce-scatter of flat buckets, by the method that is fastest on the backend."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_pardist.collectives import reduce_scatter_flat
+from lightning_pardist.engines.common.slice_exchange import Reduction, exchanges_directly, scatter_slices
+from lightning_pardist.engines.ddp.bucket import Bucket
+from lightning_pardist.engines.ddp.transport import Transport, reduce_flags
+from lightning_pardist.engines.zero.host_slice import HostSlice
+from lightning_pardist.engines.zero.sharded_bucket import ShardedBucket
+
+#: Buckets that may be on their way at once: what they receive into is memory beyond the states that ZeRO counts.
+_IN_FLIGHT = 2
+
+
+class ReduceScatter(Transport):
+    """The mean of each slice on the rank that owns it. Sends ``Psi (N-1)/N`` per rank.
+
+    gloo's own reduce-scatter sends as much as an all-reduce. There, every rank sends its peers their slices and sums
+    what it receives, see :func:`~lightning_pardist.engines.common.slice_exchange.scatter_slices`.
+
+    Args:
+        group: The data axis' process group.
+        keep_full: Whether full gradients are kept between steps (ZeRO-1).
+        make_host: See :class:`~lightning_pardist.engines.zero.sharded_bucket.ShardedBucket`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        keep_full: bool,
+        make_host: Callable[[Tensor], HostSlice] | None = None,
+    ) -> None:
+        self.group = group
+        self.make_host = make_host
+        self.scale = 1.0 / group.size()
+        self.keep_full = keep_full
+        self._flying: deque[tuple[ShardedBucket, Reduction | tuple[Any, Tensor]]] = deque()
+
+    @override
+    def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
+        return ShardedBucket(
+            params,
+            group=self.group,
+            keep_full=self.keep_full,
+            make_host=self.make_host,
+        )
+
+    @override
+    def launch(self, bucket: Bucket, *, index: int, is_last: bool) -> Any:
+        if not isinstance(bucket, ShardedBucket):
+            raise TypeError("ReduceScatter launches the buckets that it makes")
+        while len(self._flying) >= _IN_FLIGHT:
+            self._land()
+        full = bucket.full_gradients
+        if exchanges_directly(full, self.group):
+            self._flying.append((bucket, scatter_slices(full, group=self.group)))
+            return None
+        received = full.new_empty(bucket.shard_numel)
+        work = reduce_scatter_flat(received, full, group=self.group, async_op=True)
+        self._flying.append((bucket, (work, received)))
+        return None
+
+    @override
+    def finish(self, bucket: Bucket, work: Any) -> None:
+        while any(flying is bucket for flying, _ in self._flying):
+            self._land()
+
+    @override
+    def finish_all(self, buckets: Sequence[Bucket]) -> None:
+        reduce_flags(buckets, group=self.group)
+
+    def _land(self) -> None:
+        bucket, flying = self._flying.popleft()
+        if isinstance(flying, Reduction):
+            bucket.take(flying.finish(bucket.sum_into))
+            return
+        work, received = flying
+        work.wait()
+        bucket.take(received)

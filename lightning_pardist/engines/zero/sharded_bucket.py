@@ -1,0 +1,455 @@
+"""Flat bucket of parameters and gradients, divided into one even slice per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_pardist.engines.common.memory import storage_bytes
+from lightning_pardist.engines.common.slice_exchange import gather_slices
+from lightning_pardist.engines.ddp.bucket import Bucket, flat_like, view_like
+from lightning_pardist.engines.zero.host_slice import HostSlice, follow, low_precision
+from lightning_pardist.engines.zero.lazy_gradient import LazyGradient
+from lightning_pardist.local_tensors import own_part, set_own_part, wrapped_like
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in this rank's slice.
+
+    Attributes:
+        param: The parameter, whole.
+        start: First element of the part, in the parameter's flat order in the bucket.
+        stop: Behind the last element.
+        offset: Where the part begins in the slice.
+        shard: What the optimizer updates, flat, shape ``[stop - start]``.
+    """
+
+    param: nn.Parameter
+    start: int
+    stop: int
+    offset: int
+    shard: nn.Parameter
+
+
+class ShardedBucket(Bucket):
+    """Parameters as views of one flat buffer, of which this rank's optimizer updates one slice.
+
+    The slices are even to the element, whatever the shapes: no rank holds more than ``1/N`` of the optimizer's state,
+    plus padding of less than ``N`` elements a bucket. Of parameters that are split over tensor ranks the bucket holds
+    this rank's parts. Parameters in half precision are updated in fp32 masters, which
+    exist for the slice only.
+
+    Args:
+        params: Parameters of one dtype and device; their ``data`` becomes views of the flat buffer.
+        group: The data axis' process group.
+        keep_full: Whether the whole gradient buffer is kept between steps (ZeRO-1), or only the slice (ZeRO-2).
+        make_host: Makes what keeps the slice's masters and gradients on the host, if the optimizer steps there.
+
+    Attributes:
+        shard_numel: Elements of a slice, padding included.
+        pieces: What lies in this rank's slice.
+        master: What the optimizer updates, shape ``[shard_numel]``: the slice itself, or its fp32 copy.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        *,
+        group: dist.ProcessGroup,
+        keep_full: bool,
+        make_host: Callable[[Tensor], HostSlice] | None = None,
+    ) -> None:
+        self.params = list(params)
+        self.numels = [own_part(param).numel() for param in self.params]
+        self.numel = sum(self.numels)
+        self.group = group
+        self.world_size = world_size = group.size()
+        self.shard_numel = -(-self.numel // world_size)
+        self.keep_full = keep_full
+        first = own_part(self.params[0])
+        self._dtype, self.device = first.dtype, first.device
+        self._own = slice(group.rank() * self.shard_numel, (group.rank() + 1) * self.shard_numel)
+        self.flat_params = torch.zeros(self.shard_numel * world_size, dtype=self._dtype, device=self.device)
+        self._homes: list[Tensor] = []
+        self._adopt_parameters()
+        own = self.flat_params[self._own]
+        self.host = None if make_host is None else make_host(own)
+        self.master: Tensor = own.float() if low_precision(self._dtype) else own
+        if self.host is not None:
+            self.master = self.host.master
+        self.master_dtype = self.master.dtype
+        self.pieces = self._cut()
+        self._piece_of = {piece.param: piece for piece in self.pieces}
+        self.flags = torch.zeros(len(self.params), device=self.device)
+        self._full: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._shard: Tensor | None = None
+        self._published = False
+        self._unstepped: set[int] = set()
+        self._held = [False] * len(self.params)
+        self._lazy: list[LazyGradient | None] = [None] * len(self.params)
+        self._shown = [False] * len(self.params)
+        #: Whose ``.grad`` is this rank's own, to be reduced with a later backward.
+        self._unsent: set[int] = set()
+        self._shard_in_full = False
+        self.reset()
+
+    # --- parameters ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self) -> dist.Work:
+        """Send this rank's updated slice and receive the others'. Collective over the group; returns at once."""
+        own = self.flat_params[self._own]
+        if self.host is not None:
+            self._publish(self.host)
+            self.host.wait_published()
+            self._await_step()
+        elif low_precision(self._dtype):
+            own.copy_(self.master)
+        return gather_slices(self.flat_params, group=self.group)
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
+        """Note what the user did to parameters since the last step: new memory (``p.data = ...``), new values.
+
+        Values that are updated in place are in the buffer already; only masters, which have more digits, do not follow
+        by themselves. Not collective.
+        """
+        for param, home in zip(self.params, self._homes, strict=True):
+            part = own_part(param)
+            if part.numel() and part.data_ptr() != home.data_ptr():
+                home.copy_(part)
+                set_own_part(param, home)
+        if self.host is not None:
+            self.host.take_changes()
+        elif low_precision(self._dtype):
+            follow(self.master, self.flat_params[self._own])
+
+    @torch.no_grad()
+    def note_stepped(self, shards: Collection[nn.Parameter]) -> None:
+        """Some shards are updated: once all are, their copy back to the device begins, while others are updated."""
+        self._unstepped -= {id(shard) for shard in shards}
+        if self.host is not None and not self._unstepped:
+            self._publish(self.host)
+
+    def _publish(self, host: HostSlice) -> None:
+        if not self._published:
+            host.publish()
+        self._published = True
+
+    def _await_step(self) -> None:
+        self._published = False
+        self._unstepped = {id(piece.shard) for piece in self.pieces if piece.shard.grad is not None}
+
+    @torch.no_grad()
+    def release_memory(self) -> None:
+        """Let the flat buffers go: parameters and slices get memory of their own, and gradients are forgotten."""
+        for index in range(len(self.params)):
+            self.drop(index)
+        for param in self.params:
+            set_own_part(param, own_part(param).detach().clone())
+            param.grad = None
+        for piece in self.pieces:
+            if self.host is None or not self.host.is_apart:
+                piece.shard.data = piece.shard.data.clone()
+            piece.shard.grad = None
+        self.host = None
+        self.flat_params = self.master = self.flat_params.new_empty(0)
+        self._homes = []
+        self._full, self._views, self._shard = None, [], None
+
+    def slice_of(self, param: nn.Parameter, flat: Tensor) -> Tensor:
+        """The values of ``param`` in ``flat``, shape ``[padded numel]``, in the shape of the rank's part of it."""
+        offset = 0
+        for candidate, numel in zip(self.params, self.numels, strict=True):
+            if candidate is param:
+                return view_like(flat[offset : offset + numel], own_part(param))
+            offset += numel
+        raise KeyError("the parameter is not in this bucket")
+
+    @torch.no_grad()
+    def _adopt_parameters(self) -> None:
+        offset = 0
+        for param, numel in zip(self.params, self.numels, strict=True):
+            part = own_part(param)
+            view = view_like(self.flat_params[offset : offset + numel], part)
+            view.copy_(part)
+            set_own_part(param, view)
+            self._homes.append(view)
+            offset += numel
+
+    def _cut(self) -> list[Piece]:
+        pieces, offset = [], 0
+        for param, numel in zip(self.params, self.numels, strict=True):
+            if numel == 0:
+                # Without elements, but its optimizer counts steps; the first rank keeps the count.
+                if self._own.start == 0:
+                    pieces.append(Piece(param, 0, 0, 0, nn.Parameter(self.master[:0])))
+                continue
+            begin, end = max(offset, self._own.start), min(offset + numel, self._own.stop)
+            if begin < end:
+                at = begin - self._own.start
+                shard = nn.Parameter(self.master[at : at + end - begin])
+                pieces.append(Piece(param, begin - offset, end - offset, at, shard))
+            offset += numel
+        return pieces
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The parameters' gradients in the full buffer, which is made when the first of them comes."""
+        if self._shard is not None and self._shard_in_full:
+            # Reduced, and not used by a step yet: what is coming must not overwrite it.
+            self._shard_in_full = False
+            if any(piece.shard.grad is not None for piece in self.pieces):
+                self._shard = self._shard.clone()
+                for piece in self.pieces:
+                    if piece.shard.grad is not None:
+                        piece.shard.grad = self._region(piece, self._shard)
+        if self._full is None:
+            # fill() sees to views that no gradient comes for; nobody sees to what is behind them.
+            self._full = torch.empty_like(self.flat_params)
+            self._full[self.numel :].zero_()
+            self._views = self._views_of(self._full)
+        return self._views
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        parts = [own_part(param) for param in self.params]
+        pieces = flat[: self.numel].split(self.numels)
+        return [view_like(piece, part) for piece, part in zip(pieces, parts, strict=True)]
+
+    @property
+    def full_gradients(self) -> Tensor:
+        """All gradients of this rank, flat and padded, shape ``[world_size * shard_numel]``."""
+        if self._full is None:
+            return torch.zeros_like(self.flat_params)
+        return self._full
+
+    @property
+    def sum_into(self) -> Tensor | None:
+        """Where this rank's slice may be added up in place, because it stays there; nowhere if None."""
+        stays = self.keep_full and self._full is not None and self.master.dtype == self._dtype
+        return self._full[self._own] if stays and self._full is not None else None
+
+    def take(self, reduced: Tensor) -> None:
+        """Receive the mean of this rank's slice, shape ``[shard_numel]``, and let the full gradients go."""
+        fresh = self._is_fresh
+        if self._shard is not None and not fresh:
+            for piece in self.pieces:
+                if piece.shard.grad is None:
+                    self._region(piece, self._shard).zero_()
+        if self.host is not None and self.host.is_away:
+            received = self.host.receive(reduced)
+            if self._shard is None or fresh:
+                self._shard = received
+            else:
+                self.host.wait_received()
+                self._shard.add_(received)
+        elif self._shard is not None and not fresh:
+            self._shard.add_(reduced)
+        elif self.keep_full and self._full is not None and self.master.dtype == self._dtype:
+            self._shard = self._full[self._own]
+            if reduced.data_ptr() != self._shard.data_ptr():
+                self._shard.copy_(reduced)
+            self._shard_in_full = True
+        else:
+            self._shard = reduced.to(self.master.dtype)
+        for param in self.params:
+            param.grad = None
+        self._unsent.clear()
+        if not self.keep_full or self.master.dtype != self._dtype:
+            # What half precision gradients were reduced to is fp32, and lies elsewhere.
+            self._full, self._views = None, []
+
+    def release(self) -> None:
+        """Hand the slice's gradients to the shards; a parameter that no rank used keeps what it had."""
+        if self._shard is None:
+            raise RuntimeError("release() comes after take()")
+        if self.host is not None:
+            self.host.wait_received()
+        used = [True] * len(self.params) if not self.pending else [flag > 0 for flag in self.flags.tolist()]
+        by_param = dict(zip(self.params, used, strict=True))
+        for piece in self.pieces:
+            if by_param[piece.param]:
+                piece.shard.grad = self._region(piece, self._shard)
+        self._held = [held or now for held, now in zip(self._held, used, strict=True)]
+        self._await_step()
+        self.reset()
+        self.show()
+
+    def held_bytes(self) -> int:
+        """Bytes of gradients on this rank at this moment."""
+        wholes = (lazy.whole for lazy in self._lazy if lazy is not None)
+        return storage_bytes(tensor for tensor in (self._full, self._shard, *wholes) if tensor is not None)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is a reduced gradient, on this rank or another."""
+        return any(self._held)
+
+    def drop(self, index: int) -> None:
+        """Forget parameter ``index``'s reduced gradient. Not collective."""
+        param, lazy = self.params[index], self._lazy[index]
+        if lazy is not None:
+            if self._is_in_place(index):
+                param.grad = None
+            lazy.source = self._lazy[index] = None
+        self._held[index] = self._shown[index] = False
+        self._unsent.discard(index)
+        if (piece := self._piece_of.get(param)) is not None:
+            piece.shard.grad = None
+            self._unstepped.discard(id(piece.shard))
+
+    def drop_zeroed(self, params: Collection[nn.Parameter] | None = None) -> None:
+        """Follow a ``zero_grad`` of some parameters, or all, which has left nothing in ``.grad``, or zeros."""
+        for index, param in enumerate(self.params):
+            if param.grad is None and (params is None or param in params):
+                self.drop(index)
+
+    @property
+    def _is_fresh(self) -> bool:
+        return self._shard is None or all(piece.shard.grad is None for piece in self.pieces)
+
+    def _region(self, piece: Piece, shard: Tensor) -> Tensor:
+        return shard[piece.offset : piece.offset + piece.stop - piece.start]
+
+    # --- whole gradients, as users see them ---------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Let ``.grad`` stand for reduced gradients; where this rank's own is, that is seen. Not collective."""
+        for index, (param, held) in enumerate(zip(self.params, self._held, strict=True)):
+            if param.grad is not None:
+                if not self._shown[index]:
+                    self._unsent.add(index)
+            elif held:
+                self._show(index)
+
+    def settle(self) -> None:
+        """Take over what was done to gradients: changed in place, replaced, given or dropped. Not collective."""
+        for index, param in enumerate(self.params):
+            grad = param.grad
+            if self._shown[index]:
+                if self._is_in_place(index):
+                    self._take_back(index)
+                elif grad is None:
+                    self.drop(index)
+                else:
+                    self._give(index, own_part(grad))
+            elif grad is None:
+                self._unsent.discard(index)
+            elif index not in self._unsent:
+                self._give(index, own_part(grad))
+
+    def hide(self) -> None:
+        """Settle, and leave ``.grad`` to autograd until :meth:`show`. Not collective."""
+        self.settle()
+        for index, param in enumerate(self.params):
+            if self._shown[index]:
+                param.grad, self._shown[index] = None, False
+        self.forget_wholes()
+
+    def forget_wholes(self) -> None:
+        """The slices' gradients are going to change: who looks again is to see that. Not collective."""
+        for lazy in self._lazy:
+            if lazy is not None:
+                lazy.whole = None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def read_gradients(self) -> None:
+        """Gather the bucket's gradients, but those that were gathered already. Collective over the group."""
+        flat = torch.zeros_like(self.flat_params)
+        for piece in self.pieces:
+            if piece.shard.grad is not None:
+                self._region(piece, flat[self._own]).copy_(piece.shard.grad)
+        gather_slices(flat, group=self.group).wait()
+        for lazy, view in zip(self._lazy, self._views_of(flat), strict=True):
+            if lazy is not None and lazy.whole is None:
+                lazy.whole = view
+
+    def zero(self, slot: int) -> None:
+        """Zero the reduced gradient of the parameter with this number. Not collective."""
+        piece = self._piece_of.get(self.params[slot])
+        if piece is not None and piece.shard.grad is not None:
+            piece.shard.grad.zero_()
+
+    @override
+    def adopt(self, index: int, scale: float) -> None:
+        self._take_up(index)
+        self._unsent.add(index)
+        super().adopt(index, scale)
+
+    @override
+    def fill(self, scale: float) -> None:
+        for index in range(len(self.params)):
+            self._take_up(index)
+        super().fill(scale)
+
+    def _show(self, index: int) -> None:
+        param, lazy = self.params[index], self._lazy[index]
+        if lazy is None:
+            lazy = self._lazy[index] = LazyGradient(own_part(param), self, index)
+        param.grad, self._shown[index] = wrapped_like(lazy, param), True
+
+    def _is_in_place(self, index: int) -> bool:
+        grad = self.params[index].grad
+        return grad is not None and own_part(grad) is self._lazy[index]
+
+    def _give(self, index: int, values: Tensor) -> None:
+        """Values that somebody has put in the place of a gradient. Who holds the one before keeps that."""
+        self.drop(index)
+        self._write(index, values)
+        self._show(index)
+        if (lazy := self._lazy[index]) is not None:
+            lazy.whole = values
+
+    def _take_back(self, index: int) -> None:
+        lazy = self._lazy[index]
+        if lazy is not None and lazy.whole is not None:
+            self._write(index, lazy.whole)
+
+    def _take_up(self, index: int) -> None:
+        """Leave in ``.grad`` what a backward that nobody announced has added on this rank to a gradient shown there."""
+        lazy = self._lazy[index]
+        if lazy is None or not self._shown[index]:
+            return
+        param = self.params[index]
+        if lazy.is_replaced:
+            self._take_back(index)
+        elif self._is_in_place(index):
+            self._take_back(index)
+            param.grad = None if lazy.added is None else wrapped_like(lazy.added, param)
+        else:
+            # Given by the user, the same on all ranks, and added to: the mean over ranks is right for the sum of both.
+            self.drop(index)
+        self._shown[index] = False
+        lazy.whole, lazy.added, lazy.is_replaced = None, None, False
+
+    @torch.no_grad()
+    def _write(self, index: int, values: Tensor) -> None:
+        param, self._held[index] = self.params[index], True
+        piece = self._piece_of.get(param)
+        if piece is None:
+            return
+        values = values.to_dense() if values.is_sparse else values
+        own = flat_like(values, own_part(param))[piece.start : piece.stop]
+        grad = piece.shard.grad
+        if grad is None:
+            if self._shard is None or self._is_fresh:
+                # What was here may be a part of the full buffer, where gradients accumulate by now.
+                self._shard = torch.zeros(self.shard_numel, dtype=self.master_dtype, device=self.master.device)
+                self._shard_in_full = False
+            piece.shard.grad = self._region(piece, self._shard)
+            piece.shard.grad.copy_(own)
+            self._unstepped.add(id(piece.shard))
+        elif low_precision(self._dtype):
+            follow(grad, own.to(grad.device))
+        else:
+            grad.copy_(own)

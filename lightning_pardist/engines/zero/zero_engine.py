@@ -1,0 +1,397 @@
+"""ZeRO-1 and ZeRO-2: the optimizer updates one slice on each rank; parameters stay ordinary, whole tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pardist.checkpoint.tensors import Slots, TensorSlot, whole_slots
+from lightning_pardist.engines.common.elementwise import require_elementwise
+from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
+from lightning_pardist.engines.ddp.reducer import GradientReducer
+from lightning_pardist.engines.offload import HostCopies, HostStep, Offload, StateFile
+from lightning_pardist.engines.zero.host_slice import HostSlice
+from lightning_pardist.engines.zero.optimizer_slices import gather_optimizer_state, slice_entry, slice_optimizer_state
+from lightning_pardist.engines.zero.reduce_scatter import ReduceScatter
+from lightning_pardist.engines.zero.sharded_bucket import Piece, ShardedBucket
+from lightning_pardist.local_tensors import own_part
+
+
+class ZeroEngine:
+    """Gradients reduced to the rank that owns a slice, the slice updated there, parameters gathered after the step.
+
+    Sends ``2 Psi (N-1)/N`` per rank and step, as data parallelism does: half of it gradients, half parameters. Holds
+    ``2 Psi + 2 Psi/N`` (stage 1) or ``Psi + 3 Psi/N`` (stage 2) in fp32 with Adam. Stage 1 sends gradients once an
+    optimizer step; stage 2 sends them with every backward, because it keeps only slices of them.
+
+    Between steps ``param.grad`` stands for the whole gradient, which is gathered if somebody looks at its values, see
+    :class:`~lightning_pardist.engines.zero.lazy_gradient.LazyGradient`; what is done to it is done to the slices.
+
+    Within a step, the optimizer's groups and state hold the parts of parameters in this rank's slice, flat; at any
+    other time they hold the module's own parameters, so that whoever freezes, adds or looks up parameters finds them.
+    On one rank nothing is changed, unless the optimizer steps on the host.
+
+    Args:
+        module: Its parameters become views of flat buffers; values must agree over the group.
+        optimizers: Elementwise torch optimizers over parameters of ``module``, before their first step.
+        group: The data axis' process group.
+        zero_stage: 1 or 2.
+        bucket_size_mb: Size of a bucket.
+        overlap: Whether gradients are sent while backward runs.
+        offload: Where optimizer state lives and steps are taken; on the parameters' device if None. A rank by itself
+            uses slices too, then.
+
+    Raises:
+        ValueError: If an optimizer needs whole parameters, or the stage is neither 1 nor 2.
+        RuntimeError: If there is no room for offloaded state.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        group: dist.ProcessGroup,
+        zero_stage: int,
+        bucket_size_mb: float = 25.0,
+        overlap: bool = True,
+        offload: Offload | None = None,
+    ) -> None:
+        if zero_stage not in (1, 2):
+            raise ValueError(f"zero_stage={zero_stage} is not served by ZeroEngine. Use 1 or 2.")
+        self.group = group
+        self.zero_stage = zero_stage
+        self._showing: set[Optimizer] = set()
+        self._undo: list[Callable[[], None]] = []
+        self._pieces: dict[nn.Parameter, list[Piece]] = {}
+        self._buckets: list[ShardedBucket] = []
+        self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
+        self._offload = offload
+        self._store = None if offload is None or offload.folder is None else StateFile(offload.folder)
+        self._copies: HostCopies | None = None
+        self._host_steps: dict[Optimizer, HostStep] = {}
+        bucket_groups = {param: index for index, optimizer in enumerate(optimizers) for param in _params(optimizer)}
+        self._is_sliced = group.size() > 1 or offload is not None
+        if self._is_sliced:
+            for optimizer in optimizers:
+                require_elementwise(optimizer, form="flat")
+        self.reducer = GradientReducer(
+            module,
+            transport=ReduceScatter(
+                group, keep_full=zero_stage == 1, make_host=None if offload is None else self._make_host
+            ),
+            bucket_groups=bucket_groups,
+            bucket_size_mb=bucket_size_mb,
+            first_bucket_size_mb=min(1.0, bucket_size_mb),
+            overlap=overlap,
+            reorder=False,
+            alone=self._is_sliced,
+        )
+        self._bind()
+        if self._is_sliced:
+            for optimizer in optimizers:
+                self._undo.append(self._step_on_slices(optimizer))
+
+    # --- DataEngine ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether gradients were reduced since the last step."""
+        return self.reducer.is_reduced
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient on any rank."""
+        return self.reducer.has_gradients or any(bucket.has_gradients for bucket in self._buckets)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Gradients accumulate inside: whole and unsent in stage 1, sliced and sent in stage 2."""
+        return self.reducer.no_sync() if self.zero_stage == 1 else _nothing()
+
+    @contextmanager
+    def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
+        """Around the call that runs backward from ``loss``. Collective over the group, unless under :meth:`no_sync`."""
+        self._bind()
+        with self._hidden(), self.reducer.backward(loss, overlap=overlap):
+            self._bind()
+            yield
+
+    def reduce(self) -> None:
+        """Reduce what is not reduced yet. Collective over the group."""
+        self.reducer.reduce()
+
+    @contextmanager
+    def defer_reduction(self) -> Iterator[None]:
+        """Backward passes inside leave their gradients in ``.grad``; :meth:`reduce` takes them up."""
+        with self._hidden(), self.reducer.defer_reduction():
+            yield
+
+    def step_done(self) -> None:
+        """The optimizer has stepped."""
+        self.reducer.step_done()
+
+    def held_bytes(self) -> int:
+        """Bytes of gradients on this rank."""
+        return self.reducer.held_bytes()
+
+    def detach(self) -> None:
+        """Remove every hook and give parameters memory of their own. Not collective.
+
+        The optimizers keep their slices, so that :meth:`optimizer_state` still answers (a checkpoint after training).
+        """
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        for bucket in self._buckets:
+            bucket.release_memory()
+        self.reducer.detach()
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    def grad_power(
+        self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
+    ) -> Tensor:
+        """Sum of powers of the gradients of some parameters, over all slices. Collective over the group."""
+        params = list(params)
+        for bucket in self._buckets_with(params):
+            bucket.settle()
+        grads = [grad for param in params if counts is None or counts(param) for grad in self._grads_of(param)]
+        # A rank's slices may lack the widest dtype that there is.
+        widest = functools.reduce(torch.promote_types, (param.dtype.to_real() for param in params), torch.float32)
+        total = sum_of_powers(grads, norm_type, device=self._device).to(widest)
+        if self.group.size() > 1:
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            dist.all_reduce(total, op=op, group=self.group)
+        return total
+
+    def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        """What this rank keeps of the gradients of some parameters. Not collective."""
+        params = list(params)
+        for bucket in self._buckets_with(params):
+            bucket.settle()
+            bucket.forget_wholes()
+        return [grad for param in params for grad in self._grads_of(param)]
+
+    def zero_grad(self) -> None:
+        """Follow the module's own ``zero_grad``, which was called just before."""
+        for bucket in self._buckets:
+            bucket.drop_zeroed()
+
+    def _grads_of(self, param: nn.Parameter) -> list[Tensor]:
+        return [own_part(shard.grad) for shard in self._shards_of(param) if shard.grad is not None]
+
+    # --- optimizer state ----------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict that this optimizer would have on one process. Collective over the group.
+
+        Returns:
+            On the group's first rank, with whole tensors in host memory; without state on the others.
+        """
+        if not self._is_sliced:
+            return optimizer.state_dict()
+        originals = [list(group["params"]) for group in optimizer.param_groups]
+        with self.slices(optimizer):
+            state = gather_optimizer_state(optimizer, originals, self._pieces, self._buckets, group=self.group)
+            if host_step := self._host_steps.get(optimizer):
+                for shard in optimizer.state:
+                    host_step.evict(shard)
+        return state
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take this rank's part of a state dict of one process. Not collective.
+
+        Raises:
+            ValueError: If the state's parameter groups do not fit the optimizer's.
+        """
+        if not self._is_sliced:
+            optimizer.load_state_dict(state)
+            return
+        originals = [list(group["params"]) for group in optimizer.param_groups]
+        with self.slices(optimizer):
+            optimizer.load_state_dict(slice_optimizer_state(optimizer, originals, self._pieces, state))
+            if host_step := self._host_steps.get(optimizer):
+                for shard in optimizer.state:
+                    host_step.settle(shard)
+
+    # --- offload ------------------------------------------------------------------------------------------------
+
+    def _make_host(self, own: Tensor) -> HostSlice:
+        if self._copies is None:
+            self._copies = HostCopies(own.device)
+        return HostSlice(own, copies=self._copies, store=self._store, window_bytes=self._window_bytes)
+
+    @property
+    def _window_bytes(self) -> int:
+        return 0 if self._offload is None else int(self._offload.window_mb * 2**20)
+
+    def _make_host_step(self, optimizer: Optimizer) -> HostStep:
+        # Windows bound what is resident; on a device they also let copies back begin before the last update.
+        in_windows = self._store is not None or self._device.type != "cpu"
+        with self.slices(optimizer):
+            return HostStep(
+                optimizer,
+                store=self._store,
+                window_bytes=self._window_bytes if in_windows else None,
+                on_stepped=self._note_stepped,
+            )
+
+    def _note_stepped(self, shards: Sequence[nn.Parameter]) -> None:
+        for bucket in {id(b): b for b in (self._bucket_of.get(shard) for shard in shards) if b is not None}.values():
+            bucket.note_stepped(shards)
+
+    def slots(self, optimizer: Optimizer) -> Slots:
+        """Slices of parameters, none where they are other ranks', and whole ones that have no gradients yet."""
+        if not self._is_sliced:
+            return whole_slots(optimizer)
+        return [[self._slot(param) for param in group["params"]] for group in optimizer.param_groups]
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Bring state to the host if that is where steps are taken. Not collective."""
+        if host_step := self._host_steps.get(optimizer):
+            with self.slices(optimizer):
+                for shard in list(optimizer.state):
+                    host_step.settle(shard)
+
+    def _slot(self, param: nn.Parameter) -> TensorSlot:
+        pieces = self._pieces.get(param)
+        if pieces is None:
+            return TensorSlot(param)
+        if not pieces:
+            return TensorSlot(param, here=False)
+        return TensorSlot(param, (pieces[0].start, pieces[0].stop, pieces[0].shard))
+
+    # --- slices -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def slices(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, an optimizer's groups and state hold this rank's slices in place of parameters. Not collective."""
+        if optimizer in self._showing:
+            yield
+            return
+        originals = [group["params"] for group in optimizer.param_groups]
+        outside = optimizer.state
+        shard_of = {param: shards[0] for param in _params(optimizer) if (shards := self._shards_of(param))}
+        for group, params in zip(optimizer.param_groups, originals, strict=True):
+            group["params"] = [shard_of[param] for param in params if param in shard_of]
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        state.update({shard: self._entry_of(p, outside[p]) for p, shard in shard_of.items() if p in outside})
+        optimizer.state = state
+        self._showing.add(optimizer)
+        try:
+            yield
+        finally:
+            self._showing.discard(optimizer)
+            for group, params in zip(optimizer.param_groups, originals, strict=True):
+                group["params"] = params
+            outside.clear()
+            outside.update({p: optimizer.state[shard] for p, shard in shard_of.items() if shard in optimizer.state})
+            optimizer.state = outside
+
+    def _entry_of(self, param: nn.Parameter, entry: dict[str, Any]) -> dict[str, Any]:
+        pieces = self._pieces.get(param)
+        return slice_entry(entry, param, pieces[0]) if pieces else entry
+
+    def _step_on_slices(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let ``step`` update slices and gather parameters, and ``zero_grad`` reach slices; returns the way back."""
+        inner_step, inner_zero_grad = optimizer.step, optimizer.zero_grad
+        wrapped_before = set(optimizer.__dict__)
+        update: Callable[..., Any] = inner_step
+        if self._offload is not None:
+            self._host_steps[optimizer] = self._make_host_step(optimizer)
+            update = self._host_steps[optimizer].run
+
+        @functools.wraps(inner_step)
+        def step(self_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            buckets = self._buckets_of(optimizer)
+            for bucket in buckets:
+                bucket.settle()
+                bucket.take_changes()
+            with self.slices(optimizer):
+                update(**kwargs)
+            for work in [bucket.gather() for bucket in buckets]:
+                work.wait()
+            return result
+
+        @functools.wraps(inner_zero_grad)
+        def zero_grad(set_to_none: bool = True) -> None:
+            inner_zero_grad(set_to_none=set_to_none)
+            members = set(_params(optimizer))
+            for bucket in self._buckets_with(members):
+                bucket.drop_zeroed(members)
+
+        # Bound: schedulers look for the function behind the method.
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+        def undo() -> None:
+            for name, before in (("step", inner_step), ("zero_grad", inner_zero_grad)):
+                if name in wrapped_before:
+                    setattr(optimizer, name, before)
+                else:
+                    optimizer.__dict__.pop(name, None)
+
+        return undo
+
+    def _buckets_of(self, optimizer: Optimizer) -> list[ShardedBucket]:
+        members = set(_params(optimizer))
+        return [bucket for bucket in self._buckets if bucket.params[0] in members]
+
+    def _buckets_with(self, params: Iterable[nn.Parameter]) -> list[ShardedBucket]:
+        wanted = set(params)
+        return [bucket for bucket in self._buckets if not wanted.isdisjoint(bucket.params)]
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Around backward passes: ``.grad`` belongs to autograd inside, and shows reduced gradients again behind."""
+        for bucket in self._buckets:
+            bucket.hide()
+        try:
+            yield
+        finally:
+            for bucket in self._buckets:
+                bucket.show()
+
+    @property
+    def _device(self) -> torch.device:
+        return self._buckets[0].device if self._buckets else torch.device("cpu")
+
+    def _bind(self) -> None:
+        """Take note of buckets that came later (unfrozen layers)."""
+        if len(self._buckets) == len(self.reducer.buckets):
+            return
+        self._buckets = [bucket for bucket in self.reducer.buckets if isinstance(bucket, ShardedBucket)]
+        self._pieces = {param: [] for bucket in self._buckets for param in bucket.params}
+        self._bucket_of = {piece.shard: bucket for bucket in self._buckets for piece in bucket.pieces}
+        for bucket in self._buckets:
+            for piece in bucket.pieces:
+                self._pieces[piece.param].append(piece)
+
+    def _shards_of(self, param: nn.Parameter) -> list[nn.Parameter]:
+        """The slice's part of a parameter, if there is one."""
+        pieces = self._pieces.get(param)
+        # Frozen parameters are in no bucket yet, and stand for themselves.
+        return [param] if pieces is None else [piece.shard for piece in pieces]
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

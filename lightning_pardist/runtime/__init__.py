@@ -1,0 +1,1 @@
+"""Processes of a job: rendezvous, launch, monitoring and shutdown."""

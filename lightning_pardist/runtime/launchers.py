@@ -1,0 +1,408 @@
+"""Launchers: start one rank per device, end all when one fails.
+
+[Note: who sees what] With ``start_method="popen"`` the script that the user started is the first rank and starts the
+others as its children. A thread of it watches them, and a thread of each child watches it. A
+failure inside ``fit`` is handled by every rank's watchdog (engines/watchdog.py); this module covers what happens
+before, after and beside it: a child that dies while the first rank waits for it to connect, one that fails after
+``fit``, and the order in which reports are printed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+import torch.multiprocessing as mp
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessException
+from typing_extensions import override
+
+from lightning_pardist.compat.lightning_functions import (
+    HYDRA_AVAILABLE,
+    IS_INTERACTIVE,
+    MultiProcessingLauncher,
+    SubprocessScriptLauncher,
+    TunerExitException,
+    basic_subprocess_cmd,
+    check_can_spawn_children,
+    hydra_subprocess_cmd,
+    set_num_threads_if_needed,
+    start_method,
+)
+from lightning_pardist.runtime.environments.launched import child_environment, launcher_pid, wants_full_tracebacks
+from lightning_pardist.runtime.failure_text import format_failure, is_refusal
+from lightning_pardist.runtime.watchdog import GRACE_S, FailureReport, PeerFailedError, Watchdog
+
+StartMethod = Literal["popen", "spawn", "fork"]
+
+_POLL_S = 0.2
+#: How long the first rank waits for the others at the end of the script before it ends them.
+_EXIT_WAIT_S = 600.0
+
+
+class Watched(Protocol):
+    """Interface between a launcher and the strategy: rank, environment, watchdog."""
+
+    global_rank: int
+    watchdog: Watchdog | None
+
+    def stop_watchdog(self) -> None:
+        """This rank's work is done."""
+        ...
+
+
+class ScriptLauncher(SubprocessScriptLauncher):
+    """Runs the user's script once more for each further device of this node, unless somebody else started the ranks.
+
+    Args:
+        environment: Who this process is.
+        rank: This rank; its watchdog exists during a run.
+        global_rank: Of this process.
+        num_processes: Ranks on this node.
+        num_nodes: Hosts of the job.
+    """
+
+    def __init__(
+        self, environment: ClusterEnvironment, rank: Watched, *, global_rank: int, num_processes: int, num_nodes: int
+    ) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._rank = rank
+        self._global_rank = global_rank
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other ranks of this node, if that is ours to do, and call ``function`` on this one."""
+        alone = self.num_processes * self.num_nodes == 1
+        if not alone and not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            children.adopt(self.procs)
+        elif (parent := launcher_pid()) is not None:
+            watch_parent(parent)
+        show_failures_last(is_first=self._global_rank == 0)
+        set_num_threads_if_needed(num_processes=self.num_processes)
+        return guarded(self._rank, function, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the processes that were started: a Trainer may be saved as a whole."""
+        return self.__dict__ | {"procs": []}
+
+    @override
+    def _call_children_scripts(self) -> None:
+        check_can_spawn_children(self)
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        os.environ["NODE_RANK"] = str(self.cluster_environment.node_rank())
+        os.environ["LOCAL_RANK"] = str(self.cluster_environment.local_rank())
+        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        for local_rank in range(1, self.num_processes):
+            command, cwd = _command(local_rank)
+            self.procs.append(subprocess.Popen(command, env=child_environment(local_rank), cwd=cwd))
+
+
+class MultiProcessLauncher(MultiProcessingLauncher):
+    """Runs every rank in a new process by ``spawn`` or ``fork``; the calling process only waits.
+
+    Args:
+        strategy: Travels to the new processes, as Lightning's own launcher has it.
+        rank: The rank that a new process is; travels with the strategy.
+        start_method: ``"spawn"`` or ``"fork"``.
+    """
+
+    def __init__(self, strategy: ParallelStrategy, rank: Watched, *, start_method: Literal["spawn", "fork"]) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self._rank = rank
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the ranks, call ``function`` on each, and return the first rank's result.
+
+        Raises:
+            PeerFailedError: With the report of the rank that failed first.
+        """
+        if trainer is not None:
+            _warn_of_lost_predictions(trainer)
+        self._failures = mp.get_context(start_method(self)).SimpleQueue()
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            if start_method(self) != "spawn" or "pickle" not in str(error):
+                raise
+            raise ValueError(
+                f"start_method='spawn' sends the Trainer and the module to new processes by pickle, which cannot take"
+                f" {_unpicklable(trainer) or 'one of them'}: {error}. Define functions and classes at the top of a"
+                " module (no lambda), or set start_method='popen', or 'fork'."
+            ) from None
+        except ProcessException:
+            # It tells of the process that ended first, which need not be the one that failed first.
+            if self._failures.empty():
+                raise
+            raise PeerFailedError(self._failures.get()) from None
+        finally:
+            # It travels to new processes only, and would keep a Trainer from being saved.
+            del self._failures
+
+    @override
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: Any,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        return_queue: Any,
+        global_states: Any = None,
+    ) -> None:
+        def call(*call_args: Any, **call_kwargs: Any) -> Any:
+            try:
+                return guarded(self._rank, function, *call_args, **call_kwargs)
+            except PeerFailedError:
+                raise
+            except BaseException as exception:
+                rank = self._strategy.global_rank
+                self._failures.put(FailureReport(rank, f"pid {os.getpid()}", format_failure(exception)))
+                raise
+
+        watch_parent(os.getppid())
+        super()._wrapping_function(process_idx, trainer, call, args, kwargs, return_queue, global_states)
+
+
+def guarded(rank: Watched, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` and let a failure on any rank end all of them.
+
+    Raises:
+        PeerFailedError: In place of this rank's own exception where another rank failed first, in other words.
+    """
+    try:
+        result = function(*args, **kwargs)
+    except (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException) as exception:
+        if isinstance(exception, KeyboardInterrupt):
+            children.interrupt(is_first=rank.global_rank == 0)
+        rank.stop_watchdog()
+        raise
+    except BaseException as exception:
+        watchdog = rank.watchdog
+        if watchdog is None:
+            raise
+        first = watchdog.failed(exception)
+        if first.rank == rank.global_rank:
+            raise
+        if first.says_the_same(exception):
+            exception.__dict__[_REPORTED] = True
+            raise
+        raise PeerFailedError(first) from None
+    rank.stop_watchdog()
+    return result
+
+
+class Children:
+    """The ranks that this process started, over all Trainers of the script."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._blame: Callable[[int, str], None] | None = None
+        #: Whether this process is ending because of an exception, which it shows itself.
+        self.failing = False
+        #: Whether it is ending because somebody has interrupted it.
+        self.interrupted = False
+
+    def adopt(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        """Watch these processes until the script ends."""
+        if not processes:
+            return
+        first = not self._processes
+        self._processes.extend(processes)
+        if first:
+            atexit.register(self._at_exit)
+            threading.Thread(target=self._watch, name="pardist-children", daemon=True).start()
+
+    def interrupt(self, *, is_first: bool) -> None:
+        """Somebody pressed Ctrl-C: Lightning ends the other ranks, and how they end is no news."""
+        if is_first and not self.interrupted:
+            atexit.register(print, "The run was interrupted (KeyboardInterrupt).", file=sys.stderr, flush=True)
+        self.interrupted = True
+
+    def report_to(self, blame: Callable[[int, str], None]) -> None:
+        """From now on tell ``blame`` (a watchdog's) which local rank died and how."""
+        self._blame = blame
+
+    def end(self, patience_s: float) -> None:
+        """Wait for the children, and kill those that are still there after ``patience_s`` seconds."""
+        deadline = time.monotonic() + patience_s
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _watch(self) -> None:
+        known: set[int] = set()
+        while len(known) < len(self._processes):
+            time.sleep(_POLL_S)
+            for index, process in enumerate(self._processes):
+                if index in known or process.poll() is None:
+                    continue
+                known.add(index)
+                if process.returncode:
+                    self._died(index + 1, process)
+
+    def _died(self, local_rank: int, process: subprocess.Popen[bytes]) -> None:
+        if self.failing or self.interrupted:
+            return
+        text = _obituary(local_rank, process)
+        if self._blame is not None:
+            # If the rank could report by itself, its report stands already and this one is not taken.
+            self._blame(local_rank, text)
+            return
+        # No watchdog yet: the main thread waits for a rank that will never connect.
+        time.sleep(1.0)
+        print(f"{text} Training had not begun. Its own output is above.", file=sys.stderr, flush=True)
+        self.end(GRACE_S)
+        os._exit(1)
+
+    def _at_exit(self) -> None:
+        self.end(GRACE_S if self.failing or self.interrupted else _EXIT_WAIT_S)
+        if self.interrupted:
+            return
+        failed = [(index + 1, process) for index, process in enumerate(self._processes) if process.returncode]
+        if failed and not self.failing:
+            for local_rank, process in failed:
+                print(_obituary(local_rank, process), file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)
+
+
+children = Children()
+
+
+_hook_installed = False
+#: On an exception that another rank has reported in the same words, and shows.
+_REPORTED = "_pardist_reported"
+
+
+def _repeats(exception: BaseException) -> bool:
+    return bool(exception.__dict__.get(_REPORTED)) and not wants_full_tracebacks()
+
+
+def show_failures_last(*, is_first: bool) -> None:
+    """Print an uncaught exception after the other ranks' output, and another rank's failure without our own traceback.
+
+    Args:
+        is_first: Whether this is the first rank.
+    """
+    global _hook_installed
+    if _hook_installed:
+        return
+    _hook_installed = True
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
+        children.failing = True
+        children.end(2 * GRACE_S)
+        if isinstance(exception, PeerFailedError):
+            # The first rank shows the report, the others point to it, unless it is the first that cannot.
+            text = str(exception) if is_first or exception.report.rank == 0 else str(exception).splitlines()[0]
+            # Not sys.stderr: torch's own hook has put a collector there, that prefixes lines with this rank.
+            print(text, file=sys.__stderr__, flush=True)
+        elif not is_refusal(exception) and not _repeats(exception):
+            show(kind, exception, trace)
+        elif is_first:
+            print(format_failure(exception), file=sys.__stderr__, flush=True)
+
+    sys.excepthook = hook
+
+
+_parent_watched = False
+
+
+def watch_parent(pid: int) -> None:
+    """End this process when the one that started it is gone, so that no rank is left behind."""
+    global _parent_watched
+    if _parent_watched:
+        return
+    _parent_watched = True
+
+    def watch() -> None:
+        while os.getppid() == pid:
+            time.sleep(1.0)
+        print(f"Process {os.getpid()} ends because process {pid}, which started it, is gone.", file=sys.__stderr__)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="pardist-parent", daemon=True).start()
+
+
+def _command(local_rank: int) -> tuple[Any, str | None]:
+    if HYDRA_AVAILABLE:
+        from hydra.core.hydra_config import HydraConfig
+
+        if HydraConfig.initialized():
+            return hydra_subprocess_cmd(local_rank)
+    return basic_subprocess_cmd(), None
+
+
+def _obituary(local_rank: int, process: subprocess.Popen[bytes]) -> str:
+    who, code = f"Rank {local_rank} (pid {process.pid})", process.returncode
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = " (the kernel does that when memory runs out)" if name == "SIGKILL" else ""
+        return f"{who} was killed by {name}{hint}."
+    return f"{who} ended with exit code {code}."
+
+
+def _warn_of_lost_predictions(trainer: Any) -> None:
+    writes = any(isinstance(callback, BasePredictionWriter) for callback in trainer.callbacks)
+    if trainer.state.fn == TrainerFn.PREDICTING and not writes:
+        rank_zero_warn(
+            "trainer.predict returns None where ranks are started by fork or spawn (a notebook, say): predictions stay"
+            " in the ranks that made them. Write them with a BasePredictionWriter callback, or predict with devices=1."
+        )
+
+
+def _unpicklable(trainer: Any) -> str | None:
+    """What pickle cannot take of that which a Trainer sends to new processes, by the user's names."""
+    roots = [trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks]
+    found = (_unpicklable_in(root, type(root).__name__, set()) for root in roots if root is not None)
+    return next((path for path in found if path is not None), None)
+
+
+def _unpicklable_in(value: Any, path: str, seen: set[int]) -> str | None:
+    items = value.items() if isinstance(value, dict) else getattr(value, "__dict__", {}).items()
+    for name, item in items:
+        # Leads to everything else.
+        if name in ("_trainer", "trainer") or id(item) in seen:
+            continue
+        seen.add(id(item))
+        try:
+            ForkingPickler.dumps(item)
+        except Exception:
+            inner = path if name in ("_modules", "_buffers", "_parameters") else f"{path}.{name}"
+            return _unpicklable_in(item, inner, seen) or inner
+    return None
+
+
+def choose_start_method(asked: StartMethod | None) -> StartMethod:
+    """The start method that was asked for; by default ``fork`` in an interactive session, ``popen`` elsewhere.
+
+    Raises:
+        ValueError: If this platform does not have it, with those that it has.
+    """
+    chosen: StartMethod = asked or ("fork" if IS_INTERACTIVE else "popen")
+    available = ["popen", *(method for method in mp.get_all_start_methods() if method != "forkserver")]
+    if chosen not in available:
+        raise ValueError(f"start_method={chosen!r} is not available here. Use one of {', '.join(available)}.")
+    return chosen

@@ -1,0 +1,190 @@
+"""The default process group and its store."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import hashlib
+import itertools
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pardist.compat.process_groups import HashStore, PrefixStore, Store, default_store
+from lightning_pardist.runtime.rendezvous import RendezvousEndpoint, interface_towards, open_store
+
+_store: Store | None = None
+_RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+_generation = itertools.count()
+
+
+def job_store() -> Store:
+    """The key-value store that all ranks of the job share.
+
+    Raises:
+        RuntimeError: Before :func:`init_process_group`.
+    """
+    if _store is None:
+        raise RuntimeError("The job's store exists once the process group does; call init_process_group first.")
+    return _store
+
+
+def check_backend(setting: str | None) -> None:
+    """Refuse a backend that torch does not know. Not collective.
+
+    Args:
+        setting: ``"gloo"``, say, or one for each kind of device (``"cpu:gloo,cuda:nccl"``); None is always right.
+
+    Raises:
+        ValueError: With the backends that there are.
+    """
+    known = dist.Backend.backend_list
+    for each in (setting or "").split(","):
+        backend = each.rpartition(":")[2].strip().lower()
+        if backend and backend not in known:
+            raise ValueError(
+                f"process_group_backend={setting!r} is not a backend that torch knows."
+                f" Use one of {', '.join(name for name in known if name != 'undefined')}, 'cpu:gloo,cuda:nccl', or"
+                " None to choose by device."
+            )
+
+
+def init_process_group(
+    backend: str | None,
+    *,
+    rank: int,
+    world_size: int,
+    meeting: RendezvousEndpoint,
+    device: torch.device,
+    timeout: timedelta,
+    store: Store | None = None,
+) -> None:
+    """Make the default process group, unless there is one. Collective over the world.
+
+    The store outlives the group: a group that is made anew, after a failure that all ranks survived, needs no new port
+    and cannot meet the remains of the last one.
+
+    Args:
+        backend: As torch takes it; None chooses by ``device``.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        meeting: Where ranks find each other.
+        device: Where this rank's tensors live.
+        timeout: Bound on every wait in a collective.
+        store: The job's store, where ranks have met already.
+
+    Raises:
+        RuntimeError: If a group exists that does not have ``world_size`` ranks.
+        TimeoutError: If ranks do not find each other, with the address and what to check.
+    """
+    global _store
+    _spare_forked_children()
+    if backend is None:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    if dist.is_initialized():
+        if dist.get_world_size() != world_size or dist.get_rank() != rank:
+            raise RuntimeError(
+                f"A process group with rank {dist.get_rank()} of {dist.get_world_size()} exists already, but the"
+                f" Trainer needs rank {rank} of {world_size}. Destroy it first, or set devices and num_nodes to match."
+            )
+        if _store is None and world_size > 1:
+            _store = default_store()
+        return
+    if world_size == 1:
+        # Nobody to meet: no port, no environment variable, and destroy_alone() leaves no trace.
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device_id)
+        return
+    if _store is None:
+        # Ranks may start minutes apart (a cold file system, a queue), however soon collectives are to time out.
+        wait = max(timeout, _RENDEZVOUS_TIMEOUT)
+        _store = store or open_store(meeting, rank=rank, world_size=world_size, timeout=wait)
+        atexit.register(_destroy)
+        _await_everybody(_store, world_size, wait)
+    # gloo looks its own host's name up, which may stand for another network, or for loopback alone.
+    if (interface := interface_towards(meeting)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"pardist/group/{next(_generation)}", _store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device_id,
+    )
+
+
+@functools.cache
+def _spare_forked_children() -> None:
+    """Keep children by fork, loaders' workers say, from collecting what they inherit as garbage.
+
+    The end of a gloo group waits for its threads, which a child does not have: of a group that is garbage by then, a
+    run's that ended, the child would hang in the middle of whatever it does.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
+
+
+def _await_everybody(store: Store, world_size: int, timeout: timedelta) -> None:
+    """Return once every rank has opened the store, so that the group's own, shorter timeout begins on all at once.
+
+    Raises:
+        TimeoutError: If some do not come, with how many did.
+    """
+    arrived = store.add("pardist/arrived", 1)
+    if arrived == world_size:
+        store.set("pardist/everybody", "")
+    try:
+        store.wait(["pardist/everybody"], timeout)
+    except dist.DistStoreError as error:
+        arrived = store.add("pardist/arrived", 0)
+        raise TimeoutError(
+            f"{arrived} of {world_size} ranks have come after {timeout.total_seconds():.0f} s. See in the other ranks'"
+            " output why they did not start, or whether they were started at all."
+        ) from error
+
+
+def destroy_alone() -> None:
+    """Destroy the default group if it has one rank. A larger one lives as long as the process: scripts use it after
+    training, and the next run needs it again.
+    """
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()
+
+
+def verify_same_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:
+    """Refuse a module that is not built alike on all ranks. Collective over ``group``.
+
+    Raises:
+        RuntimeError: On every rank, naming the first parameter that differs from the first rank's.
+    """
+    if group.size() == 1:
+        return
+    lines = [
+        f"{name} {tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
+        for name, param in module.named_parameters()
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digests: list[str] = [""] * group.size()
+    dist.all_gather_object(digests, digest, group=group)
+    if len(set(digests)) == 1:
+        return
+    # Only now, since large models have long lists.
+    everything: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everything, lines, group=group)
+    other = next(rank for rank, found in enumerate(digests) if found != digests[0])
+    here, there = everything[0], everything[other]
+    index = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
+    first, second = (lines[index] if index < len(lines) else "no parameter" for lines in (here, there))
+    raise RuntimeError(
+        f"The module differs between ranks: at parameter {index} rank 0 has {first!r}, rank {other} has {second!r}."
+        " Build it alike on every rank (same arguments, no choice that depends on the rank)."
+    )
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

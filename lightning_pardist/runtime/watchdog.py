@@ -1,0 +1,403 @@
+"""Watchdog: ends a job on every rank after one rank fails, and reports the first failure.
+
+[Note: causes and echoes]
+When a rank fails, its peers fail too: their collectives report closed connections or time out. Such an error is an
+*echo*. A rank that meets one waits a moment for the *cause* to show up in the job's store: the rank that raised wrote
+its traceback there before it let go of its connections, a launcher wrote that its child was killed, a watchdog thread
+wrote that a peer's heartbeat stopped. If no cause appears, the echo itself becomes the report, completed by what every
+rank's watchdog thread says its main thread is doing: the rank that does not wait in a collective is the one that hangs.
+
+Nothing here is a collective: the store answers to each rank alone, over a connection of the watchdog's own.
+
+[Note: a store that does not answer] Where a host is cut off, or the process that holds the store is stopped, a question
+to the store blocks, for hours and whatever timeout was set. So only the watchdog's thread and a main thread that has
+failed already ask it, and a second thread, which asks nobody, ends this process if no answer comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_pardist.compat.process_groups import PrefixStore, Store
+from lightning_pardist.runtime.failure_text import format_failure
+from lightning_pardist.runtime.hang_diagnosis import (
+    StallDetector,
+    is_in_engines,
+    main_stack,
+    places,
+    waits_in_collective,
+)
+
+_POLL_S = 0.5
+_STORE_TIMEOUT_S = 5.0
+#: How long an echo waits for its cause.
+_CAUSE_WAIT_S = 4.0
+#: How long a rank may take to end by itself once it can know that the job has failed ...
+GRACE_S = 8.0
+#: ... and how long if it waits in a collective, which nothing but the end of a process can interrupt.
+_BLOCKED_GRACE_S = 2.0
+#: The largest number that ranks ask each other for (strategies/stopping.py).
+_MOST_ASKED = 2
+_ECHO = re.compile(
+    r"gloo|NCCL|Connection (closed|reset)|Socket Timeout|Broken pipe|recvValue failed|sendBytes failed|wait timeout"
+    r"|timed out|Timed out|connection to .* lost",
+)
+
+_TIMEOUT = re.compile("timeout|timed out", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """The first failure of a job.
+
+    Attributes:
+        rank: Global rank that failed, or -1 if that cannot be told.
+        where: Host and process id.
+        text: What happened, for a person: a traceback, or a sentence.
+    """
+
+    rank: int
+    where: str
+    text: str
+
+    def message(self) -> str:
+        """The report as it is shown on every rank, the failure itself last."""
+        who = f"rank {self.rank} ({self.where})" if self.rank >= 0 else "a rank"
+        return f"The job ended because {who} failed:\n\n{self.text.rstrip()}"
+
+    def says_the_same(self, exception: BaseException) -> bool:
+        """Whether that rank raised this exception too, as every rank does where all check the same thing."""
+        said = "".join(traceback.format_exception_only(exception)).rstrip()
+        # A refusal begins with its sentence, a traceback ends with it.
+        return self.text.startswith(said) or self.text.rstrip().endswith(said)
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank failed first; the message ends with that rank's report.
+
+    Attributes:
+        report: The first failure of the job.
+    """
+
+    def __init__(self, report: FailureReport) -> None:
+        super().__init__(report)
+        self.report = report
+
+    def __str__(self) -> str:
+        return self.report.message()
+
+
+class Watchdog:
+    """Detects the failure of other ranks, and ends this process if its main thread cannot.
+
+    Life cycle: :meth:`start` once the default process group exists; :meth:`failed` from the handler of an exception;
+    :meth:`stop` when the work is done on this rank. Start and stop as often as there are runs; the number of runs must
+    agree on all ranks.
+
+    Args:
+        store: The job's store; the watchdog talks to it over a connection of its own.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        run: Number of this run in the job, equal on all ranks: keeps the keys of runs apart.
+        heartbeat_timeout_s: A rank whose watchdog has been silent for this many seconds is given up, and so is a job
+            whose store has been. Some seconds later the last rank has ended.
+        on_exit: Called before this process is ended from outside its main thread, to end child processes.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        run: int,
+        heartbeat_timeout_s: float = 50.0,
+        on_exit: Callable[[], None] | None = None,
+    ) -> None:
+        if heartbeat_timeout_s < 5:
+            raise ValueError(f"heartbeat_timeout_s={heartbeat_timeout_s} is too short. Use 5 seconds or more.")
+        self.rank = rank
+        self.world_size = world_size
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self._store = PrefixStore(f"pardist/watchdog/{run}", store.clone())  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        self._on_exit = on_exit
+        self._main_thread = threading.main_thread().ident
+        self._stop = threading.Event()
+        self._failing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="pardist-watchdog", daemon=True)
+        self._guard = threading.Thread(target=self._guard_store, name="pardist-watchdog-guard", daemon=True)
+        self._answers = 0
+        self._own: FailureReport | None = None
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._started: set[int] = set()
+        self._asks, self._told = 0, 0
+        self._stillness = StallDetector(self._main_thread)
+        self._standing = False
+        #: On the first rank: the largest number that any rank was asked for.
+        self.asked = 0
+
+    def ask(self, what: int) -> None:
+        """Let the first rank know, within a second or so, that this rank was asked for something. For signal handlers.
+
+        Args:
+            what: A number; larger ones come before smaller ones.
+        """
+        self._asks = max(self._asks, what)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._store.add(f"beat/{self.rank}", 1)
+        self._thread.start()
+        self._guard.start()
+
+    def stop(self) -> None:
+        """End the threads; this rank's silence means success from now on."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        for thread in (self._guard, self._thread):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout=2 * _STORE_TIMEOUT_S)
+
+    def failed(self, exception: BaseException) -> FailureReport:
+        """Report this rank's failure and learn the first one of the job.
+
+        Args:
+            exception: What this rank's main thread raised.
+
+        Returns:
+            The first failure: this rank's own, or that of the rank that caused it.
+        """
+        self._failing.set()
+        own = self._own = FailureReport(self.rank, _where(), format_failure(exception))
+        try:
+            if not is_echo(exception):
+                return self._publish(own)
+            self._store.compare_set("echo", "", str(self.rank))
+            before = self._read_beats()
+            deadline = time.monotonic() + _CAUSE_WAIT_S
+            while time.monotonic() < deadline:
+                cause = self._cause()
+                if cause is not None:
+                    return cause
+                time.sleep(_POLL_S / 2)
+            return self._publish(self._diagnose(own, before))
+        except Exception:
+            # Without its store the job is over, and the first rank holds it (or started together with who does).
+            if self.rank == 0 or not is_echo(exception):
+                return own
+            return FailureReport(0, "?", f"Rank 0 is gone, and the job's store with it.\n{_seen(own)}")
+
+    def blame(self, rank: int, text: str) -> None:
+        """Report the failure of a rank that cannot speak for itself.
+
+        Args:
+            rank: The rank that was seen to fail.
+            text: What was seen.
+        """
+        try:
+            self._publish(FailureReport(rank, _where(), text))
+        except Exception:
+            print(f"[rank {self.rank}] {text}", file=sys.stderr, flush=True)
+
+    # --- the threads --------------------------------------------------------------------------------------------
+
+    def _guard_store(self) -> None:
+        answers, silent_s, before = -1, 0.0, time.monotonic()
+        while not self._stop.wait(_POLL_S):
+            now = time.monotonic()
+            # Time that this process has slept through, as a whole, is nobody's silence.
+            silent_s += min(now - before, 2 * _POLL_S)
+            before = now
+            if self._answers != answers:
+                answers, silent_s = self._answers, 0.0
+            elif silent_s > self.heartbeat_timeout_s:
+                text = (
+                    f"The job's store has not answered rank {self.rank} for {silent_s:.0f} s (heartbeat_timeout_s="
+                    f"{self.heartbeat_timeout_s:g}): the process that holds it, on the first rank's host, is gone or"
+                    " stopped, or one of the two hosts is cut off."
+                )
+                self._end(FailureReport(-1, "?", text if self._own is None else f"{text}\n{_seen(self._own)}"))
+
+    def _watch(self) -> None:
+        noticed: float | None = None
+        silent_since: float | None = None
+        last_stack = False
+        while not self._stop.wait(_POLL_S):
+            now = time.monotonic()
+            try:
+                self._store.add(f"beat/{self.rank}", 1)
+                cause = self._cause()
+                if not last_stack and (cause is not None or self._store.check(["echo"])):
+                    last_stack = True
+                    self._store.set(f"stack/{self.rank}", self._main_stack())
+                self._check_peers(now)
+                self._pass_on_asks()
+                self._compare_places()
+                self._answers += 1
+                silent_since = None
+            except Exception as error:
+                silent_since = silent_since or now
+                cause = None
+                if now - silent_since > _CAUSE_WAIT_S:
+                    cause = FailureReport(0, "?", f"Lost the job's store, which lives on the first rank: {error}")
+            if cause is None:
+                continue
+            noticed = noticed or now
+            if now - noticed > self._patience_s():
+                self._end(cause)
+        # The rank that holds the store may have ended already.
+        with suppress(Exception):
+            self._store.set(f"done/{self.rank}", "1")
+
+    def _pass_on_asks(self) -> None:
+        if self._asks > self._told:
+            self._told = self._asks
+            self._store.set(f"asked/{self._asks}", "1")
+        if self.rank == 0:
+            known = (what for what in range(_MOST_ASKED, self.asked, -1) if self._store.check([f"asked/{what}"]))
+            self.asked = next(known, self.asked)
+
+    def _compare_places(self) -> None:
+        """If all ranks have stood in collectives for a while, report where."""
+        stack = self._main_stack() if self._stillness.seconds() > self.heartbeat_timeout_s else ""
+        standing = waits_in_collective(stack)
+        if standing != self._standing:
+            self._standing = standing
+            self._store.set(f"standing/{self.rank}", stack if standing else "")
+        if self.rank != 0 or not standing:
+            return
+        keys = [f"standing/{rank}" for rank in range(self.world_size)]
+        if not self._store.check(keys):
+            return
+        stacks = {rank: stack.decode() for rank, stack in enumerate(self._store.multi_get(keys))}
+        if not all(stacks.values()):
+            return
+        text = "Ranks wait in different collectives, each for the others."
+        if len(set(stacks.values())) == 1:
+            if not is_in_engines(stack):
+                # They may all wait for something outside of the job, a process that each has started say.
+                return
+            text = (
+                f"All ranks have waited in the same collective for {self.heartbeat_timeout_s:g} s"
+                " (heartbeat_timeout_s), and nothing is sent: they differ in what they send or expect there, such as"
+                " the number or the shapes of tensors."
+            )
+        self._publish(FailureReport(-1, "?", f"{text}\n{places(stacks)}"))
+
+    def _patience_s(self) -> float:
+        if self._failing.is_set():
+            return 4 * GRACE_S
+        return _BLOCKED_GRACE_S if waits_in_collective(self._main_stack()) else GRACE_S
+
+    def _end(self, cause: FailureReport) -> None:
+        """End this process: its main thread is stuck where no exception reaches it."""
+        if self._stop.is_set():
+            return
+        if self._on_exit is not None:
+            self._on_exit()
+        stack = self._main_stack()
+        if not waits_in_collective(stack):
+            print(f"[rank {self.rank}] did not stop by itself; it was at:\n{stack}", file=sys.stderr)
+        # The first rank speaks for all, unless the failure is its own, which the rank that noticed has shown, or it
+        # cannot be heard.
+        speaks = self.rank == 0 or threading.current_thread() is self._guard
+        message = cause.message() if speaks else cause.message().partition("\n")[0]
+        print(f"[rank {self.rank}] {message}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _check_peers(self, now: float) -> None:
+        # The first rank watches all, the others the first: 2N reads for N ranks, whatever their number.
+        watched = range(1, self.world_size) if self.rank == 0 else (0,)
+        for rank, beat in self._read_beats(watched).items():
+            last, since = self._beats.get(rank, (-1, now))
+            if beat != last:
+                self._beats[rank] = (beat, now)
+            elif now - since > self.heartbeat_timeout_s:
+                if self._store.check([f"done/{rank}"]):
+                    self._beats[rank] = (beat, float("inf"))
+                    continue
+                self._publish(
+                    FailureReport(
+                        rank,
+                        "?",
+                        f"Nothing was heard of rank {rank} for {now - since:.0f} s (heartbeat_timeout_s="
+                        f"{self.heartbeat_timeout_s:g}): its process or host is gone, stopped or cut off.",
+                    )
+                )
+
+    # --- the store ----------------------------------------------------------------------------------------------
+
+    def _publish(self, report: FailureReport) -> FailureReport:
+        """Write the report unless another one stands already; returns the one that stands."""
+        stands = self._store.compare_set("cause", "", json.dumps(asdict(report)))
+        return FailureReport(**json.loads(stands))
+
+    def _cause(self) -> FailureReport | None:
+        if not self._store.check(["cause"]):
+            return None
+        return FailureReport(**json.loads(self._store.get("cause")))
+
+    def _read_beats(self, ranks: range | tuple[int, ...] | None = None) -> dict[int, int]:
+        chosen = list(range(self.world_size) if ranks is None else ranks)
+        # Reading a key that is not there yet would block.
+        self._started.update(r for r in chosen if r not in self._started and self._store.check([f"beat/{r}"]))
+        started = [rank for rank in chosen if rank in self._started]
+        if not started:
+            return {}
+        values = self._store.multi_get([f"beat/{rank}" for rank in started])
+        return {rank: int(value) for rank, value in zip(started, values, strict=True)}
+
+    def _diagnose(self, own: FailureReport, before: dict[int, int]) -> FailureReport:
+        """No cause was written: find the rank that is silent, or that is not where the others wait."""
+        after = self._read_beats()
+        silent = [rank for rank in after if after[rank] == before.get(rank) and rank != self.rank]
+        silent = [rank for rank in silent if not self._store.check([f"done/{rank}"])]
+        if silent:
+            names = ", ".join(map(str, silent))
+            return FailureReport(silent[0], "?", f"Rank {names} stopped answering: killed, or cut off.\n{_seen(own)}")
+        stacks = {
+            rank: self._store.get(f"stack/{rank}").decode()
+            for rank in after
+            if rank != self.rank and self._store.check([f"stack/{rank}"])
+        }
+        stuck = {rank: stack for rank, stack in stacks.items() if not waits_in_collective(stack)}
+        for rank, stack in stuck.items():
+            text = f"Rank {rank} did not join a collective that the others wait in.\n{_seen(own)}\nIt was at:\n{stack}"
+            return FailureReport(rank, "hanging", text)
+        if stacks and _TIMEOUT.search(own.text):
+            return replace(own, text=f"{own.text.rstrip()}\n\nMeanwhile:\n{places(stacks)}")
+        return own
+
+    def _main_stack(self) -> str:
+        return main_stack(self._main_thread)
+
+
+def is_echo(exception: BaseException) -> bool:
+    """Whether an exception looks like the consequence of another rank's failure."""
+    if isinstance(exception, PeerFailedError | dist.DistError):
+        return True
+    return isinstance(exception, RuntimeError) and bool(_ECHO.search(str(exception)))
+
+
+def _seen(echo: FailureReport) -> str:
+    return f"(Rank {echo.rank} saw: {echo.text.strip().splitlines()[-1]})"
+
+
+def _where() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"

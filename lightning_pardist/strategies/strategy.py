@@ -1,0 +1,768 @@
+"""Base strategy: the adapter between Lightning's Trainer and an ordered tuple of parallel axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar, get_args
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pardist.axes.base import ParallelAxis, RunContext
+from lightning_pardist.axes.refusals import refuse_renormalized
+from lightning_pardist.axes.user_parallelized import UserParallelizedAxis, is_user_parallelized, note_user_parallelized
+from lightning_pardist.collectives import barrier, broadcast_object, reduce, world_group
+from lightning_pardist.compat.contract import warn_if_untested
+from lightning_pardist.compat.default_group import in_step
+from lightning_pardist.compat.lightning_functions import PATH, optimizers_to_device
+from lightning_pardist.compat.lightning_loops import layer_sync as layer_sync_of
+from lightning_pardist.compat.lightning_loops import lightning_optimizers, plain_optimizer, set_device_mesh, trainer_of
+from lightning_pardist.engines.common import activation_checkpointing
+from lightning_pardist.engines.common.activation_checkpointing import Checkpointing
+from lightning_pardist.engines.common.allocator import keep_freed_memory
+from lightning_pardist.engines.common.loss_setting import LossWeight, check_loss_weight
+from lightning_pardist.engines.common.memory import HeldBytes, held_bytes
+from lightning_pardist.engines.data_engine import DataEngine
+from lightning_pardist.engines.ddp.buffers import broadcast_module
+from lightning_pardist.mesh import DATA_AXES, ParallelDims
+from lightning_pardist.runtime.distributed_context import DistributedContext
+from lightning_pardist.runtime.launchers import (
+    MultiProcessLauncher,
+    ScriptLauncher,
+    StartMethod,
+    choose_start_method,
+)
+from lightning_pardist.runtime.process_group import verify_same_module
+from lightning_pardist.settings import one_of
+from lightning_pardist.trainer import layer_sync
+from lightning_pardist.trainer.auto_resume import AutoResume, Resume
+from lightning_pardist.trainer.batch_ranks import show_batch_ranks
+from lightning_pardist.trainer.checkpoints import Checkpoints, Form
+from lightning_pardist.trainer.data_duties import DataParallelDuties
+from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
+from lightning_pardist.trainer.gradient_access import GradientAccess
+from lightning_pardist.trainer.kept_optimizers import KeptOptimizers
+from lightning_pardist.trainer.loader_state import LoaderState
+from lightning_pardist.trainer.patch_stack import PatchStack
+from lightning_pardist.trainer.preemption import PreemptionHandler
+from lightning_pardist.trainer.resumable_loaders import keep_loaders
+from lightning_pardist.trainer.sample_batches import SampleBatches
+from lightning_pardist.trainer.skipped_steps import allow_skipped_steps, skipped_if_none
+from lightning_pardist.trainer.state_dicts import StateDicts
+from lightning_pardist.trainer.uneven_inputs import UnevenInputs
+
+T = TypeVar("T")
+A = TypeVar("A", bound=ParallelAxis)
+
+
+class PardistStrategy(ParallelStrategy):
+    """Base of all strategies: ranks, groups, samplers, metrics, gradients at the right time, an end for every run.
+
+    A run goes ``Trainer(...)`` -> :meth:`_configure_launcher` (settings are checked, nothing has started) -> the
+    launcher starts ranks -> :meth:`setup_environment` (process group, mesh, watchdog) -> :meth:`setup` (the module is
+    transformed, then optimizers, then the data axis' engine) -> the Trainer's loops -> :meth:`teardown`.
+
+    What is split, and how, is the business of the strategy's axes, one for each kind of parallelism; a subclass makes
+    them from settings. Axes and helpers share a :class:`~lightning_pardist.axes.base.RunContext` and know neither the
+    strategy nor each other. Whatever else has a job of its own is an object, too:
+
+    - ``distributed``: this rank among the others, by process group, meshes and watchdog;
+    - ``data_duties``: what ranks with different samples share besides gradients, for which there is ``data_engine``;
+    - ``states`` and ``checkpoints``: state dicts as they are saved, and when and by whom they are written and read;
+    - ``loader_state``: where in its data a run goes on.
+
+    Args:
+        axes: Kinds of parallelism, a :class:`~lightning_pardist.axes.base.DataParallelAxis` among them.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer: the devices of this node.
+        cluster_environment: Who started the ranks. Found by the Trainer if None.
+        checkpoint_io: How checkpoint files are written. By default complete or not at all, and checked when read.
+        precision_plugin: Set by the Trainer from ``precision=``.
+        process_group_backend: ``"gloo"``, ``"nccl"`` or a per-device string as torch takes it. By default gloo on CPU,
+            and on CUDA NCCL for tensors there with gloo for those in host memory.
+        timeout_s: Seconds after which a collective that a rank does not join ends the job.
+        heartbeat_timeout_s: Seconds of silence after which a rank is given up as dead or cut off. By default so many
+            that every other rank has ended 60 seconds after the loss.
+        start_method: How ranks are started where nobody else does: ``"popen"`` runs the script once per rank,
+            ``"spawn"`` and ``"fork"`` start workers from this process. By default fork in an interactive session,
+            popen elsewhere.
+        sync_metrics: Whether values logged for an epoch are combined over the ranks that saw different samples, also
+            without ``sync_dist=True``.
+        broadcast_buffers: Whether buffers follow the first rank's.
+        keep_freed_memory: Whether, on CPU, the allocator keeps what a step frees for the next one: steps
+            are faster, and memory stays resident at the step's peak.
+        checkpoint: ``"full"`` saves Lightning's single file, for programs without this package; ``"sharded"`` a
+            folder that all ranks write in parallel. Every strategy loads both, of any strategy and number of ranks.
+        async_save: Whether training goes on while a checkpoint is written.
+        activation_checkpointing: Names of classes of modules that keep their inputs only, and run their forward again
+            in backward; ``"auto"`` for the model's repeated blocks. Results do not change, dropout and batch norm
+            included.
+        resume: Whether ``fit`` goes on from the newest checkpoint that this job has written: ``"auto"`` where the
+            launcher says that it was started before (a SLURM requeue, a torchrun restart), ``"always"`` also where the
+            same command is started anew with the same ``default_root_dir``, ``"never"`` not. It comes before
+            ``ckpt_path``, which the first start has used.
+        loss_weight: How the losses of ranks without a pipeline make up the batch's. ``"auto"`` reads it off each loss'
+            graph: a mean is weighed by what it was divided by (tokens that are not ignored, weights of classes,
+            samples), each of several by its own count, and a sum adds up; the log says what was found. ``"tokens"``
+            weighs the whole loss by the first count that depends on values of the batch, ``"samples"`` by samples;
+            ``"sum"`` adds losses up; a function takes the batch and returns its weight. ``"ranks"`` takes ranks
+            alike, as Lightning's ``ddp`` does.
+        uneven_inputs: What is done where ranks have different numbers of batches (streams, buckets by length).
+            ``"join"`` uses them all: a rank that has run out takes part with its last batch at weight zero, which
+            adds nothing to gradients, logged values and metrics; hooks run for it as well. ``"drop"`` ends the epoch
+            where one of the ranks has no further batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        axes: Sequence[ParallelAxis],
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 50.0,
+        start_method: StartMethod | None = None,
+        sync_metrics: bool = True,
+        broadcast_buffers: bool = True,
+        keep_freed_memory: bool = True,
+        activation_checkpointing: Checkpointing | None = None,
+        checkpoint: Form = "full",
+        async_save: bool = False,
+        resume: Resume = "auto",
+        loss_weight: LossWeight = "auto",
+        uneven_inputs: UnevenInputs = "join",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        one_of("resume", resume, get_args(Resume))
+        one_of("uneven_inputs", uneven_inputs, get_args(UnevenInputs))
+        self.start_method = choose_start_method(start_method)
+        warn_if_untested()
+        self.keep_freed_memory = keep_freed_memory
+        self.activation_checkpointing = activation_checkpointing
+        self.resume: Resume = resume
+        self.distributed = DistributedContext(
+            process_group_backend=process_group_backend,
+            timeout_s=timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        self.context = RunContext(type(self).__name__, self.distributed, loss_weight=check_loss_weight(loss_weight))
+        self._axes_as_set = tuple(sorted(axes, key=lambda axis: axis.order))
+        self._user_parallelized = UserParallelizedAxis()
+        for axis in (*self._axes_as_set, self._user_parallelized):
+            axis.bind(self.context)
+        #: Settings for the Trainer from a DeepSpeed configuration.
+        self.deepspeed: DeepSpeedConfig | None = None
+        self.states = StateDicts(self.context)
+        self.kept_optimizers = KeptOptimizers(self.context, self.states)
+        self.loader_state = LoaderState(self.context)
+        self.checkpoints = Checkpoints(
+            self.context, self.states, self.loader_state, io=checkpoint_io, form=checkpoint, async_save=async_save
+        )
+        self.data_duties = DataParallelDuties(
+            self.context,
+            broadcast_buffers=broadcast_buffers,
+            sync_metrics=sync_metrics,
+            uneven_inputs=uneven_inputs,
+        )
+        self._num_nodes = 1
+        self._loads_after_setup: bool | None = None
+        self._attached = PatchStack()
+        #: Takes back what this run has changed in the module and its loaders, latest first.
+        self._changes = ExitStack()
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Degrees of parallelism, known as soon as the number of ranks is."""
+        return self.distributed.dims
+
+    @property
+    def axes(self) -> tuple[ParallelAxis, ...]:
+        """The axes that have something to do, in the order in which they transform the module."""
+        return self.context.axes
+
+    def axis(self, kind: type[A]) -> A | None:
+        """The strategy's axis of a class, in use or not; None if it has none."""
+        return next((axis for axis in self._axes_as_set if isinstance(axis, kind)), None)
+
+    @property
+    def data_engine(self) -> DataEngine | None:
+        """Keeps gradients right over the gradient mesh; from the first ``fit`` on."""
+        return self.context.data_engine
+
+    def _choose_axes(self) -> None:
+        """A module that ``configure_model`` has split is taken as it is, any other by the axes as they were set."""
+        module = self.lightning_module
+        taken = module is not None and is_user_parallelized(module)
+        axes = (self._user_parallelized,) if taken else self._axes_as_set
+        self.context.axes = tuple(axis for axis in axes if axis.is_used(self.dims))
+
+    # --- ranks --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks third-party strategies by this name whether samplers and metrics are to be distributed."""
+        return True
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts; the Trainer sets it."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or []
+        if self.local_rank >= len(devices):
+            raise ValueError(
+                f"This process is local rank {self.local_rank}, but the Trainer has {len(devices)} device(s) a node."
+                f" Set Trainer(devices={self.local_rank + 1}) or more, or start fewer processes a node."
+            )
+        return devices[self.local_rank]
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's loggers this process' rank. The Trainer calls it."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def resolve_dims(self, world_size: int) -> ParallelDims:
+        """The degrees of parallelism for this many ranks.
+
+        Raises:
+            ValueError: If they do not fit, with the values and the fix.
+        """
+        degrees = {
+            axis: size
+            for one in self._axes_as_set
+            for axis, size in one.degrees(self.num_nodes, self.num_processes).items()
+        }
+        wants_rest = [axis for axis, size in degrees.items() if size == "auto"]
+        if any(axis not in DATA_AXES for axis in wants_rest):
+            # The data axis takes what others leave, and these want everything.
+            degrees = {axis: 1 if axis in DATA_AXES and size == "auto" else size for axis, size in degrees.items()}
+        return ParallelDims.resolve(world_size, **degrees)
+
+    @override
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        if environment is None:
+            raise RuntimeError("A launcher needs the strategy's cluster environment; construct the Trainer first.")
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self.distributed.dims = self.resolve_dims(self.world_size)
+        self._choose_axes()
+        if self.start_method == "popen" or environment.creates_processes_externally:
+            self._launcher = ScriptLauncher(
+                environment,
+                self.distributed,
+                global_rank=self.global_rank,
+                num_processes=self.num_processes,
+                num_nodes=self.num_nodes,
+            )
+        else:
+            self._launcher = MultiProcessLauncher(self, self.distributed, start_method=self.start_method)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Replicas and rank of the batch mesh: ranks of one tensor or pipeline group see the same samples."""
+        return {"num_replicas": self.dims.batch_size, "rank": self.dims.batch_rank(self.global_rank)}
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.keep_freed_memory and self.root_device.type == "cpu":
+            keep_freed_memory()
+        reset_seed()
+        self.set_world_ranks()
+        if self.cluster_environment is None:
+            raise RuntimeError("The strategy has no cluster environment; construct a Trainer with it first.")
+        self.distributed.open(
+            self.cluster_environment,
+            global_rank=self.global_rank,
+            local_rank=self.local_rank,
+            device=self.root_device,
+        )
+        if self.lightning_module is not None:
+            # What `self.device_mesh` in a module's configure_model refers to.
+            set_device_mesh(self.lightning_module, self.device_mesh)
+            trainer = self.lightning_module.trainer
+            if self.distributed.default_group is not None:
+                show_batch_ranks(trainer, self.distributed.default_group, self._attached)
+            if trainer.state.fn == TrainerFn.FITTING:
+                environment = self.cluster_environment
+                resume = AutoResume(trainer, self.context, self.checkpoints, environment, self.resume)
+                self._attached.attach(resume)
+                self._attached.attach(PreemptionHandler(trainer, self.context, environment, resume.save))
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The job's mesh, with the axes of :data:`lightning_pardist.mesh.AXES` and ``"data_parallel"``.
+
+        Raises:
+            RuntimeError: Before the process group exists, that is before ``configure_model``.
+        """
+        return self.context.mesh
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """A training loader of a resumed run goes on where the run was saved; what was taken of one comes again."""
+        module = self.lightning_module
+        if module is None or trainer_of(module) is None:
+            return dataloader
+        samples = self.context.sample_batches
+        whole = dataloader if samples is None else samples.put_back(dataloader)
+        return self.loader_state.prepare(module.trainer, dataloader, whole) if module.trainer.training else whole
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self.context.module = model
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        found: list[Optimizer] = ParallelStrategy.optimizers.fget(self)  # type: ignore[attr-defined]
+        return found
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        self.context.optimizers = optimizers
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Where a module is built: if it is to be empty, on ``meta``, for an axis that creates its values in pieces."""
+        if not empty_init or not any(axis.creates_values for axis in self.axes) or len(self.context.model_axes) > 1:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        with torch.device("meta"), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    @in_step()
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.accelerator is None or self.lightning_module is None or self.model is None:
+            raise RuntimeError("The strategy is set up by a Trainer's fit, validate, test or predict.")
+        module = self.lightning_module
+        self.context.sample_batches = SampleBatches(trainer)
+        # Setting up changes what the answer is taken from.
+        self._loads_after_setup = self.context.loads_after_setup = self.restore_checkpoint_after_setup
+        self.context.precision = self.precision_plugin
+        data = self.context.data_axis
+        if self.deepspeed is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.deepspeed.apply(trainer, replicas=self.dims.batch_size)
+        for axis in self.axes:
+            axis.check(trainer)
+        self.checkpoints.check(trainer)
+        self.accelerator.setup(trainer)
+        if self.dims.batch_size == 1 and self.context.model_axes:
+            # Tensor ranks draw random numbers of their own: only a seeded sampler shuffles alike on all of them.
+            self._changes.callback(keep_loaders(trainer, shuffled=self.dims.tensor_parallel == 1))
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.data_duties.attach_first(trainer)
+        verify_same_module(module, group=world_group())
+        if fitting and self.dims.data_parallel * self.dims.tensor_parallel > 1:
+            refuse_renormalized(module, type(self).__name__)
+        self.kept_optimizers.note(module)
+        if fitting and layer_sync_of(self) is not None:
+            self._convert_layers(layer_sync_of(self), self.model)
+        data.convert_precision(module)
+        for axis in self.axes:
+            axis.materialize(trainer, module)
+        self.model_to_device()
+        if self.world_size > 1 and not data.broadcasts and not self.restore_checkpoint_after_setup:
+            broadcast_module(module, group=world_group())
+        if data is not self._user_parallelized:
+            note_user_parallelized(module)
+        for axis in self.axes:
+            axis.observe(trainer, module)
+        for axis in self.context.model_axes:
+            axis.transform(trainer, module)
+        if fitting and self.activation_checkpointing is not None:
+            self._changes.callback(activation_checkpointing.checkpoint_blocks(module, self.activation_checkpointing))
+        for axis in self.axes:
+            if not axis.splits_module:
+                axis.transform(trainer, module)
+        if fitting:
+            self.setup_optimizers(trainer)
+            self.kept_optimizers.adopt(module, self.optimizers)
+            self.states.check(self.optimizers)
+            for axis in self.axes:
+                axis.after_optimizers(trainer, self.optimizers)
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self.root_device)
+            self.context.data_engine = engine = data.make_engine(module, self.optimizers)
+            self.states.know_names(module)
+            self.kept_optimizers.load()
+            self._attached.attach(GradientAccess(self.context, module, engine, lightning_optimizers(self)))
+        for axis in self.axes:
+            axis.ready(trainer, module)
+        if self.world_size > 1:
+            allow_skipped_steps(trainer)
+        self.data_duties.attach(trainer)
+
+    @override
+    def model_to_device(self) -> None:
+        if self.model is not None:
+            self.context.data_axis.to_device(self.model)
+
+    def _convert_layers(self, plugin: LayerSync, model: nn.Module) -> None:
+        self.model, revert = layer_sync.convert_layers(plugin, model, self.context.gradient_group)
+
+        def undo() -> None:
+            if self.model is not None:
+                self.model = revert(self.model)
+
+        self._changes.callback(undo)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A module on ``meta`` has no values to load into before it is sharded."""
+        if self._loads_after_setup is None:
+            self._choose_axes()
+            return any(axis.loads_after_setup for axis in self.axes)
+        return self._loads_after_setup
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one of the module's four step functions: the data axis outermost, split layers innermost."""
+        with in_step(), ExitStack() as around:
+            for axis in self.axes:
+                step = partial(axis.run_step, step)
+                around.enter_context(axis.running())
+            return step(*args, **kwargs)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        run = partial(self.run_step, super().training_step, *args, **kwargs)
+        output = self.data_duties.training_step(run, next(iter((*args, *kwargs.values())), None))
+        return skipped_if_none(output, self.lightning_module) if self.world_size > 1 else output
+
+    @override
+    @in_step()
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        if module is None or self.data_engine is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.pre_backward(closure_loss)
+        if not module.automatic_optimization and self.data_duties.loss_weights is not None:
+            self.data_duties.loss_weights.before_manual_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        # Gradients are complete before post_backward, whose hooks show them to the user.
+        with ExitStack() as around:
+            for axis in self.axes:
+                around.enter_context(axis.around_backward())
+            around.enter_context(self.data_engine.backward(closure_loss, overlap=not is_overridden("backward", module)))
+            run = partial(self.precision_plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
+            for axis in self.axes:
+                run = partial(axis.backward, run)
+            run()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Backward inside sends nothing; gradients accumulate until the next one outside."""
+        if self.data_engine is None:
+            yield
+            return
+        with self.data_engine.no_sync():
+            yield
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer | LightningOptimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, partial(self._completed, closure), model, **kwargs)  # type: ignore[arg-type]
+        if self.data_engine is not None:
+            self.data_engine.step_done()
+        plain = plain_optimizer(optimizer)
+        for axis in self.axes:
+            axis.optimizer_stepped(plain)
+        return output
+
+    def _completed(self, closure: Callable[[], Any]) -> Any:
+        """Run a step's closure; where its ``training_step`` returned None on this rank, join the others' reduction."""
+        result = closure()
+        module = self.lightning_module
+        if (
+            self.data_engine is not None
+            and module is not None
+            and module.automatic_optimization
+            and not self.data_engine.is_reduced
+        ):
+            self.data_engine.reduce()
+            if result is None and self.data_engine.has_gradients:
+                # None tells a gradient scaler to skip this step, which the ranks with a loss will not.
+                return torch.zeros((), device=self.root_device)
+        return result
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run_step(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run_step(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run_step(super().predict_step, *args, **kwargs)
+
+    def _synchronize(self) -> None:
+        for axis in self.axes:
+            axis.synchronize()
+        self.data_duties.synchronize_buffers()
+
+    def _start_evaluation(self) -> None:
+        for axis in self.axes:
+            axis.start_evaluation()
+
+    def _end_evaluation(self) -> None:
+        for axis in self.axes:
+            axis.end_evaluation()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._synchronize()
+        self._start_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self.on_validation_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._start_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_train_end(self) -> None:
+        self._synchronize()
+
+    @override
+    def on_train_start(self) -> None:
+        rank_zero_info(self.describe())
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return self.checkpoints.io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self.checkpoints.io = io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PATH, storage_options: Any | None = None) -> None:
+        """Write what the Trainer has put together, or begin to under ``async_save``. Collective over the world."""
+        self.checkpoints.save(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: PATH) -> None:
+        """Remove a file or folder on the first rank, after what was begun before is complete."""
+        self.checkpoints.remove(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Check and read a file or a folder. Collective over the world."""
+        checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
+        self.loader_state.take(checkpoint)
+        return checkpoint
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state dict of one process, whole at least on the first rank; in shards if so set. Collective."""
+        self.checkpoints.begin()
+        for axis in self.axes:
+            axis.synchronize()
+        return self.states.of_module(super().lightning_module_state_dict())
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.states.load_module(checkpoint["state_dict"], strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State as one process would have it, whole at least on the first rank; in shards if so set. Collective."""
+        plain = plain_optimizer(optimizer)
+        return self.states.of_optimizer(plain)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        # The process that called for ranks has a module without a Trainer, after a run.
+        if self.lightning_module is not None and trainer_of(self.lightning_module) is not None:
+            self.loader_state.settle(self.lightning_module.trainer)
+        self.states.load_optimizers(checkpoint["optimizer_states"])
+
+    # --- collectives --------------------------------------------------------------------------------------------
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Combine a tensor over ``group``, by default the batch mesh. Collective over it; anything else comes back."""
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        self.context.before_collective()
+        return self.data_duties.reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack a tensor over ``group``, by default the batch mesh: shape ``[group size, ...]``. Collective over it."""
+        if not dist.is_initialized():
+            return tensor
+        self.context.before_collective()
+        return self.data_duties.all_gather(tensor, group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (or any rank) of the world decide so. Collective over the world."""
+        self.context.before_collective()
+        flag = torch.tensor(int(decision), device=self.root_device)
+        return bool(reduce(flag, group=world_group(), op="min" if all else "max"))
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank of the world."""
+        if not dist.is_initialized():
+            return
+        self.context.before_collective()
+        barrier(self.root_device)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of global rank ``src``, on every rank of the world. Collective."""
+        if not dist.is_initialized():
+            return obj
+        self.context.before_collective()
+        return broadcast_object(obj, src)
+
+    # --- for people ---------------------------------------------------------------------------------------------
+
+    def held(self) -> HeldBytes:
+        """Bytes that this rank holds at this moment, by kind. Not collective."""
+        module = self.lightning_module
+        extra = self.data_engine.held_bytes() if self.data_engine is not None else 0
+        return held_bytes([] if module is None else [module], self.optimizers, buckets=extra)
+
+    def describe(self) -> str:
+        """What is split over what, for the log."""
+        held = self.held()
+        lines = [
+            f"{type(self).__name__}: {self.dims.describe()}, {held.num_parameters:,} parameters"
+            f" ({held.parameters / 1e6:.1f} MB on this rank)"
+        ]
+        lines += [text for axis in self.axes if (text := axis.describe())]
+        return "\n".join(lines)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        try:
+            self.checkpoints.close(well=not self.axes or self.context.data_axis.ended_well())
+        finally:
+            self._take_down()
+
+    def _take_down(self) -> None:
+        self._loads_after_setup = None
+        self.loader_state.forget()
+        if self.context.sample_batches is not None:
+            self.context.sample_batches.detach()
+            self.context.sample_batches = None
+        self.data_duties.detach()
+        self._attached.detach()
+        if self._fitted_well():
+            self.kept_optimizers.gather()
+        for axis in self.axes:
+            axis.release()
+        for axis in (*(axis for axis in self.axes if not axis.splits_module), *self.context.model_axes):
+            axis.teardown()
+        self.kept_optimizers.give_back()
+        self._changes.close()
+        if self.data_engine is not None:
+            # Kept, since a checkpoint after training asks it for the optimizers' state.
+            self.data_engine.detach()
+        super().teardown()
+        self.distributed.close()
+
+    def _fitted_well(self) -> bool:
+        module = self.lightning_module
+        if module is None or self.data_engine is None or not self.context.data_axis.ended_well():
+            return False
+        return module.trainer.state.fn == TrainerFn.FITTING
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Names are registered from the table in :mod:`lightning_pardist.registry`, not class by class."""
+
+
+# Lightning asks `isinstance(strategy, DDPStrategy)` where it means "runs a plain module on several ranks": to allow a
+# compiled LightningModule, and to count the strategy as distributed. We answer yes without inheriting its code.
+LightningDDPStrategy.register(PardistStrategy)

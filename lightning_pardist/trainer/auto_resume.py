@@ -1,0 +1,195 @@
+"""Resumes a restarted job from the newest checkpoint that it has written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict, dataclass, field
+from functools import wraps
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_pardist.axes.base import RunContext
+from lightning_pardist.checkpoint.atomic import local_path, recover
+from lightning_pardist.checkpoint.errors import DamagedCheckpointError
+from lightning_pardist.checkpoint.folder import FolderReader
+from lightning_pardist.checkpoint.full_file import verify_file
+from lightning_pardist.checkpoint.manifest import is_folder, verify_files
+from lightning_pardist.collectives import barrier
+from lightning_pardist.compat.lightning_loops import checkpoint_connector
+from lightning_pardist.runtime.environments.external import ExternalEnvironment
+from lightning_pardist.runtime.environments.program import program_key
+from lightning_pardist.trainer.checkpoints import Checkpoints
+
+Resume = Literal["auto", "always", "never"]
+
+_FOLDER = "pardist_resume"
+_REMEMBERED = 8
+
+#: Fits in this process: equal on all ranks, and when the same script runs again.
+_fits = itertools.count()
+
+
+@dataclass(frozen=True)
+class _Notes:
+    """Record for a job's next start: its checkpoints, newest last, and its launchers."""
+
+    paths: list[str] = field(default_factory=list)
+    starters: list[str] = field(default_factory=list)
+
+
+class AutoResume:
+    """Records the checkpoints of a fit, and resumes a later start of the same job from the newest.
+
+    The notes lie beside the logs, in ``default_root_dir``: one file for each job, command and ``fit`` in the script.
+
+    Args:
+        trainer: The Trainer, about to fit.
+        context: Its strategy's; the process group exists.
+        checkpoints: Writes them.
+        environment: Who started this process.
+        mode: ``"auto"`` continues where the launcher says that this job was started before, ``"always"`` wherever the
+            same command has left a note, ``"never"`` does not.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        context: RunContext,
+        checkpoints: Checkpoints,
+        environment: ClusterEnvironment | None,
+        mode: Resume,
+    ) -> None:
+        self._trainer = trainer
+        self._context = context
+        self._checkpoints = checkpoints
+        self._mode = mode
+        self._environment = environment if isinstance(environment, ExternalEnvironment) else None
+        job = self._environment.job_key if self._environment is not None and mode == "auto" else None
+        #: Whether somebody may start this job again, so that notes are of use.
+        self._takes_notes = mode == "always" or job is not None
+        self._starters: list[str] = []
+        parts = (job, program_key(), f"fit{next(_fits)}")
+        self._fs, root = url_to_fs(str(trainer.default_root_dir))
+        self._folder = f"{root}/{_FOLDER}/{'-'.join(part for part in parts if part)}"
+        #: Where a run that was asked to stop leaves its checkpoint.
+        self.stopped_path = f"{self._folder}/stopped.ckpt"
+        self._is_local = isinstance(self._fs, LocalFileSystem)
+
+    def attach(self) -> None:
+        """Choose the checkpoint to continue from, and note those that will be written. Collective over the world."""
+        if not self._takes_notes:
+            return
+        trainer = self._trainer
+        connector, save, resume = checkpoint_connector(trainer), trainer.save_checkpoint, None
+        noted = self._noted() if trainer.is_global_zero else _Notes()
+        if self._was_started_before(noted):
+            resume = self._context.broadcast(self._newest(noted) if trainer.is_global_zero else None)
+        elif trainer.is_global_zero and self._fs.exists(self._notes_path):
+            # Left by another job of that name.
+            self._fs.rm(self._notes_path)
+        if resume is not None:
+            start = connector.resume_start
+
+            @wraps(start)
+            def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+                rank_zero_info(f"This job was started before: continuing from {resume}.")
+                start(resume, weights_only=False)
+
+            connector.__dict__["resume_start"] = resume_start
+
+        @wraps(save)
+        def save_and_note(filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+            save(filepath, weights_only, storage_options)
+            if not weights_only and trainer.is_global_zero:
+                self._note(str(filepath))
+
+        trainer.__dict__["save_checkpoint"] = save_and_note
+
+    def detach(self) -> None:
+        """Give the Trainer its methods back; after a run that has ended well, remove what a stop has left."""
+        self._trainer.__dict__.pop("save_checkpoint", None)
+        checkpoint_connector(self._trainer).__dict__.pop("resume_start", None)
+        ended_well = self._trainer.state.status == "running"
+        if ended_well and self._trainer.is_global_zero and self._fs.exists(self.stopped_path):
+            self._fs.rm(self.stopped_path, recursive=True)
+
+    def save(self) -> str:
+        """Save a checkpoint to continue from: complete or absent. Collective over the world.
+
+        Returns:
+            Its path.
+        """
+        path = self._name(self.stopped_path)
+        if self._trainer.is_global_zero:
+            self._fs.makedirs(self._folder, exist_ok=True)
+        barrier(self._context.device)
+        pl.Trainer.save_checkpoint(self._trainer, path, weights_only=False)
+        # It may be written in the background, which the end of this process would cut short.
+        self._checkpoints.finish()
+        barrier(self._context.device)
+        if self._trainer.is_global_zero:
+            self._note(path)
+        return path
+
+    def _name(self, path: str) -> str:
+        return path if self._is_local else str(self._fs.unstrip_protocol(path))
+
+    def _was_started_before(self, noted: _Notes) -> bool:
+        """Whether some host knows of an earlier start: one that joins later does not. Collective over the world."""
+        if self._mode == "always" or self._environment is None:
+            return self._mode == "always"
+        own = (self._environment.restart_count, self._environment.starter)
+        everyone: list[Any] = [own] * self._context.dims.world_size
+        if self._context.dims.world_size > 1:
+            dist.all_gather_object(everyone, own)
+        self._starters = sorted({starter for _, starter in everyone if starter})
+        known = bool(set(self._starters) & set(noted.starters))
+        return max(count for count, _ in everyone) > 0 or bool(self._context.broadcast(known))
+
+    def _newest(self, noted: _Notes) -> str | None:
+        return next((path for path in reversed(noted.paths) if _is_complete(path)), None)
+
+    @property
+    def _notes_path(self) -> str:
+        return f"{self._folder}/notes.json"
+
+    def _noted(self) -> _Notes:
+        try:
+            with self._fs.open(self._notes_path) as file:
+                return _Notes(**json.load(file))
+        except (OSError, ValueError, TypeError):
+            return _Notes()
+
+    def _note(self, path: str) -> None:
+        # A path that is written again becomes the newest.
+        paths = [*(other for other in self._noted().paths if other != path), path][-_REMEMBERED:]
+        self._fs.makedirs(self._folder, exist_ok=True)
+        part = f"{self._folder}/notes.part"
+        with self._fs.open(part, "w") as file:
+            json.dump(asdict(_Notes(paths, self._starters)), file)
+        self._fs.mv(part, self._notes_path)
+
+
+def _is_complete(path: str) -> bool:
+    """Whether a checkpoint of either form is there, whole and unaltered."""
+    try:
+        if (plain := local_path(path)) is not None:
+            recover(plain)
+        if is_folder(path):
+            verify_files(path, FolderReader(path).manifest)
+        else:
+            verify_file(path)
+    except FileNotFoundError:
+        # Callbacks remove those that are not among the best.
+        return False
+    except (OSError, DamagedCheckpointError) as error:
+        rank_zero_warn(f"Not continuing from {path}: {error}")
+        return False
+    return True

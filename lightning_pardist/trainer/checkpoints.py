@@ -1,0 +1,409 @@
+"""Writes and reads a strategy's checkpoints, full or sharded, blocking or in the background."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import lightning
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_pardist._version import __version__
+from lightning_pardist.axes.base import RunContext
+from lightning_pardist.checkpoint.atomic import local_path, recover
+from lightning_pardist.checkpoint.coordination import (
+    Coordinator,
+    SingleCoordinator,
+    StoreCoordinator,
+    together,
+    world_coordinator,
+)
+from lightning_pardist.checkpoint.folder import FolderReader, FolderSave
+from lightning_pardist.checkpoint.gather import merged_small
+from lightning_pardist.checkpoint.manifest import is_folder, verify_files
+from lightning_pardist.checkpoint.tensors import (
+    ABOUT,
+    FolderState,
+    module_shards,
+)
+from lightning_pardist.compat.lightning_functions import PATH, WrappingCheckpointIO
+from lightning_pardist.runtime.process_group import job_store
+from lightning_pardist.settings import one_of
+from lightning_pardist.trainer.checkpoint_io import PardistCheckpointIO
+from lightning_pardist.trainer.loader_state import LoaderState
+from lightning_pardist.trainer.state_dicts import ShardedOptimizerState, StateDicts
+
+Form = Literal["full", "sharded"]
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What one save cost.
+
+    Attributes:
+        path: Where the checkpoint is.
+        stall_s: Seconds for which training waited.
+        write_s: Seconds from the beginning until it was complete.
+    """
+
+    path: str
+    stall_s: float
+    write_s: float
+
+
+class Checkpoints:
+    """A strategy's checkpoints.
+
+    Args:
+        context: The strategy's.
+        states: Makes the module's and the optimizers' state dicts.
+        loader_state: Says where in its data a run is.
+        io: Writes and reads single files; the strategies' own if None.
+        form: ``"full"`` for Lightning's single file, written by the first rank; ``"sharded"`` for a folder that all
+            ranks write in parallel.
+        async_save: Whether training goes on while a checkpoint is written.
+
+    Attributes:
+        reports: What the saves of the run cost.
+
+    Raises:
+        ValueError: If a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        states: StateDicts,
+        loader_state: LoaderState,
+        *,
+        io: CheckpointIO | None,
+        form: Form,
+        async_save: bool,
+    ) -> None:
+        one_of("checkpoint", form, get_args(Form))
+        self.context = context
+        self.states = states
+        self.loader_state = loader_state
+        self._io = io
+        self.form = form
+        self.async_save = async_save
+        self.reports: list[SaveReport] = []
+        self._began: float | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+        self._number = 0
+        self._closed = True
+
+    @property
+    def io(self) -> CheckpointIO:
+        """Writes and reads single files."""
+        self._io = _with_default(self._io)
+        return self._io
+
+    @io.setter
+    def io(self, io: CheckpointIO | None) -> None:
+        self._io = io
+
+    @property
+    def form(self) -> Form:
+        """``"full"`` or ``"sharded"``."""
+        return "sharded" if self.context.sharded_checkpoints else "full"
+
+    @form.setter
+    def form(self, form: Form) -> None:
+        self.context.sharded_checkpoints = form == "sharded"
+
+    @property
+    def _in_background(self) -> bool:
+        """After a run nobody would wait for a background save."""
+        return self.async_save and not self._closed
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Refuse combinations that cannot be right. Not collective.
+
+        Raises:
+            ValueError: With what was set, what was found and the fix.
+        """
+        self._closed, self.reports = False, []
+        io = self.io
+        if self.context.sharded_checkpoints and not isinstance(io, PardistCheckpointIO):
+            raise ValueError(
+                f'checkpoint="sharded" writes its own folder, but the Trainer was given a {type(io).__name__}. Remove'
+                ' the plugin (async_save=True takes the place of AsyncCheckpointIO), or set checkpoint="full".'
+            )
+        if self.async_save and isinstance(io, WrappingCheckpointIO):
+            raise ValueError(
+                f"async_save=True and {type(io).__name__} would both save in the background. Remove one of them."
+            )
+        for callback in trainer.checkpoint_callbacks:
+            if self.async_save and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+                raise ValueError(
+                    'ModelCheckpoint(save_last="link") would link to a checkpoint that async_save=True has not'
+                    " written yet. Set save_last=True."
+                )
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A checkpoint is being put together: time counts from here. An earlier one is waited for."""
+        self._began = time.perf_counter()
+        self.finish()
+
+    def save(self, checkpoint: dict[str, Any], path: PATH, storage_options: Any | None) -> None:
+        """Write a checkpoint, or begin to. Collective over the world.
+
+        Raises:
+            OSError: On the rank whose filesystem refused; what was there before is intact.
+            RuntimeError: On the others, with its rank and reason; of an earlier save in the background as well.
+        """
+        began = time.perf_counter() if self._began is None else self._began
+        self._began = None
+        self.finish()
+        self.context.before_collective()
+        whole = self.states.pop_whole()
+        done = ("optimizer_states", "state_dict") if self.context.sharded_checkpoints else ("optimizer_states",)
+        # Callbacks add what they keep of the module, averages of its weights say, or put it in the module's place.
+        # Ranks may add different things.
+        added = {key: value for key, value in checkpoint.items() if key not in done and value is not whole}
+        for axis in (self.context.data_axis, *self.context.model_axes):
+            added = axis.whole_values(added)
+        # Hooks may have kept the Trainer's own.
+        checkpoint = {**checkpoint, **added}
+        if state := self.loader_state.state(world_coordinator()):
+            checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
+        job = self._sharded_job if self.context.sharded_checkpoints else self._full_job
+        run = job(checkpoint, path, storage_options)
+        if not self._in_background:
+            run(world_coordinator())
+            now = time.perf_counter() - began
+            self.reports.append(SaveReport(os.fspath(path), now, now))
+            return
+        exchange = self._background_exchange()
+
+        def in_background() -> None:
+            run(exchange)
+            self.reports.append(SaveReport(os.fspath(path), stall, time.perf_counter() - began))
+
+        stall = time.perf_counter() - began
+        self._submit(in_background)
+
+    def remove(self, path: PATH) -> None:
+        """Remove a checkpoint on the first rank, in the background after what was begun before is complete."""
+        if not self.context.distributed.is_first:
+            return
+        if not self._pending:
+            self.io.remove_checkpoint(path)
+            return
+        earlier = list(self._pending)
+
+        def in_background() -> None:
+            # A checkpoint whose successor could not be written stays.
+            if all(future.exception() is None for future in earlier):
+                self.io.remove_checkpoint(path)
+
+        self._submit(in_background)
+
+    def finish(self) -> None:
+        """Wait until everything begun is complete. Not collective.
+
+        Raises:
+            BaseException: What went wrong in the background.
+        """
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def close(self, *, well: bool) -> None:
+        """The run has ended: complete what was begun, and say what it cost. Not collective.
+
+        Args:
+            well: Whether a failure of a save is to be raised; it is warned of if another failure ended the run.
+        """
+        try:
+            self.finish()
+        except Exception as error:
+            if well:
+                raise
+            rank_zero_warn(f"The last checkpoint was not written: {error}")
+        finally:
+            self._closed = True
+            if self._executor is not None:
+                self._executor.shutdown(wait=True)
+                self._executor = None
+        if self.async_save and self.reports:
+            rank_zero_info(self.describe())
+
+    def describe(self) -> str:
+        """What the saves so far cost, in one line."""
+        stall = statistics.median(report.stall_s for report in self.reports)
+        write = statistics.median(report.write_s for report in self.reports)
+        return (
+            f"{len(self.reports)} checkpoint(s) written in the background: training waited {stall:.3f} s for each"
+            f" (median), writing took {write:.3f} s."
+        )
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pardist-checkpoint")
+        self._pending.append(self._executor.submit(job))
+
+    def _full_job(self, checkpoint: dict[str, Any], path: PATH, storage_options: Any) -> Callable[[Coordinator], None]:
+        io = self.io
+        if self._in_background and self.context.distributed.is_first:
+            checkpoint = apply_to_collection(checkpoint, Tensor, _Staging())
+
+        def run(exchange: Coordinator) -> None:
+            def write() -> None:
+                if exchange.rank == 0:
+                    io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+            together(exchange, f"Saving {path}", write)
+
+        return run
+
+    def _sharded_job(
+        self, checkpoint: dict[str, Any], path: PATH, storage_options: Any
+    ) -> Callable[[Coordinator], None]:
+        if storage_options is not None:
+            raise TypeError(f'storage_options={storage_options!r} is not supported by checkpoint="sharded".')
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        tensors, aliases, extra = module_shards(checkpoint["state_dict"])
+        for state in checkpoint.get("optimizer_states", ()):
+            tensors.update(state.tensors)
+        save = FolderSave(tensors, os.fspath(path), aliases=aliases, about=self._about(checkpoint))
+        exchange = world_coordinator()
+        if "optimizer_states" in checkpoint:
+            small = exchange.gather([state["small"] for state in checkpoint["optimizer_states"]])
+            rest["optimizer_states"] = [
+                {**state, "small": merged_small([of_rank[index] for of_rank in small])}
+                for index, state in enumerate(checkpoint["optimizer_states"])
+            ]
+        rest["state_dict"] = {}
+        for of_rank in reversed(exchange.gather(extra)):
+            rest["state_dict"].update(of_rank)
+        save.plan(exchange)
+        if self._in_background:
+            save.stage()
+            rest = apply_to_collection(rest, Tensor, _Staging())
+        return lambda exchange: save.write(exchange, rest)
+
+    def _about(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        context = self.context
+        return {
+            "strategy": context.name,
+            "axes": [axis.name for axis in context.axes],
+            "degrees": context.dims.describe(),
+            "world_size": context.dims.world_size,
+            "global_step": checkpoint.get("global_step"),
+            "epoch": checkpoint.get("epoch"),
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": {
+                "lightning_pardist": __version__,
+                "lightning": lightning.__version__,
+                # A plain string: weights_only refuses torch's own class for it.
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+        }
+
+    def _background_exchange(self) -> Coordinator:
+        self._number += 1
+        ranks = self.context.distributed
+        if ranks.world_size == 1:
+            return SingleCoordinator()
+        return StoreCoordinator(
+            job_store(),
+            name=f"{ranks.run}/{self._number}",
+            rank=ranks.global_rank,
+            world_size=ranks.world_size,
+            timeout_s=ranks.timeout_s,
+        )
+
+    # --- loading ------------------------------------------------------------------------------------------------
+
+    def load(self, path: PATH, weights_only: bool | None) -> dict[str, Any]:
+        """Check a checkpoint of either form and read it, its tensors when they are needed. Collective over the world.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            DamagedCheckpointError: If a part of it is missing, truncated or altered; nothing has been loaded then.
+            pickle.UnpicklingError: If it holds objects that take code to build, with the classes and two ways out.
+        """
+        self.finish()
+        exchange = world_coordinator()
+        self.context.before_collective()
+        what = f"Loading {os.fspath(path)}"
+
+        def find() -> bool:
+            if exchange.rank:
+                return False
+            if (plain := local_path(path)) is not None:
+                recover(plain)
+            return is_folder(path)
+
+        as_folder = exchange.broadcast(together(exchange, what, find))
+        if not as_folder:
+            return self._load_file(path, weights_only, exchange)
+        reader: FolderReader = together(exchange, what, lambda: FolderReader(path))
+        shares = {"share": exchange.rank, "shares": exchange.world_size}
+        together(exchange, what, lambda: verify_files(path, reader.manifest, **shares))
+        checkpoint: dict[str, Any] = together(exchange, what, lambda: reader.trainer_state(weights_only=weights_only))
+        checkpoint["state_dict"] = FolderState(reader, checkpoint["state_dict"])
+        if "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = [
+                ShardedOptimizerState(state, reader=reader) for state in checkpoint["optimizer_states"]
+            ]
+        return checkpoint
+
+    def _load_file(self, path: PATH, weights_only: bool | None, exchange: Coordinator) -> dict[str, Any]:
+        io = self.io
+        inner = io.checkpoint_io if isinstance(io, WrappingCheckpointIO) else io
+        what = f"Loading {os.fspath(path)}"
+        checkpoint: dict[str, Any]
+        if not isinstance(inner, PardistCheckpointIO):
+            checkpoint = together(exchange, what, lambda: io.load_checkpoint(path, weights_only=weights_only))
+            return checkpoint
+        # Every byte is read once on every node, which also brings it into the node's cache for all of its ranks.
+        together(exchange, what, lambda: inner.verify(path) if self.context.distributed.local_rank == 0 else None)
+        checkpoint = together(exchange, what, lambda: inner.read(path, weights_only=weights_only))
+        large = ("state_dict", "optimizer_states")
+        # The rest may live as long as the run; a mapping must not.
+        return {
+            key: value if key in large else apply_to_collection(value, Tensor, torch.clone)
+            for key, value in checkpoint.items()
+        }
+
+
+def _with_default(io: CheckpointIO | None) -> CheckpointIO:
+    """The strategies' own way to write files where the user has not chosen another."""
+    if io is None:
+        return PardistCheckpointIO()
+    if isinstance(io, WrappingCheckpointIO) and type(io.checkpoint_io) in (type(None), TorchCheckpointIO):
+        io.checkpoint_io = PardistCheckpointIO()
+    return io
+
+
+class _Staging:
+    """Copies tensors to host memory, keeping shared storages shared."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Any, Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else id(tensor)
+        if key not in self._copies:
+            self._copies[key] = tensor.detach().to("cpu", copy=True)
+        return self._copies[key]

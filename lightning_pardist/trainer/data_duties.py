@@ -1,0 +1,162 @@
+"""Data-parallel duties besides gradients: buffers, exact evaluation, epoch values, Lightning's collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_pardist.axes.base import RunContext
+from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among
+from lightning_pardist.engines.ddp import BufferSync
+from lightning_pardist.trainer.evaluation import ExactEvaluation
+from lightning_pardist.trainer.logged_results import EpochResults
+from lightning_pardist.trainer.loss_weights import LossWeights
+from lightning_pardist.trainer.patch_stack import PatchStack
+from lightning_pardist.trainer.uneven_inputs import EvenSteps, UnevenInputs
+
+
+class DataParallelDuties:
+    """Equal buffers, evaluation that sees every sample once, epoch values of all samples, and Lightning's collectives.
+
+    Args:
+        context: The strategy's.
+        broadcast_buffers: Whether buffers follow the first rank's.
+        sync_metrics: Whether epoch values are combined over the batch mesh.
+        uneven_inputs: What is done about ranks with fewer batches than others.
+
+    Attributes:
+        evaluation: During a run with several data ranks.
+        loss_weights: During ``fit``, if several ranks average the gradients of their losses.
+        even_steps: During ``fit``, if ranks see different samples.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        broadcast_buffers: bool,
+        sync_metrics: bool,
+        uneven_inputs: UnevenInputs,
+    ) -> None:
+        self.context = context
+        self.broadcast_buffers = broadcast_buffers
+        self.sync_metrics = sync_metrics
+        self.uneven_inputs: UnevenInputs = uneven_inputs
+        self.evaluation: ExactEvaluation | None = None
+        self.loss_weights: LossWeights | None = None
+        self.even_steps: EvenSteps | None = None
+        self._buffers: BufferSync | None = None
+        self._attached = PatchStack()
+
+    def attach_first(self, trainer: pl.Trainer) -> None:
+        """Before optimizers are made, which may ask for the number of steps. Not collective."""
+        if self._serves(trainer) and self.context.dims.batch_size > 1:
+            self.even_steps = EvenSteps(
+                trainer,
+                self.uneven_inputs,
+                group=self.context.batch_group,
+                before=self.context.before_collective,
+            )
+            self._attached.attach(self.even_steps)
+            self.context.batch_counts = partial(getattr, self.even_steps, "counts", None)
+
+    def _serves(self, trainer: pl.Trainer) -> bool:
+        """Whether steps are trained, and give losses with their graphs: a pipeline weighs those of micro-batches."""
+        return trainer.state.fn == TrainerFn.FITTING and self.context.dims.pipeline_parallel == 1
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Serve a run, if there are several data ranks. Not collective.
+
+        Args:
+            trainer: Its loaders are not made yet.
+        """
+        context, module = self.context, self.context.module
+        gradients = context.gradient_group
+        if self._serves(trainer) and gradients.size() > 1:
+            self.loss_weights = LossWeights(
+                trainer,
+                context.loss_weight,
+                group=gradients,
+                before=context.before_collective,
+            )
+            self._attached.attach(self.loss_weights)
+        if context.dims.batch_size == 1 or module is None:
+            return
+        group = context.batch_group
+        if self.broadcast_buffers:
+            self._buffers = BufferSync(module, group=context.gradient_group)
+        self.evaluation = ExactEvaluation(trainer, group=group, sit_out=self._sit_out)
+        self._attached.attach(self.evaluation)
+        context.batches_of_own = self.evaluation.batches_of_own
+        if self.sync_metrics:
+            self._attached.attach(EpochResults(trainer, group=group, before=context.before_collective))
+
+    def detach(self) -> None:
+        """The run is over. Not collective."""
+        self._attached.detach()
+        self.context.batch_counts = None
+        self.evaluation = self._buffers = self.loss_weights = self.even_steps = self.context.batches_of_own = None
+
+    def _sit_out(self) -> None:
+        """Take part in an evaluation without samples: other ranks may need what this one holds."""
+        for axis in self.context.axes:
+            axis.start_evaluation()
+        for axis in self.context.axes:
+            axis.end_evaluation()
+
+    # --- buffers ------------------------------------------------------------------------------------------------
+
+    def training_step(self, run: Callable[[], Any], batch: Any) -> Any:
+        """Run a training step, which may read and change buffers, and weigh its loss. Collective over gradient ranks.
+
+        Args:
+            run: The step.
+            batch: That it gets.
+        """
+        if self._buffers is not None:
+            self._buffers.before_training_step()
+        even, weights = self.even_steps, self.loss_weights
+        with nullcontext() if even is None else even.leaving_no_trace():
+            counts = None if self.context.batch_counts is None else self.context.batch_counts()
+            output = run() if weights is None else weights.training_step(run, batch, counts=counts)
+        if self._buffers is not None:
+            self.context.before_collective()
+            self._buffers.after_training_step()
+        return output
+
+    def synchronize_buffers(self) -> None:
+        """Make all buffers the first rank's: before evaluation and before a checkpoint. Collective over the axis."""
+        if self._buffers is not None:
+            self._buffers.synchronize()
+
+    # --- collectives --------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Tensor, group: Any | None, op: dist.ReduceOp | str | None) -> Tensor:
+        """Combine a tensor over ``group``, the axis if None: in a step of evaluation over the ranks with a batch."""
+        batch_group = self.context.batch_group
+        if (present := self._present_in(group)) is not None:
+            return reduce_among(tensor, group=batch_group, ranks=present, op=op)
+        return reduce(tensor, group=batch_group if group is None else group, op=op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
+        """Stack a tensor over ``group``, as :meth:`reduce`; the world is taken for the axis."""
+        batch_group = self.context.batch_group
+        if (present := self._present_in(group)) is not None:
+            return gather_among(tensor, group=batch_group, ranks=present)
+        # LightningModule.all_gather names the world where it means the default.
+        if group is None or group is dist.group.WORLD:
+            group = batch_group
+        return all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def _present_in(self, group: Any | None) -> list[int] | None:
+        """In an evaluation step that not all ranks have a batch for: those that have. None anywhere else."""
+        if self.evaluation is None or (group is not None and group is not dist.group.WORLD):
+            return None
+        return self.evaluation.present

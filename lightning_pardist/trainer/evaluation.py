@@ -1,0 +1,269 @@
+"""Evaluation that sees every sample once, on any number of ranks.
+
+Lightning's sampler repeats samples until the dataset divides by the number of ranks, so that metrics come out wrong by
+the repeated ones. Here no sample is repeated, and every rank still runs the same number of batches: where a rank has a
+sample less, one of its batches is split in two. Only where nothing can be split (batches of one sample) does a rank run
+out a batch early. It then gets a *filler* batch, which is not handed to the user's step and hooks, and what the other
+ranks reduce or gather within that step goes over those that have a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+
+from lightning_pardist.compat.lightning_functions import dataloader_arguments, reinstantiate, update_dataloader
+from lightning_pardist.compat.lightning_loops import (
+    EVALUATION_STEP,
+    PREPARE_DATALOADER,
+    REQUIRES_DISTRIBUTED_SAMPLER,
+    active_loop,
+    combine_mode,
+    combine_spec,
+    combined_loader,
+    data_connector,
+    is_sequential,
+    logger_connector,
+    method,
+    replace,
+    restore,
+)
+from lightning_pardist.compat.pytree import tree_unflatten
+
+_EXACT_STAGES = (RunningStage.SANITY_CHECKING, RunningStage.VALIDATING, RunningStage.TESTING)
+
+
+class ShardSampler(Sampler[int]):
+    """Every ``num_replicas``-th index of another sampler, none repeated and none dropped.
+
+    Args:
+        sampler: The indices of one process, the same on every rank.
+        num_replicas: Ranks that share them.
+        rank: Which share to take, ``0 <= rank < num_replicas``.
+        limit: Use only this many of the indices.
+    """
+
+    def __init__(
+        self, sampler: Sequence[int] | Sampler[int], *, num_replicas: int, rank: int, limit: int | None = None
+    ) -> None:
+        self.sampler = sampler
+        self.num_replicas = num_replicas
+        self.rank = rank
+        total = len(sampler)  # type: ignore[arg-type]
+        self.total = total if limit is None else min(total, limit)
+
+    def __iter__(self) -> Iterator[int]:
+        for position, index in enumerate(self.sampler):
+            if position >= self.total:
+                return
+            if position % self.num_replicas == self.rank:
+                yield index
+
+    def __len__(self) -> int:
+        return _share(self.total, self.rank, self.num_replicas)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the sampler underneath, if it wants it."""
+        if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+class EvenBatchSampler(BatchSampler):
+    """Batches of a :class:`ShardSampler`, as many on every rank.
+
+    Attributes:
+        filler_batches: Batches at the end that are fillers on this rank (0 or 1).
+    """
+
+    def __init__(self, sampler: ShardSampler, batch_size: int) -> None:
+        super().__init__(sampler, batch_size, drop_last=False)
+        self.shard = sampler
+        most = math.ceil(sampler.total / sampler.num_replicas)
+        self.num_batches = math.ceil(most / batch_size)
+        self.sizes = _batch_sizes(len(sampler), self.num_batches, batch_size)
+        self.filler_batches = self.num_batches - len(self.sizes)
+        lengths = [_share(sampler.total, rank, sampler.num_replicas) for rank in range(sampler.num_replicas)]
+        self._real_batches = [len(_batch_sizes(length, self.num_batches, batch_size)) for length in lengths]
+
+    def ranks_with_batch(self, batch_idx: int) -> list[int]:
+        """Ranks whose batch of this index is not a filler; the same answer on every rank."""
+        return [rank for rank, batches in enumerate(self._real_batches) if batch_idx < batches]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self.shard)
+        for size in self.sizes:
+            yield [next(indices) for _ in range(size)]
+        for _ in range(self.filler_batches):
+            yield [next(iter(self.shard.sampler))]
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+
+def _even_sampler(loader: object) -> EvenBatchSampler | None:
+    sampler = getattr(loader, "batch_sampler", None)
+    return sampler if isinstance(sampler, EvenBatchSampler) else None
+
+
+def _share(total: int, rank: int, num_replicas: int) -> int:
+    return (total - rank + num_replicas - 1) // num_replicas
+
+
+def _batch_sizes(samples: int, batches: int, batch_size: int) -> list[int]:
+    """Sizes of ``batches`` batches, or of one less where there are not samples enough to fill them."""
+    full, rest = divmod(samples, batch_size)
+    sizes = [batch_size] * full + ([rest] if rest else [])
+    if len(sizes) < batches and sizes and sizes[-1] > 1:
+        last = sizes.pop()
+        sizes += [last - last // 2, last // 2]
+    return sizes
+
+
+class ExactEvaluation:
+    """Makes the Trainer's evaluation loaders see every sample once.
+
+    Args:
+        trainer: Whose loaders are changed, as far as Lightning itself would put a distributed sampler into them.
+        group: The data axis' process group.
+        sit_out: Called on a rank that has no samples to predict, and so leaves at once without any hooks.
+    """
+
+    def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup, sit_out: Callable[[], None]) -> None:
+        self.group = group
+        self._sit_out = sit_out
+        self.num_replicas = group.size()
+        self.rank = group.rank()
+        self._trainer = trainer
+        self._connector: Any = data_connector(trainer)
+        self._original = method(self._connector, PREPARE_DATALOADER)
+        self._loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+        #: Ranks of the group that have a batch in the step that runs now; None where all have.
+        self.present: list[int] | None = None
+        self._told: LightningModule | None = None
+
+    def attach(self) -> None:
+        """Change loaders and loops from now on."""
+        replace(self._connector, PREPARE_DATALOADER, self._prepare)
+        for loop in self._loops:
+            replace(loop, EVALUATION_STEP, partial(self._step, loop, method(loop, EVALUATION_STEP)))
+        if not self._trainer.predicting:
+            return
+        loop, module = self._trainer.predict_loop, self._trainer.lightning_module
+        loop.run = partial(self._predict, loop, loop.run)  # type: ignore[method-assign]
+        if not module.allow_zero_length_dataloader_with_multiple_devices:
+            # Where there are fewer samples than ranks, a rank without any has nothing to predict.
+            module.allow_zero_length_dataloader_with_multiple_devices = True
+            self._told = module
+
+    def detach(self) -> None:
+        """Leave the Trainer as it was."""
+        restore(self._connector, PREPARE_DATALOADER)
+        for loop in self._loops:
+            restore(loop, EVALUATION_STEP)
+        self._trainer.predict_loop.__dict__.pop("run", None)
+        if self._told is not None:
+            self._told.allow_zero_length_dataloader_with_multiple_devices = False
+            self._told = None
+
+    def _predict(self, loop: Any, run: Callable[[], Any]) -> Any:
+        """In place of the loop's run."""
+        predictions = run()
+        if loop.skip:
+            self._sit_out()
+        return predictions
+
+    def _step(
+        self, loop: Any, original: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any
+    ) -> None:
+        """In place of the loop's step with its hooks and its bookkeeping."""
+        loaders = combined_loader(loop).flattened
+        if is_sequential(loop):
+            sampler = _even_sampler(loaders[dataloader_idx])
+            present = list(range(self.num_replicas)) if sampler is None else sampler.ranks_with_batch(batch_idx)
+        else:
+            batch, present = self._parallel_batch(loop, batch, batch_idx)
+        if self.rank not in present:
+            self._skip(loop, batch, dataloader_idx)
+            return
+        self.present = present if len(present) < self.num_replicas else None
+        try:
+            original(batch, batch_idx, dataloader_idx, *rest)
+        finally:
+            self.present = None
+
+    def _parallel_batch(self, loop: Any, batch: Any, batch_idx: int) -> tuple[Any, list[int]]:
+        """The same for a :class:`CombinedLoader` that takes a batch of each loader at a time."""
+        everyone = range(self.num_replicas)
+        samplers = [_even_sampler(loader) for loader in combined_loader(loop).flattened]
+        have = [list(everyone) if one is None else one.ranks_with_batch(batch_idx) for one in samplers]
+        combined = combined_loader(loop)
+        if combine_mode(combined) == "min_size":
+            return batch, [rank for rank in everyone if all(rank in ranks for ranks in have)]
+        if combine_mode(combined) == "max_size":
+            # A loader that has run out contributes None, as on one process.
+            pieces = combine_spec(combined).flatten_up_to(batch)
+            pieces = [piece if self.rank in ranks else None for piece, ranks in zip(pieces, have, strict=True)]
+            batch = tree_unflatten(pieces, combine_spec(combined))
+        return batch, [rank for rank in everyone if any(rank in ranks for ranks in have)]
+
+    def _skip(self, loop: Any, batch: Any, dataloader_idx: int) -> None:
+        progress = loop.batch_progress
+        progress.increment_ready()
+        logger_connector(self._trainer).on_batch_start(
+            batch, dataloader_idx if is_sequential(loop) and loop.num_dataloaders > 1 else None
+        )
+        progress.increment_started()
+        progress.increment_processed()
+        logger_connector(self._trainer).on_batch_end()
+        progress.increment_completed()
+
+    def batches_of_own(self) -> list[int]:
+        """Batches of each loader that this rank runs in the evaluation that begins now, fillers left out."""
+        trainer = self._trainer
+        if trainer.predicting:
+            return [] if trainer.predict_loop.skip else [int(number) for number in trainer.num_predict_batches]
+        combined: Any = combined_loader(active_loop(trainer))
+        samplers = [_even_sampler(loader) for loader in combined.flattened]
+        return [0 if one is None else one.num_batches - one.filler_batches for one in samplers]
+
+    def _is_distributed(self, dataloader: DataLoader[Any]) -> bool:
+        # Looked up each time: it is replaced where ranks have nobody to share samples with.
+        return bool(method(self._connector, REQUIRES_DISTRIBUTED_SAMPLER)(dataloader))
+
+    def _prepare(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        if not isinstance(dataloader, DataLoader) or not self._is_distributed(dataloader):
+            return self._original(dataloader, shuffle, mode)
+        if mode == RunningStage.PREDICTING:
+            shard = ShardSampler(_order(dataloader), num_replicas=self.num_replicas, rank=self.rank)
+            return update_dataloader(dataloader, shard, mode=mode)
+        if mode not in _EXACT_STAGES:
+            return self._original(dataloader, shuffle, mode)
+        return self._exact(dataloader, mode)
+
+    def _exact(self, dataloader: DataLoader[Any], mode: RunningStage) -> DataLoader[Any]:
+        order = _order(dataloader)
+        if type(dataloader.batch_sampler) is not BatchSampler or dataloader.batch_size is None:
+            shard = ShardSampler(order, num_replicas=self.num_replicas, rank=self.rank)
+            return update_dataloader(dataloader, shard, mode=mode)
+        batch_size = dataloader.batch_size
+        limit = len(order) // batch_size * batch_size if dataloader.drop_last else None
+        shard = ShardSampler(order, num_replicas=self.num_replicas, rank=self.rank, limit=limit)
+        args, kwargs = dataloader_arguments(dataloader, shard, mode)
+        kwargs["drop_last"] = False
+        fewest, most = shard.total // self.num_replicas, math.ceil(shard.total / self.num_replicas)
+        if math.ceil(fewest / batch_size) != math.ceil(most / batch_size):
+            kwargs.update(batch_sampler=EvenBatchSampler(shard, batch_size), sampler=None, shuffle=False, batch_size=1)
+        return reinstantiate(dataloader, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _order(dataloader: DataLoader[Any]) -> Any:
+    """As in Lightning's evaluation: the dataset's own order, unless the user brought a sampler of another kind."""
+    own = dataloader.sampler
+    return range(len(dataloader.dataset)) if isinstance(own, RandomSampler | SequentialSampler) else own  # type: ignore[arg-type]

@@ -1,0 +1,159 @@
+"""Replaces torch's and Lightning's gradient functions for sharded gradients.
+
+Modules clip by hand, in ``on_before_optimizer_step`` or between ``manual_backward`` and ``step``, and log what
+:func:`lightning.pytorch.utilities.grad_norm` gives. These functions see ``param.grad``, which is a part of the gradient
+where gradients are sharded, and would be wrong without a word; or stands for slices, which they would gather.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import grads as lightning_grads
+from torch import Tensor, nn
+
+from lightning_pardist.collectives import world_group
+from lightning_pardist.compat.lightning_patches import replace_grad_norm
+from lightning_pardist.compat.patches import cell_of
+from lightning_pardist.engines.common.gradient_norm import NormAxis, clip_grad_norm, clip_grad_value, grad_norms
+from lightning_pardist.engines.data_engine import DataEngine
+
+
+class JobWideGradients:
+    """While attached, torch's ``clip_grad_norm_``, ``clip_grad_value_`` and Lightning's ``grad_norm`` reach all ranks.
+
+    All become collective for parameters of the module, as any clipping by a norm over several ranks has to be. Those
+    of other modules are treated as always.
+
+    Args:
+        module: Whose parameters are meant.
+        engine: Of its data axis.
+        axes: Tensor and pipeline axes, of those that there are.
+    """
+
+    def __init__(self, module: nn.Module, engine: DataEngine, axes: Iterable[NormAxis]) -> None:
+        self.module = module
+        self.engine = engine
+        self.axes = list(axes)
+        self._originals: list[tuple[types.CellType, Callable[..., Any]]] = []
+
+    def attach(self) -> None:
+        """Take the functions over. Not collective."""
+        for function, replace in (
+            (nn.utils.clip_grad_norm_, self._norm),
+            (nn.utils.clip_grad_value_, self._value),
+        ):
+            cell = cell_of(function)
+            self._originals.append((cell, cell.cell_contents))
+            cell.cell_contents = replace(cell.cell_contents)
+        _attached.append(self)
+        replace_grad_norm(_redirected.__code__)
+
+    def detach(self) -> None:
+        """Give the functions back. Not collective."""
+        while self._originals:
+            cell, original = self._originals.pop()
+            cell.cell_contents = original
+        if self in _attached:
+            _attached.remove(self)
+        if not _attached:
+            replace_grad_norm(_lightning_grad_norm.__code__)
+
+    def grad_norm(self, module: nn.Module, norm_type: float, separator: str) -> dict[str, Tensor] | None:
+        """What Lightning's function returns for parameters of the module; None if others are among them. Collective."""
+        named = dict(module.named_parameters())
+        if not named or not set(named.values()) <= set(self.module.parameters()):
+            return None
+        norms = grad_norms(
+            self.engine,
+            list(named.values()),
+            norm_type,
+            axes=self.axes,
+            world=world_group(),
+        )
+        found = {
+            f"grad_{norm_type}_norm{separator}{name}": norm
+            for name, norm in zip(named, norms, strict=True)
+            if norm is not None
+        }
+        if found:
+            found[f"grad_{norm_type}_norm_total"] = torch.stack(list(found.values())).norm(norm_type)
+        return found
+
+    def _norm(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def clip_grad_norm_(
+            parameters: Tensor | Iterable[Tensor],
+            max_norm: float,
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = False,
+            foreach: bool | None = None,
+        ) -> Tensor:
+            ours, others = self._divide(parameters)
+            if not ours:
+                return original(others, max_norm, norm_type, error_if_nonfinite, foreach)
+            return clip_grad_norm(
+                self.engine,
+                ours,
+                float(max_norm),
+                float(norm_type),
+                axes=self.axes,
+                error_if_nonfinite=error_if_nonfinite,
+            )
+
+        return clip_grad_norm_
+
+    def _value(self, original: Callable[..., None]) -> Callable[..., None]:
+        def clip_grad_value_(
+            parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None
+        ) -> None:
+            ours, others = self._divide(parameters)
+            clip_grad_value(self.engine, ours, float(clip_value))
+            if others:
+                original(others, clip_value, foreach)
+
+        return clip_grad_value_
+
+    def _divide(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[nn.Parameter], list[Tensor]]:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        known = set(self.module.parameters())
+        ours = [param for param in given if isinstance(param, nn.Parameter) and param in known]
+        if not ours:
+            return [], given
+        others = [param for param in given if param not in known]
+        if any(param.grad is not None for param in others):
+            raise ValueError(
+                f"Gradients of {type(self.module).__name__} and of tensors outside of it are clipped in one call."
+                " Clip them in two: the module's are spread over ranks."
+            )
+        return ours, []
+
+
+#: Those that are attached now, latest last.
+_attached: list[JobWideGradients] = []
+_lightning_grad_norm = types.FunctionType(
+    lightning_grads.grad_norm.__code__,
+    lightning_grads.grad_norm.__globals__,
+    argdefs=lightning_grads.grad_norm.__defaults__,
+)
+
+
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str) -> dict[str, Any]:
+    """Lightning's ``grad_norm`` over all ranks for modules that are spread over them, and as always for others."""
+    if float(norm_type) > 0:
+        for attached in reversed(_attached):
+            norms = attached.grad_norm(module, float(norm_type), group_separator)
+            if norms is not None:
+                return norms
+    found: dict[str, Any] = _lightning_grad_norm(module, norm_type, group_separator)
+    return found
+
+
+def _redirected(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
+    # Runs as the code of Lightning's function, among the names of Lightning's module: whatever names users imported the
+    # function by, they come here.
+    from lightning_pardist.trainer.gradient_functions import grad_norm
+
+    return grad_norm(module, norm_type, group_separator)

@@ -1,0 +1,268 @@
+"""Loader state in checkpoints: resumes with the next samples and their random numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_pardist.axes.base import RunContext
+from lightning_pardist.checkpoint.coordination import Coordinator
+from lightning_pardist.checkpoint.tensors import ABOUT
+from lightning_pardist.compat.lightning_functions import Stateful, set_sampler_epoch
+from lightning_pardist.compat.lightning_loops import (
+    combined_loader,
+    count_stepped_batch,
+    drop_loaders,
+    load_loader_states,
+    loader_states,
+    set_restarting,
+    trainer_of,
+    was_restored,
+)
+from lightning_pardist.mesh import ParallelDims
+from lightning_pardist.trainer.patch_stack import Patch
+from lightning_pardist.trainer.resumable_loaders import Order, Skipping, rng_state, set_rng_state
+
+
+class LoaderState:
+    """State of loaders, samplers and random generators that checkpoints hold beside the Trainer's counters.
+
+    Lightning counts the batches of an epoch, but starts the loader of a resumed run from its first one. Here the
+    indices of the batches that were trained on are skipped, without loading them: with a ``DistributedSampler`` batch
+    ``b`` of all ranks together is the same set of samples at any number of ranks, as long as the global batch is.
+    Loaders that keep a state of their own (``torchdata``'s) get it back, each rank its own.
+
+    Args:
+        context: The strategy's.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self.context = context
+        self._saved: dict[str, Any] = {}
+        self._orders: list[Order] = []
+        self._end_of_epoch: Patch | None = None
+        #: What a save after the run has to say: where its samplers were when it ended.
+        self._at_end: dict[str, Any] | None = None
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def state(self, exchange: Coordinator) -> dict[str, Any]:
+        """What to save. Collective over the exchange.
+
+        Returns:
+            On the first rank the states of all ranks, elsewhere nothing.
+        """
+        module = self.context.module
+        trainer = None if module is None else trainer_of(module)
+        if trainer is None:
+            return {}
+        ranks = exchange.gather(self._now(trainer) if self._at_end is None else self._at_end)
+        if not ranks:
+            return {}
+        return {
+            "layout": self.context.dims.layout,
+            "global_batch": self._global_batch(trainer),
+            "accumulated": trainer.accumulate_grad_batches,
+            "ranks": ranks,
+        }
+
+    def _now(self, trainer: pl.Trainer) -> dict[str, Any]:
+        return {
+            "rng": rng_state(self.context.device),
+            "orders": [order.started for order in self._orders],
+            "loaders": _loader_states(trainer),
+            "axes": {axis.name: state for axis in self.context.axes if (state := axis.state_dict())},
+        }
+
+    # --- loading ------------------------------------------------------------------------------------------------
+
+    def take(self, checkpoint: dict[str, Any]) -> None:
+        """Note what a checkpoint says of its ranks, and leave what Lightning's own hold. Not collective."""
+        self._saved = dict(checkpoint.pop(ABOUT, {}))
+
+    def settle(self, trainer: pl.Trainer) -> None:
+        """Set the restored counters to what a run that was never interrupted has there. Not collective.
+
+        Lightning takes an epoch that ``max_steps`` cut short for a finished one, and one that ended with its last batch
+        for unfinished if the run is counted in steps: its next batch is of the wrong epoch, or one that was seen.
+        It goes on in the validation at the end of an epoch, and after it.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        fit_loop = trainer.fit_loop
+        epochs, batches = fit_loop.epoch_progress, fit_loop.epoch_loop.batch_progress
+        current: Any = epochs.current
+        total: Any = epochs.total
+        batch: Any = batches.current
+        # Saved by a callback at the end of a batch: the batch is done, its counter comes later.
+        at_batch_end = batch.completed == batch.processed - 1 and batch.ready == batch.processed
+        if at_batch_end:
+            batches.increment_completed()
+            count_stepped_batch(fit_loop.epoch_loop)
+        finished = current.ready == current.started == current.processed and current.ready > 0
+        whole = batches.is_last_batch and batch.completed == batch.ready
+        if finished and current.completed == current.processed and not whole and batch.ready > 0:
+            for progress in (current, total):
+                progress.processed -= 1
+                progress.completed -= 1
+            # Decided when the counters were loaded, from what they said then.
+            set_restarting(fit_loop, True)
+        elif at_batch_end and whole and current.processed == current.ready - 1:
+            epochs.increment_processed()
+            epochs.increment_completed()
+            finished = True
+        elif whole and current.processed == current.ready - 1:
+            self._end_of_epoch = Patch(fit_loop.epoch_loop, "advance", partial(self._end_epoch, fit_loop.epoch_loop))
+            self._end_of_epoch.attach()
+        if finished and whole:
+            if current.completed == current.processed - 1:
+                epochs.increment_completed()
+            set_restarting(fit_loop, False)
+        states = self._own("loaders")
+        if states:
+            load_loader_states(fit_loop, states)
+        if combined_loader(fit_loop) is not None:
+            self._start_loaders_anew(trainer)
+
+    def _end_epoch(self, epoch_loop: Any, data_fetcher: Any) -> None:
+        """Stands in for ``advance`` where an epoch has no batches left, only its end."""
+        self._forget_end_of_epoch()
+        # Its samplers and random numbers get to where the run was saved when the loader is asked for the next batch.
+        with suppress(StopIteration):
+            next(data_fetcher)
+        epoch_loop.advance(data_fetcher)
+
+    def _forget_end_of_epoch(self) -> None:
+        if self._end_of_epoch is not None:
+            self._end_of_epoch.detach()
+            self._end_of_epoch = None
+
+    def _start_loaders_anew(self, trainer: pl.Trainer) -> None:
+        """Loaders were asked for before there were counters: ``estimated_stepping_batches`` in configure_optimizers."""
+        drop_loaders(trainer.fit_loop)
+        for order in self._orders:
+            order.detach()
+        self._orders = []
+
+    def prepare(self, trainer: pl.Trainer, loader: Any, whole: Any) -> Any:
+        """Make a training loader go on behind the batches of this epoch that were trained on. Not collective.
+
+        Args:
+            trainer: In ``fit``, its counters restored.
+            loader: With the sampler that it is going to use.
+            whole: The same loader, with the batch in front that was taken of it to plan with.
+        """
+        self._at_end = None
+        restored = was_restored(trainer.fit_loop)
+        rng = self._own("rng") if restored else None
+        if restored:
+            self._load_axes()
+        if isinstance(loader, Stateful):
+            return Skipping(whole, 0, rng) if rng else whole
+        if not isinstance(loader, DataLoader):
+            return whole
+        done = self._batches_done(trainer, loader) if trainer.fit_loop.restarting else 0
+        if restored:
+            # Workers begin before Lightning tells samplers the epoch.
+            set_sampler_epoch(loader, trainer.current_epoch)
+        if not done and rng:
+            set_rng_state(rng)
+        if isinstance(loader.dataset, IterableDataset):
+            return Skipping(whole, done, rng) if done else whole
+        index = len(self._orders)
+        # Samplers of the user's own draw one order on all ranks, however many there are.
+        started = self._of_samples().get("orders", [])[index : index + 1]
+        order = Order(loader, done, started[0] if started else None, rng)
+        order.attach()
+        self._orders.append(order)
+        if done:
+            warnings.filterwarnings("ignore", message=r".*dataloader is not resumable.*")
+        return whole
+
+    def forget(self) -> None:
+        """The run is over: loaders get their own samplers back. It may still be saved, or saved again."""
+        module = self.context.module
+        trainer = None if module is None else trainer_of(module)
+        if (
+            trainer is not None
+            and trainer.state.fn == TrainerFn.FITTING
+            and combined_loader(trainer.fit_loop) is not None
+        ):
+            self._at_end = self._now(trainer)
+        self._forget_end_of_epoch()
+        for order in self._orders:
+            order.detach()
+        self._orders, self._saved = [], {}
+
+    def _own(self, what: str) -> Any:
+        """This rank's part of a state, or that of a rank with the same samples; None if other ranks share them now."""
+        saved = self._saved_dims
+        if saved is None or saved.batch_size != self.context.dims.batch_size:
+            return None
+        return self._of_samples().get(what)
+
+    def _of_samples(self) -> Mapping[str, Any]:
+        """What this rank saved; if the layout changed, what the first of the ranks with its samples saved."""
+        saved, dims, rank = self._saved_dims, self.context.dims, self.context.distributed.global_rank
+        if saved is None:
+            return {}
+        if saved != dims:
+            rank = saved.first_rank_of(dims.batch_rank(rank) % saved.batch_size)
+        found: Mapping[str, Any] = self._saved["ranks"][rank]
+        return found
+
+    @property
+    def _saved_dims(self) -> ParallelDims | None:
+        layout = self._saved.get("layout")
+        return None if layout is None else ParallelDims.from_layout(layout)
+
+    def _load_axes(self) -> None:
+        """Give every axis its state of a rank with the same samples, if there are as many shares of them."""
+        states = dict(self._own("axes") or {})
+        if (position := self._own("pipeline")) is not None:
+            # Before 0.1.0.
+            states["pipeline"] = {"random_position": position}
+        for axis in self.context.axes:
+            if axis.name in states:
+                axis.load_state_dict(states[axis.name])
+
+    def _global_batch(self, trainer: pl.Trainer) -> list[int | None]:
+        combined = combined_loader(trainer.fit_loop)
+        loaders = [] if combined is None else combined.flattened
+        return [_batch_size(loader, self.context.dims.batch_size) for loader in loaders]
+
+    def _batches_done(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> int:
+        current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        done = int(current.completed)
+        before = (self._saved.get("global_batch") or [None])[0]
+        now = _batch_size(loader, self.context.dims.batch_size)
+        if not done or not self._saved or before == now or before is None or now is None:
+            return done
+        samples = done * before
+        same_step = before * self._saved.get("accumulated", 1) == now * trainer.accumulate_grad_batches
+        if samples % now or not same_step:
+            rank_zero_warn(
+                f"The checkpoint was saved in the middle of an epoch with a global batch of {before} samples, now it is"
+                f" {now}: the run goes on at sample {samples // now * now} of the epoch; {samples % now} come twice."
+            )
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(current, name, samples // now)
+        return int(samples // now)
+
+
+def _loader_states(trainer: pl.Trainer) -> list[Any]:
+    combined = combined_loader(trainer.fit_loop)
+    return [] if combined is None else loader_states(combined)
+
+
+def _batch_size(loader: Any, replicas: int) -> int | None:
+    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or getattr(loader, "batch_size", None)
+    return size * replicas if isinstance(size, int) else None

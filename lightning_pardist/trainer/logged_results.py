@@ -1,0 +1,220 @@
+"""Reduces logged epoch values over the data axis, so that every rank decides by the same numbers.
+
+Without ``sync_dist=True`` Lightning reports the first rank's share of an epoch as the epoch's value. A module written
+for one process does not set it, so its epoch values are combined here: means weighted by samples, sums, minima and
+maxima over ranks, as one process would have computed them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_pardist.compat.lightning_loops import (
+    GET_MONITOR_VALUE,
+    LoggedMetric,
+    LoggedMetrics,
+    LogMetadata,
+    logged,
+    logger_connector,
+    replace,
+    restore,
+    wants_sync,
+)
+from lightning_pardist.compat.metrics import computed_of, set_computed, set_update_count
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """A rank's part of a logged value.
+
+    Attributes:
+        meta: How it was logged.
+        sync_dist: Whether with ``sync_dist=True``.
+        value: The part; None for a torchmetrics object.
+        weight: Samples behind a mean.
+    """
+
+    meta: LogMetadata
+    sync_dist: bool
+    value: float | None
+    weight: float = 1.0
+
+
+#: (metric's name, state's name) -> (shape of an element, dtype)
+_Layouts = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
+
+
+class EpochResults:
+    """Combines the Trainer's logged values over a group whenever an epoch of training or evaluation ends.
+
+    One collective an epoch end, whatever the number of values. Ranks need not have logged the same keys: a rank that
+    lacks one takes no part in its value, and receives it. torchmetrics objects combine themselves, when they are
+    computed here on all ranks in one order. Values logged with ``rank_zero_only`` or with a ``sync_dist_group`` of
+    their own are left alone.
+
+    Args:
+        trainer: Whose results are combined.
+        group: The data axis' process group.
+        before: Called before each collective.
+    """
+
+    def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup, before: Callable[[], None]) -> None:
+        self.group = group
+        self._announce = before
+        self._trainer = trainer
+        self._connector: Any = logger_connector(trainer)
+        self._epoch_loop: Any = trainer.fit_loop.epoch_loop
+
+    def attach(self) -> None:
+        """Combine from now on."""
+        # The two moments at which all ranks are known to be at the end of an epoch: before the epoch-end hooks, which
+        # may read what was logged, and after them, since they may log.
+        self._after("epoch_end_reached", self.combine)
+        self._before("on_epoch_end", self.combine)
+        replace(self._epoch_loop, GET_MONITOR_VALUE, self._monitored)
+
+    def detach(self) -> None:
+        """Leave the Trainer as it was."""
+        for name in ("epoch_end_reached", "on_epoch_end"):
+            self._connector.__dict__.pop(name, None)
+        restore(self._epoch_loop, GET_MONITOR_VALUE)
+
+    def _monitored(self, key: str) -> Any:
+        """What a scheduler steps by, the same on every rank: the value of a step is a rank's own until here."""
+        value = self._trainer.callback_metrics.get(key)
+        self._announce()
+        gathered: list[float | None] = [None] * self.group.size()
+        dist.all_gather_object(gathered, None if value is None else float(value), group=self.group)
+        known = [each for each in gathered if each is not None]
+        if not known:
+            return None
+        mean = torch.tensor(sum(known) / len(known), device=self._trainer.strategy.root_device)
+        return mean if value is None else mean.to(value.dtype)
+
+    def combine(self) -> None:
+        """Combine what was logged and not combined yet. Collective over the group."""
+        results = logged(self._trainer)
+        if results is None:
+            return
+        self._announce()
+        shares = {key: _share(item) for key, item in results.valid_items() if _wants_combining(item)}
+        module = self._trainer.lightning_module
+        gathered: list[tuple[dict[str, _Share], _Layouts]] = [({}, {}) for _ in range(self.group.size())]
+        dist.all_gather_object(gathered, (shares, _list_states(module)), group=self.group)
+        combined: dict[str, list[_Share]] = {}
+        for rank_shares, layouts in gathered:
+            _fill_empty_states(module, layouts)
+            for key, share in rank_shares.items():
+                combined.setdefault(key, []).append(share)
+        for key, parts in combined.items():
+            if parts[0].value is None:
+                self._compute_metric(results, key, parts[0])
+            else:
+                self._set(results, key, parts)
+
+    def _compute_metric(self, results: LoggedMetrics, key: str, share: _Share) -> None:
+        item = results.get(key)
+        if item is None:
+            # This rank saw no samples: its metric object joins with its empty state.
+            item = results[key] = self._new_item(share)
+            item.value = attrgetter(share.meta.metric_attribute or "")(self._trainer.lightning_module)
+        if item.has_reset:
+            # Not logged since: what it computed belongs to an earlier epoch.
+            set_computed(item, None)
+            item.has_reset = False
+        item.compute()
+
+    def _new_item(self, share: _Share) -> LoggedMetric:
+        """An entry for what only other ranks have logged, as if it had been logged here."""
+        meta = dataclasses.replace(share.meta)
+        meta.sync = wants_sync(share.sync_dist, self._trainer.strategy.reduce)
+        item = LoggedMetric(meta, is_tensor=share.value is not None)
+        set_update_count(item, 1)
+        return item
+
+    def _set(self, results: LoggedMetrics, key: str, parts: list[_Share]) -> None:
+        item = results.get(key)
+        if item is None:
+            item = results[key] = self._new_item(parts[0]).to(self._trainer.strategy.root_device)
+        item.has_reset = False
+        value = torch.tensor(_merge(item.meta, parts), dtype=item.value.dtype, device=item.value.device)
+        set_computed(item, value)
+        item._pardist_combined = value
+
+    def _after(self, name: str, extra: Callable[[], None]) -> None:
+        original = getattr(self._connector, name)
+
+        def wrapped() -> None:
+            original()
+            extra()
+
+        setattr(self._connector, name, wrapped)
+
+    def _before(self, name: str, extra: Callable[[], None]) -> None:
+        original = getattr(self._connector, name)
+
+        def wrapped() -> None:
+            extra()
+            original()
+
+        setattr(self._connector, name, wrapped)
+
+
+def _wants_combining(item: LoggedMetric) -> bool:
+    meta = item.meta
+    if not meta.on_epoch or meta.sync.rank_zero_only or meta.sync.group is not None:
+        return False
+    # Logging again clears the computed value, so this tells whether it is the combined one.
+    computed = computed_of(item)
+    if not item.is_tensor:
+        return computed is None
+    return computed is None or computed is not getattr(item, "_pardist_combined", None)
+
+
+def _list_states(module: nn.Module) -> _Layouts:
+    """Shape (without the first dim) and dtype of what torchmetrics objects keep in lists, if there is anything."""
+    return {
+        (name, state): (values[0].shape[1:], values[0].dtype)
+        for name, metric in module.named_modules()
+        if isinstance(metric, Metric)
+        for state, values in metric.metric_state.items()
+        if isinstance(values, list) and values and values[0].dim()
+    }
+
+
+def _fill_empty_states(module: nn.Module, layouts: _Layouts) -> None:
+    """Let lists that stayed empty on this rank join a gather: torchmetrics takes them for one-dimensional floats."""
+    for (name, state), (shape, dtype) in layouts.items():
+        metric = module.get_submodule(name)
+        if isinstance(metric, Metric) and getattr(metric, state) == []:
+            setattr(metric, state, [torch.empty((0, *shape), dtype=dtype, device=metric.device)])
+
+
+def _share(item: LoggedMetric) -> _Share:
+    meta = dataclasses.replace(item.meta, _sync=None)
+    if not item.is_tensor:
+        return _Share(meta, item.meta.sync.should, None)
+    # Python floats are float64: nothing is lost on the way.
+    weight = float(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1.0
+    return _Share(meta, item.meta.sync.should, float(item.value), weight)
+
+
+def _merge(meta: LogMetadata, parts: list[_Share]) -> float:
+    values = [share.value for share in parts if share.value is not None]
+    if meta.is_mean_reduction:
+        total = sum(share.weight for share in parts)
+        return sum(values) / total if total else float("nan")
+    if meta.is_max_reduction:
+        return max(values)
+    if meta.is_min_reduction:
+        return min(values)
+    return sum(values)

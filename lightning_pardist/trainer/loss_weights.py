@@ -1,0 +1,257 @@
+"""Ranks' losses weighed by what they hold, so that gradients and logged losses are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_pardist.compat.lightning_loops import logged
+from lightning_pardist.compat.metrics import set_forward_cache
+from lightning_pardist.engines.common.loss_balance import Value, exchange, scale_gradients
+from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
+from lightning_pardist.engines.common.loss_terms import Term, couplings, find_terms
+from lightning_pardist.engines.pipeline import UnevenBatchError, find_loss
+from lightning_pardist.engines.pipeline.cut import BatchCut
+from lightning_pardist.trainer.patch_stack import Patch, PatchStack
+
+
+def samples_of(batch: Any) -> int | None:
+    """Samples in a batch; None if its tensors do not agree on them, or there are none."""
+    try:
+        return BatchCut().size_of(batch)
+    except UnevenBatchError:
+        return None
+
+
+def weight_of(terms: list[Term], samples: float) -> Tensor | float | None:
+    """What a value made of some terms is weighed by over ranks: a count, or None for a sum.
+
+    Args:
+        terms: Of the value.
+        samples: What it is weighed by if it shows no count.
+
+    Raises:
+        LookupError: If it is made of means and sums, so that no one weight is right.
+    """
+    varying = [term for term in terms if term.kind != "constant"]
+    if varying and all(term.kind == "sum" for term in varying):
+        return None
+    if not varying or any(term.kind == "sum" for term in varying):
+        raise LookupError
+    means = [term for term in varying if term.kind == "mean"]
+    return next((term.count for term in means if term.by_data), means[0].count if means else samples)
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """A value that the step has logged.
+
+    Attributes:
+        name: As given.
+        value: As given.
+        sum_before: What the Trainer had summed up under the name; None if nothing.
+        samples_before: Over how many samples.
+    """
+
+    name: str
+    value: Any
+    sum_before: Tensor | None
+    samples_before: Tensor | int
+
+
+class LossWeights:
+    """Weighs the losses of ranks that see different samples, and puts together what steps log of them.
+
+    Args:
+        trainer: It runs ``fit``.
+        setting: How losses are weighed.
+        group: The data axis' process group.
+        before: Called before each collective.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        setting: LossWeight,
+        *,
+        group: dist.ProcessGroup,
+        before: Callable[[], None],
+    ) -> None:
+        self._trainer = trainer
+        self._setting = setting
+        self._group = group
+        self._before = before
+        self._device = trainer.strategy.root_device
+        self._said: set[str] = set()
+        self._batch: Any = None
+        self._counts = self._weighs = True
+        self._logged: list[_Logged] | None = None
+        self._attached = PatchStack()
+
+    def attach(self) -> None:
+        """Note what steps log. Not collective."""
+        module = self._trainer.lightning_module
+        self._attached.attach(Patch(module, "log", self._noting(module.log)))
+
+    def detach(self) -> None:
+        """Leave the module as it was. Not collective."""
+        self._attached.detach()
+
+    def training_step(self, run: Callable[[], Any], batch: Any, *, counts: bool | None = None) -> Any:
+        """Run a training step and weigh its loss. Collective over the group.
+
+        Args:
+            run: The step.
+            batch: That it gets.
+            counts: Whether the batch counts, where some ranks' may not: if not, gradients are zero and nothing is
+                logged. None where all do.
+
+        Returns:
+            What the step returned; the gradient of its loss is scaled on its way down.
+        """
+        self._weighs = self._setting != "ranks" or counts is not None
+        self._batch, self._counts = batch, counts is not False
+        if not self._weighs:
+            return run()
+        self._logged = []
+        try:
+            output = run()
+        finally:
+            noted, self._logged = self._logged, None
+        # A module that runs backward by itself does so in the step.
+        self._weigh(find_loss(output) if self._trainer.lightning_module.automatic_optimization else None, noted)
+        return output
+
+    def before_manual_backward(self, loss: Tensor) -> None:
+        """Weigh a loss that user code runs backward from. Collective over the group."""
+        if self._weighs:
+            self._weigh(loss, [])
+
+    def _weigh(self, loss: Tensor | None, noted: list[_Logged]) -> None:
+        samples = samples_of(self._batch)
+        terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting)
+        if loss is not None:
+            self._tell(loss, terms)
+        entries = self._values(loss, terms, noted)
+        self._before()
+        found = exchange(
+            terms,
+            samples=float(samples or 1),
+            present=self._counts,
+            values=[value for _, value in entries],
+            group=self._group,
+            device=self._device,
+        )
+        scale_gradients(terms, found.factors)
+        for (entry, _), value in zip(entries, found.values, strict=False):
+            self._correct(entry, value)
+        if not self._counts:
+            for entry in reversed(noted):
+                self._forget(entry)
+
+    # --- what is logged -----------------------------------------------------------------------------------------
+
+    def _noting(self, log: Callable[..., None]) -> Callable[..., None]:
+        # No bound method: a deep copy of the module, as averages of weights need, would take the Trainer along.
+        @wraps(log)
+        def noting(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if self._logged is None:
+                if self._counts or not self._trainer.training:
+                    log(name, value, *args, **kwargs)
+                return
+            item = self._item(name)
+            known = item is not None and item.is_tensor
+            before = (item.value, getattr(item, "cumulated_batch_size", 0)) if known else (None, 0)
+            log(name, value, *args, **kwargs)
+            self._logged.append(_Logged(name, value, *before))
+
+        return noting
+
+    def _item(self, name: str) -> Any:
+        results = logged(self._trainer)
+        return None if results is None else results.get(f"training_step.{name}")
+
+    def _values(self, loss: Tensor | None, terms: list[Term], noted: list[_Logged]) -> list[tuple[_Logged, Value]]:
+        """Of what was logged, means and sums whose weights are known."""
+        found: dict[str, tuple[_Logged, Value]] = {}
+        graphs = [each.value for each in noted if isinstance(each.value, Tensor) and each.value.grad_fn is not None]
+        for each in noted:
+            item = self._item(each.name)
+            if item is None or not item.is_tensor or (item.meta.on_epoch and not item.meta.is_mean_reduction):
+                continue
+            same = next((one for one in graphs if _is_same(each.value, one)), None)
+            if _is_same(each.value, loss):
+                own = terms
+            elif same is not None:
+                own = find_terms(same, samples=samples_of(self._batch))
+            else:
+                continue
+            try:
+                weight = weight_of(own, float(samples_of(self._batch) or 1))
+            except LookupError:
+                continue
+            found[each.name] = each, Value(each.name, torch.as_tensor(each.value, device=self._device), weight)
+        return list(found.values())
+
+    def _correct(self, entry: _Logged, value: Tensor) -> None:
+        """Let a logged value be all ranks'."""
+        item = self._item(entry.name)
+        value = value.to(item.value)
+        if item.meta.on_step:
+            set_forward_cache(item, value)
+        if item.meta.on_epoch:
+            samples = item.cumulated_batch_size - entry.samples_before
+            item.value = _before(entry, item) + value * samples
+        else:
+            item.value = value
+
+    def _forget(self, entry: _Logged) -> None:
+        """Take a logged value out of the epoch's again."""
+        item = self._item(entry.name)
+        known = item is not None and item.is_tensor and item.meta.on_epoch
+        if not known or (entry.sum_before is None and (item.meta.is_max_reduction or item.meta.is_min_reduction)):
+            return
+        item.value = _before(entry, item)
+        if item.meta.is_mean_reduction:
+            item.cumulated_batch_size = torch.as_tensor(entry.samples_before).to(item.cumulated_batch_size)
+
+    # --- what is said -------------------------------------------------------------------------------------------
+
+    def _tell(self, loss: Tensor, terms: list[Term]) -> None:
+        """Say once what was found, and where parts do not add up to the whole."""
+        found = "; ".join(dict.fromkeys(term.describe() for term in terms if term.kind != "constant"))
+        if not found or found in self._said:
+            return
+        self._said.add(found)
+        rank_zero_info(f"Loss over ranks: {found}. loss_weight sets it.")
+        if len(self._said) > 1:
+            return
+        reasons = [term.nonlinear for term in terms if term.nonlinear]
+        reasons += couplings(loss, samples=samples_of(self._batch))
+        if reasons:
+            rank_zero_warn(
+                f"The loss of {type(self._trainer.lightning_module).__name__}.training_step couples the samples of a"
+                f" batch ({reasons[0]}), and each rank has some of them only: training is not that of one process with"
+                " all of them."
+            )
+
+
+def _before(entry: _Logged, item: Any) -> Tensor:
+    return torch.zeros_like(item.value) if entry.sum_before is None else entry.sum_before.to(item.value)
+
+
+def _is_same(value: Any, loss: Tensor | None) -> bool:
+    """Whether what was logged is this tensor, with its graph, without, or as a number."""
+    if loss is None:
+        return False
+    if isinstance(value, Tensor):
+        return value is loss or (value.numel() == 1 and value.data_ptr() == loss.data_ptr())
+    return isinstance(value, float) and value == float(loss.detach())

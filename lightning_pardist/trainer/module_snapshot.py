@@ -1,0 +1,151 @@
+"""Snapshot of a module's non-parameter state."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from lightning_pardist.compat.lightning_functions import collect_rng_states, set_rng_states
+
+#: Attributes of these packages' objects lead to the Trainer, to file handles and to the interpreter itself.
+_FOREIGN = ("torch.", "lightning.", "pytorch_lightning.", "lightning_pardist.", "builtins", "numpy.", "typing", "_io")
+#: Items of longer containers are put back, and not looked into: a data set, say.
+_LONG = 10_000
+
+
+class ModuleSnapshot:
+    """Saves a module's non-parameter state and restores it after a trial run.
+
+    Kept are buffers, gradients, ``requires_grad`` and training flags, attributes of every submodule (lists that a
+    step appends to, counters, states of metrics, caches), what attributes in containers and in the user's own objects
+    refer to, and the state of every random number generator. Parameters are not: what a run without an optimizer step
+    writes into them is for
+    :class:`~lightning_pardist.engines.common.parameter_write_guard.ParameterWriteGuard`. Iterators cannot be restored.
+
+    Args:
+        module: Not changed.
+        data: Objects that read data (data sets, collate functions): their attributes and generators are kept as well,
+            and where their files are read; tensors and arrays in them are not.
+    """
+
+    def __init__(self, module: nn.Module, data: Sequence[object] = ()) -> None:
+        self._contents: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        self._generators: list[tuple[Any, Any]] = []
+        self._files: list[tuple[Any, int]] = []
+        self._seen: set[int] = set()
+        self._in_data = False
+        self._params = [(p, p.requires_grad, p.grad) for p in module.parameters()]
+        self._grads = [(p.grad, p.grad.clone()) for p in module.parameters() if p.grad is not None]
+        self._random = collect_rng_states(include_cuda=torch.cuda.is_available())
+        for param in module.parameters():
+            self._seen.add(id(param))
+        for child in module.modules():
+            self._look_into(child)
+        self._in_data = True
+        for each in data:
+            self._look_into(getattr(each, "__self__", each))
+
+    def restore(self) -> None:
+        """Bring everything back to what it was."""
+        with torch.no_grad():
+            for container, contents in self._contents:
+                _refill(container, contents)
+            for tensor, values in (*self._tensors, *self._grads):
+                # What user code resized or moved is gone for good; what it overwrote is not.
+                if tensor.shape == values.shape:
+                    tensor.copy_(values)
+            for param, requires_grad, grad in self._params:
+                param.requires_grad_(requires_grad)
+                param.grad = grad
+        for array, numbers in self._arrays:
+            array[...] = numbers
+        for file, position in self._files:
+            file.seek(position)
+        for generator, state in self._generators:
+            _set_generator(generator, state)
+        set_rng_states(self._random)
+
+    def _look_into(self, value: Any) -> None:
+        if value is None or isinstance(value, (str, bytes, int, float, complex, type)) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            written = not (self._in_data or value.is_meta or value.is_inference())
+            if written and value.is_leaf and not isinstance(value, nn.Parameter):
+                self._tensors.append((value, value.detach().clone()))
+        elif isinstance(value, np.ndarray):
+            if value.dtype != object and not self._in_data:
+                self._arrays.append((value, value.copy()))
+        elif isinstance(value, (nn.Module, Optimizer, LRScheduler)):
+            self._keep(value.__dict__)
+        elif isinstance(value, (dict, list, set, deque)):
+            self._keep(value)
+        elif isinstance(value, tuple):
+            for item in value[:_LONG]:
+                self._look_into(item)
+        elif isinstance(value, Dataset):
+            # Read by steps, not written, and large.
+            if self._in_data:
+                self._keep(value.__dict__)
+            else:
+                self._seen.discard(id(value))
+        elif (state := _generator_state(value)) is not None:
+            self._generators.append((value, state))
+        elif isinstance(value, io.IOBase):
+            if self._in_data and not value.closed and value.seekable():
+                self._files.append((value, value.tell()))
+        elif hasattr(value, "__dict__") and not f"{type(value).__module__}.".startswith(_FOREIGN):
+            self._keep(value.__dict__)
+
+    def _keep(self, container: Any) -> None:
+        contents = dict(container) if isinstance(container, dict) else list(container)
+        self._contents.append((container, contents))
+        if len(contents) <= _LONG:
+            for item in contents.values() if isinstance(contents, dict) else contents:
+                self._look_into(item)
+
+
+def _refill(container: Any, contents: Any) -> None:
+    if isinstance(container, dict):
+        if len(container) != len(contents) or any(container.get(key) is not contents[key] for key in contents):
+            container.clear()
+            container.update(contents)
+    elif isinstance(container, set):
+        container.clear()
+        container.update(contents)
+    elif len(container) != len(contents) or any(a is not b for a, b in zip(container, contents, strict=True)):
+        container.clear()
+        container.extend(contents)
+
+
+def _generator_state(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state()
+    return None
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)

@@ -1,0 +1,171 @@
+"""Preemption: on a signal, all ranks stop after the same step and save a checkpoint.
+
+[Note: agreement without waiting] A signal reaches ranks at different moments, or one of them only, and saving is
+collective. So a handler only notes the signal. Before each step the first rank tells the others whether to stop before
+the next one, by a broadcast of one number that travels while the step computes; what other ranks were asked reaches the
+first rank through the watchdog's store. Lightning's own broadcast, for which every rank waits before every batch, and
+the one that it makes inside of its signal handler, are replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_pardist.axes.base import RunContext
+from lightning_pardist.collectives import barrier
+from lightning_pardist.compat.lightning_loops import (
+    BROADCAST_SIGTERM,
+    SIGTERM_NOTIFIER,
+    register_signal,
+    replace,
+    restore,
+    signal_connector,
+)
+from lightning_pardist.runtime.environments.slurm import SLURMEnvironment
+
+#: Exit status of a job that wants to be started again (sysexits.h: EX_TEMPFAIL).
+AGAIN_STATUS = os.EX_TEMPFAIL
+_GO_ON, _STOP, _REQUEUE = 0, 1, 2
+_STATUS = {_STOP: 128 + signal.SIGTERM, _REQUEUE: AGAIN_STATUS}
+
+
+class PreemptionHandler:
+    """Handles SIGTERM, and SLURM's signal before a time limit, at the next step boundary.
+
+    SIGTERM ends the run with status 143; a scheduler that takes a job's place sends it. The requeue signal of a
+    :class:`~lightning_pardist.SLURMEnvironment` also sends the job back to the queue, and ends it with status 75.
+
+    Args:
+        trainer: The Trainer, about to fit.
+        context: Its strategy's; the process group exists.
+        environment: Who started this process.
+        save: Saves a checkpoint to continue from, and returns its path. Collective over the world.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        context: RunContext,
+        environment: ClusterEnvironment | None,
+        save: Callable[[], str],
+    ) -> None:
+        self._trainer = trainer
+        self._context = context
+        self._environment = environment
+        self._save = save
+        self._asked = _GO_ON
+        self._answer: torch.Tensor | None = None
+        self._work: Any = None
+        self._early: dict[signal.Signals, Any] = {}
+
+    def attach(self) -> None:
+        """Take the place of Lightning's handlers, until the run ends. Not collective."""
+        connector, loop = signal_connector(self._trainer), self._trainer.fit_loop.epoch_loop
+        register, advance = connector.register_signal_handlers, loop.advance
+        self._handle_until_training()
+
+        @wraps(register)
+        def register_signal_handlers() -> None:
+            self._restore_early()
+            register()
+            requeue = self._requeue_signal()
+            # A handler of the user's own stays, as it does with Lightning.
+            if requeue is not None and signal.getsignal(requeue) in (None, signal.SIG_DFL):
+                register_signal(connector, requeue, self._on_signal)
+
+        @wraps(advance)
+        def advance_unless_asked(data_fetcher: Any) -> None:
+            if self._at_boundary() and (asked := self._agreed()) != _GO_ON:
+                self._stop(asked)
+            advance(data_fetcher)
+
+        connector.__dict__["register_signal_handlers"] = register_signal_handlers
+        replace(connector, SIGTERM_NOTIFIER, self._on_signal)
+        loop.__dict__["advance"] = advance_unless_asked
+        replace(loop, BROADCAST_SIGTERM, lambda: None)
+
+    def detach(self) -> None:
+        """Give Lightning its methods back. Not collective."""
+        self._restore_early()
+        restore(signal_connector(self._trainer), "register_signal_handlers", SIGTERM_NOTIFIER)
+        restore(self._trainer.fit_loop.epoch_loop, "advance", BROADCAST_SIGTERM)
+
+    # --- signals ------------------------------------------------------------------------------------------------
+
+    def _requeue_signal(self) -> signal.Signals | None:
+        environment = self._environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            return environment.requeue_signal
+        return None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._asked = max(self._asked, _REQUEUE if number == self._requeue_signal() else _STOP)
+        watchdog = self._context.distributed.watchdog
+        if watchdog is not None:
+            watchdog.ask(self._asked)
+
+    def _handle_until_training(self) -> None:
+        """Between here and the first step lie the loading of data and of checkpoints; a signal would end them dead."""
+        requeue = self._requeue_signal()
+        if requeue is None:
+            return
+        try:
+            if signal.getsignal(requeue) in (None, signal.SIG_DFL):
+                self._early[requeue] = signal.signal(requeue, self._on_signal)
+        except ValueError:
+            # Not the main thread: signals are somebody else's there.
+            return
+
+    def _restore_early(self) -> None:
+        for number, handler in self._early.items():
+            signal.signal(number, handler)
+        self._early.clear()
+
+    # --- agreement ----------------------------------------------------------------------------------------------
+
+    def _at_boundary(self) -> bool:
+        """Whether no gradients are being accumulated: they would be lost."""
+        loop = self._trainer.fit_loop.epoch_loop
+        return loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0
+
+    def _agreed(self) -> int:
+        """What the first rank said before the last step; tells, on the first rank, what to do before the next one."""
+        if self._context.dims.world_size == 1:
+            return self._asked
+        agreed = _GO_ON
+        if self._work is not None and self._answer is not None:
+            self._work.wait()
+            agreed = int(self._answer.item())
+        watchdog = self._context.distributed.watchdog
+        asked = max(self._asked, watchdog.asked if watchdog is not None else _GO_ON)
+        device = "cpu" if "gloo" in dist.get_backend_config() else self._context.device
+        self._answer = torch.tensor(asked, dtype=torch.int32, device=device)
+        self._work = dist.broadcast(self._answer, src=0, async_op=True)
+        return agreed
+
+    def _stop(self, asked: int) -> None:
+        trainer, environment = self._trainer, self._environment
+        path = self._save()
+        rank_zero_info(f"Stopped by a signal after step {trainer.global_step}, with a checkpoint at {path}.")
+        if asked == _REQUEUE and isinstance(environment, SLURMEnvironment) and trainer.is_global_zero:
+            rank_zero_info("The job goes back to the queue, and will continue from there.")
+            if problem := environment.requeue():
+                rank_zero_info(
+                    f"But it could not be sent there: {problem}. It ends with status {AGAIN_STATUS}, on which its batch"
+                    " script can call `scontrol requeue $SLURM_JOB_ID`."
+                )
+        # Ranks end together: the end of one could be taken for a failure by the others.
+        barrier(self._context.device)
+        raise SIGTERMException(_STATUS[asked])

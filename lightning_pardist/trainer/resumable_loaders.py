@@ -1,0 +1,256 @@
+"""Loaders that resume in the middle of an epoch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_pardist.compat.lightning_functions import is_dataloader_shuffled
+from lightning_pardist.compat.lightning_loops import (
+    REQUIRES_DISTRIBUTED_SAMPLER,
+    data_connector,
+    method,
+    replace,
+    restore,
+)
+from lightning_pardist.compat.loaders import index_sampler, index_sampler_name
+
+#: Values of these types tell, when they change, where a sampler is: a count of epochs, a seed.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def keep_loaders(trainer: pl.Trainer, *, shuffled: bool) -> Callable[[], object]:
+    """Keep the user's own loaders and sample order where all ranks see the same samples.
+
+    Lightning would give them a ``DistributedSampler`` for one replica, which shuffles the training set in any case.
+
+    Args:
+        trainer: Whose loaders.
+        shuffled: Whether this goes for loaders that shuffle as well, with random numbers that are alike on all ranks.
+
+    Returns:
+        What takes it back.
+    """
+    connector: Any = data_connector(trainer)
+    original = method(connector, REQUIRES_DISTRIBUTED_SAMPLER)
+
+    def requires_distributed_sampler(loader: Any) -> bool:
+        return not shuffled and bool(original(loader)) and is_dataloader_shuffled(loader)
+
+    replace(connector, REQUIRES_DISTRIBUTED_SAMPLER, requires_distributed_sampler)
+    return partial(restore, connector, REQUIRES_DISTRIBUTED_SAMPLER)
+
+
+class Order:
+    """Sampler wrapper that skips the indices of trained batches once.
+
+    Args:
+        loader: Its sampler is used; see :meth:`attach`.
+        skip: Batches of this epoch that were trained on.
+        started: :attr:`started` of the run that goes on, if its ranks were laid out as these are.
+        rng: Random state in which the run was saved.
+
+    Attributes:
+        started: The random state with which the order of this epoch was drawn, the sampler's own one included.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        skip: int,
+        started: Mapping[str, Any] | None,
+        rng: Mapping[str, Any] | None,
+    ) -> None:
+        self._loader = loader
+        self._sampler = index_sampler(loader)
+        self._owners = _owners(loader)
+        self._before = [_plain_values(owner) for owner in self._owners]
+        self._skip = skip
+        self._resumed_from = started
+        self._rng = rng
+        self.started: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def attach(self) -> None:
+        """Take the sampler's place."""
+        # DataLoader refuses a new sampler by assignment; its iterators look these up each time.
+        self._loader.__dict__[index_sampler_name(self._loader)] = self
+
+    def detach(self) -> None:
+        """Give the sampler its place back."""
+        self._loader.__dict__[index_sampler_name(self._loader)] = self._sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self._skip = self._skip, 0
+        started, self._resumed_from = self._resumed_from, None
+        if skip and started:
+            set_rng_state(started["rng"])
+            for owner, state in zip(self._owners, started.get("samplers", ()), strict=False):
+                _restore(owner, state)
+        own = [_state_of(owner, before) for owner, before in zip(self._owners, self._before, strict=True)]
+        self.started = {"rng": rng_state(torch.device("cpu")), "samplers": own}
+        indices = iter(self._sampler)
+        for _ in islice(indices, skip % max(len(self._sampler), 1) if skip else 0):
+            pass
+        if skip and self._rng:
+            set_rng_state(self._rng)
+        yield from indices
+
+
+class Skipping:
+    """Loader wrapper that skips the first batches by loading them (iterable datasets).
+
+    Args:
+        loader: It.
+        skip: Batches to load for nothing, once.
+        rng: Random state to go on with when it stands where it is to begin.
+    """
+
+    def __init__(self, loader: Any, skip: int, rng: Mapping[str, Any] | None) -> None:
+        self._loader = loader
+        self._skip = skip
+        self._rng = rng
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        (skip, rng), (self._skip, self._rng) = (self._skip, self._rng), (0, None)
+        batches = iter(self._loader)
+        for _ in islice(batches, skip):
+            pass
+        if rng:
+            set_rng_state(rng)
+        yield from batches
+
+
+# --- what a sampler remembers -----------------------------------------------------------------------------------------
+
+
+def _owners(loader: DataLoader[Any]) -> list[Any]:
+    """The loader, its samplers and theirs, each once and in a fixed order."""
+    found: list[Any] = [loader]
+    for owner in (loader.sampler, loader.batch_sampler):
+        while owner is not None and not any(owner is known for known in found):
+            found.append(owner)
+            owner = getattr(owner, "sampler", None)
+    return found
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    return {} if isinstance(owner, (list, tuple)) else dict(getattr(owner, "__dict__", {}))
+
+
+def _plain_values(owner: Any) -> dict[str, Any]:
+    # A loader's own settings are no state.
+    if isinstance(owner, DataLoader):
+        return {}
+    return {name: value for name, value in _attributes(owner).items() if isinstance(value, _PLAIN)}
+
+
+def _state_of(owner: Any, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Random generators of an object, and its plain values that are not what they were."""
+    state: dict[str, Any] = {}
+    for name, value in _attributes(owner).items():
+        if isinstance(value, torch.Generator):
+            state[name] = ("torch", value.get_state())
+        elif isinstance(value, random.Random):
+            version, words, cached = value.getstate()
+            state[name] = ("python", (version, list(words), cached))
+        elif (numpys := _bit_generator(value)) is not None:
+            state[name] = ("numpy", _without_arrays(numpys.state))
+        elif name in before and isinstance(value, _PLAIN) and before[name] != value:
+            state[name] = ("plain", value)
+    return state
+
+
+def _restore(owner: Any, state: Mapping[str, Any]) -> None:
+    for name, (kind, saved) in state.items():
+        value = _attributes(owner).get(name)
+        if kind == "plain":
+            if isinstance(value, _PLAIN):
+                owner.__dict__[name] = saved
+        elif kind == "torch" and isinstance(value, torch.Generator):
+            value.set_state(saved)
+        elif kind == "python" and isinstance(value, random.Random):
+            version, words, cached = saved
+            value.setstate((version, tuple(words), cached))
+        elif kind == "numpy" and (numpys := _bit_generator(value)) is not None:
+            numpys.state = _with_arrays(saved, numpys.state)
+
+
+def _bit_generator(value: Any) -> Any:
+    """What holds the state of numpy's generators of either kind; None for anything else."""
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator
+    return getattr(value, "_bit_generator", None) if isinstance(value, np.random.RandomState) else None
+
+
+def _without_arrays(tree: Any) -> Any:
+    """Arrays as lists, which a checkpoint gives back without running code."""
+    if isinstance(tree, dict):
+        return {key: _without_arrays(value) for key, value in tree.items()}
+    return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
+
+
+def _with_arrays(saved: Any, like: Any) -> Any:
+    if isinstance(like, dict):
+        return {key: _with_arrays(saved[key], value) for key, value in like.items()}
+    return np.asarray(saved, dtype=like.dtype) if isinstance(like, np.ndarray) else saved
+
+
+# --- the process' random numbers --------------------------------------------------------------------------------------
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The states of this process' random number generators, as tensors and plain values.
+
+    Args:
+        device: Whose generator is included, if it has one of its own.
+    """
+    version, words, cached = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": (version, list(words), cached)}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
+    state["numpy"] = {
+        "name": str(numpy_state["bit_generator"]),
+        "keys": torch.from_numpy(numpy_state["state"]["key"].astype("int64")),
+        "position": int(numpy_state["state"]["pos"]),
+        "has_gauss": int(numpy_state["has_gauss"]),
+        "gauss": float(numpy_state["gauss"]),
+    }
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """The inverse of :func:`rng_state`, for what both machines have."""
+    torch.set_rng_state(state["torch"])
+    version, words, cached = state["python"]
+    random.setstate((version, tuple(words), cached))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state:
+        saved = state["numpy"]
+        keys = saved["keys"].numpy().astype("uint32")
+        np.random.set_state((saved["name"], keys, saved["position"], saved["has_gauss"], saved["gauss"]))

@@ -1,0 +1,374 @@
+"""A sample batch of each of the Trainer's loaders, taken without costing training anything.
+
+Tensor and pipeline parallelism run a step before the Trainer's loops fetch their first batch. The loader hook is asked
+once, and the Trainer gets the same loaders when it asks. A loader that draws indices is left alone: a copy of its
+sampler says which items to read. Of any other loader the first batch is taken, and put back in front of the rest.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_utilities.core.rank_zero import rank_zero_debug
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_pardist.compat.lightning_functions import Stateful, collect_rng_states, set_rng_states
+from lightning_pardist.compat.lightning_loops import (
+    DataLoaderSource,
+    batch_to_device,
+    before_batch_transfer,
+    combine_mode,
+    combine_spec,
+    data_fetcher,
+    data_source,
+    request_dataloader,
+)
+from lightning_pardist.compat.pytree import tree_unflatten
+from lightning_pardist.engines.pipeline.microbatch import fresh_copy
+from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
+
+_STAGES = {
+    TrainerFn.FITTING: RunningStage.TRAINING,
+    TrainerFn.VALIDATING: RunningStage.VALIDATING,
+    TrainerFn.TESTING: RunningStage.TESTING,
+    TrainerFn.PREDICTING: RunningStage.PREDICTING,
+}
+
+
+#: Told apart from every batch.
+_END = object()
+
+
+class NoSampleError(ValueError):
+    """There is no batch to look at; the message says where."""
+
+
+class SampleBatches:
+    """The first batch of each loader of a run, taken once and put back. Not collective.
+
+    Args:
+        trainer: Whose loaders. The strategy hands every loader that the Trainer sets up to :meth:`put_back`.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._batches: dict[RunningStage, list[Any]] = {}
+        self._sources: list[DataLoaderSource] = []
+        #: For the loaders that the Trainer sets up next, in their order.
+        self._coming: deque[_Taken | None] = deque()
+        self._in_trial = False
+
+    def first(self) -> Any:
+        """A batch as the Trainer's first step will see it, on this rank's device.
+
+        Raises:
+            NoSampleError: If there is no data.
+        """
+        batches = self.of(_STAGES[self._trainer.state.fn or TrainerFn.FITTING])
+        if not batches:
+            raise NoSampleError("no data loader is defined")
+        return batches[0]
+
+    def of(self, stage: RunningStage) -> list[Any]:
+        """The first batch of each loader of a stage, on this rank's device, as the step function will get it.
+
+        Args:
+            stage: Whose loaders.
+
+        Returns:
+            One batch for training; one a loader for evaluation. Empty if the stage has no loader.
+
+        Raises:
+            NoSampleError: If a loader has no batch.
+        """
+        if stage not in self._batches:
+            state = self._trainer.state
+            before, state.stage = state.stage, stage
+            try:
+                with undisturbed_random():
+                    self._batches[stage] = self._take(stage)
+            finally:
+                state.stage = before
+        # A step may write into its batch.
+        return [fresh_copy(batch) for batch in self._batches[stage]]
+
+    def put_back(self, loader: Any) -> Any:
+        """A loader that the Trainer is about to use, with what was taken of it in front again."""
+        taken = self._coming.popleft() if self._coming else None
+        if taken is None:
+            return loader
+        return (_StatefulAgain if isinstance(loader, Stateful) else _Again)(loader, taken)
+
+    def detach(self) -> None:
+        """Leave the Trainer as it was."""
+        for source in self._sources:
+            source.__dict__.pop("dataloader", None)
+        self._sources, self._batches = [], {}
+        self._coming.clear()
+
+    @contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """Inside, the Trainer may set up loaders for a trial run that is forgotten: what was taken is kept."""
+        self._in_trial = True
+        try:
+            yield
+        finally:
+            self._in_trial = False
+
+    def _take(self, stage: RunningStage) -> list[Any]:
+        if stage == RunningStage.TRAINING and data_fetcher(self._trainer.fit_loop) is not None:
+            # Set up already, for estimated_stepping_batches in the module's setup hook say.
+            return self._on_device([(0, _peeked(data_fetcher(self._trainer.fit_loop)))])
+        source = _source(self._trainer, stage)
+        if source.instance is None or not source.is_defined():
+            return []
+        drawn = _Drawn()
+        loaders = request_dataloader(source)
+        drawn.end()
+        if loaders is None:
+            self._answer(source, None, [], drawn)
+            return []
+        mode = "max_size_cycle" if stage == RunningStage.TRAINING else "sequential"
+        combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)  # type: ignore[arg-type]
+        try:
+            found = [self._first_of(loader) for loader in combined.flattened]
+        except NoSampleError as problem:
+            raise NoSampleError(f"{source.name}: {problem}") from problem
+        self._answer(source, loaders, [taken for _, taken in found], drawn)
+        firsts = [batch for batch, _ in found]
+        if combine_mode(combined) == "sequential":
+            batches = list(enumerate(firsts))
+        else:
+            batches = [(0, tree_unflatten(firsts, combine_spec(combined)))]
+        return self._on_device(batches)
+
+    def _on_device(self, batches: Sequence[tuple[int, Any]]) -> list[Any]:
+        with self._without_trace(getattr(self._trainer, "datamodule", None)):
+            return [on_device(self._trainer, fresh_copy(batch), index) for index, batch in batches]
+
+    def _answer(self, source: DataLoaderSource, loaders: Any, taken: Sequence[_Taken | None], drawn: _Drawn) -> None:
+        """Let the Trainer's next request of a source have these loaders, as if they were made then."""
+
+        def dataloader() -> Any:
+            if not self._in_trial:
+                del source.__dict__["dataloader"]
+            drawn.repeat()
+            self._coming = deque(taken)
+            return loaders
+
+        source.__dict__["dataloader"] = dataloader
+        self._sources.append(source)
+
+    def _first_of(self, loader: Any) -> tuple[Any, _Taken | None]:
+        if isinstance(loader, (list, tuple)):
+            return _first(loader), None
+        with undisturbed_random():
+            if (indices := _first_indices(loader)) is not None:
+                # A worker reads a copy of the data set.
+                with self._without_trace(*([] if loader.num_workers else [loader.dataset, loader.collate_fn])):
+                    return _first(_loader_of(loader, indices)), None
+        drawn = _Drawn()
+        batches = iter(loader)
+        first = _first(batches)
+        drawn.end()
+        return first, _Taken(first, batches, drawn)
+
+    @contextmanager
+    def _without_trace(self, *data: object) -> Iterator[None]:
+        snapshot = ModuleSnapshot(self._trainer.lightning_module, [each for each in data if each is not None])
+        try:
+            yield
+        finally:
+            snapshot.restore()
+
+
+class _Drawn:
+    """What something that was done early drew of the process' random numbers, to be drawn again when it is due."""
+
+    def __init__(self) -> None:
+        self._before = _random_states()
+        self._after = self._before
+
+    def end(self) -> None:
+        """Note what was drawn since."""
+        self._after = _random_states()
+
+    def repeat(self) -> None:
+        """Draw the same, if the generators stand where they did: then it is what would be drawn now."""
+        if _are_equal(_random_states(), self._before):
+            set_rng_states(self._after)
+
+
+@dataclass
+class _Taken:
+    """The first batch of a loader, and the iterator that goes on behind it."""
+
+    batch: Any
+    rest: Iterator[Any]
+    drawn: _Drawn
+
+
+class _Again:
+    """A loader whose first iteration begins with the batch that was taken of it.
+
+    Args:
+        loader: It.
+        taken: The batch, and the iterator that it was taken of.
+    """
+
+    def __init__(self, loader: Any, taken: _Taken) -> None:
+        self.__dict__.update(_loader=loader, _taken=taken)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._loader, name, value)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader) if self._taken is None else self._continued()
+
+    def _continued(self) -> Iterator[Any]:
+        # Iterators are made and left unused now and then: the batch is there for the first that is read.
+        taken = self._taken
+        self.__dict__["_taken"] = None
+        if taken is None:
+            yield from self._loader
+            return
+        taken.drawn.repeat()
+        yield taken.batch
+        yield from taken.rest
+
+
+class _StatefulAgain(_Again):
+    """The same for a loader with a state of its own, by which a resumed run finds its place instead."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a run was saved."""
+        self.__dict__["_taken"] = None
+        self._loader.load_state_dict(state)
+
+
+def on_device(trainer: pl.Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
+    """A batch in the Trainer's precision and on its device, as the module's transfer hooks have it."""
+    module = trainer.lightning_module
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = before_batch_transfer(module, batch, dataloader_idx)
+    return batch_to_device(trainer, batch, dataloader_idx)
+
+
+def _random_states() -> dict[str, Any]:
+    return collect_rng_states(include_cuda=torch.cuda.is_available())
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        return all(_are_equal(first[key], second[key]) for key in first)
+    if isinstance(first, (tuple, list)):
+        return len(first) == len(second) and all(map(_are_equal, first, second))
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    return bool((first == second).all()) if isinstance(first, np.ndarray) else bool(first == second)
+
+
+@contextmanager
+def undisturbed_random() -> Iterator[None]:
+    """Inside, random numbers may be drawn; afterwards the process' generators stand where they did."""
+    states = _random_states()
+    try:
+        yield
+    finally:
+        set_rng_states(states)
+
+
+def _source(trainer: pl.Trainer, stage: RunningStage) -> DataLoaderSource:
+    if stage == RunningStage.TRAINING:
+        return data_source(trainer.fit_loop)
+    if stage in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING):
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        return data_source(trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop)
+    return data_source(trainer.test_loop if stage == RunningStage.TESTING else trainer.predict_loop)
+
+
+def _first_indices(loader: Any) -> Any:
+    """What the sampler of a loader gives first, found by a copy of it; None if the loader has no such thing.
+
+    Samplers may count what they have given out. The data set, which they may refer to, is not copied.
+    """
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    try:
+        sampler = copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})
+    except Exception as error:
+        # Iterators and files cannot be copied.
+        rank_zero_debug(f"{type(sampler).__name__} is not copied ({error}): its first batch is taken and put back.")
+        return None
+    return _first(sampler)
+
+
+def _loader_of(loader: DataLoader[Any], indices: Any) -> DataLoader[Any]:
+    """A loader of these indices alone, which reads as the other does."""
+    one: dict[str, Any] = {"sampler": [indices], "batch_size": None}
+    sampling = one if loader.batch_sampler is None else {"batch_sampler": [list(indices)]}
+    workers = min(1, loader.num_workers)
+    return DataLoader(
+        loader.dataset,
+        **sampling,
+        collate_fn=loader.collate_fn,
+        num_workers=workers,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context if workers else None,
+        timeout=loader.timeout if workers else 0,
+    )
+
+
+def _peeked(fetcher: Any) -> Any:
+    """The batch that a loop's fetcher gives next."""
+    if getattr(fetcher, "batches", None):
+        return fetcher.batches[0][0]
+    rest = fetcher.iterator
+    drawn = _Drawn()
+    try:
+        item = next(rest)
+    except StopIteration:
+        raise NoSampleError("there is no batch") from None
+    drawn.end()
+
+    def again() -> Iterator[Any]:
+        drawn.repeat()
+        yield item
+        # Lightning's combined loader is its own iterator, and begins anew where iter() is called on it.
+        while (following := next(rest, _END)) is not _END:
+            yield following
+
+    fetcher.iterator = again()
+    return item[0]
+
+
+def _first(batches: Any) -> Any:
+    for batch in batches:
+        return batch
+    raise NoSampleError("there is no batch")

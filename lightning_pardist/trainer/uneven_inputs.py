@@ -1,0 +1,177 @@
+"""Training on ranks that have different numbers of batches: streams, buckets by length, shards of unequal size.
+
+The Trainer's loop ends an epoch where its own loader ends, and a rank that is through leaves the others waiting in
+their next collective. Here all ranks make equally many steps: either as many as the longest loader has batches, where
+a rank that has run out takes part with its last batch at weight zero, or as many as the shortest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_pardist.compat.lightning_loops import (
+    DataFetcher,
+    IteratorFetcher,
+    PrefetchFetcher,
+    set_train_fetcher,
+    train_fetcher,
+)
+from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
+from lightning_pardist.trainer.patch_stack import Patch, PatchStack
+
+#: ``"join"`` uses every batch, ``"drop"`` those that all ranks have.
+UnevenInputs = Literal["join", "drop"]
+
+
+class EvenFetcher(PrefetchFetcher):
+    """Gives every rank equally many batches of an epoch. Collective, where a loader does not know its length.
+
+    Args:
+        inner: The Trainer's, whose loaders it fetches from.
+        steps: Batches of an epoch, if loaders know.
+        agree: Whether one of the ranks (or all of them) has another batch. Collective.
+    """
+
+    def __init__(self, inner: DataFetcher, steps: int | None, agree: Callable[[bool], bool]) -> None:
+        super().__init__(getattr(inner, "prefetch_batches", 0))
+        self.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "prefetch_batches"})
+        self.is_filler: bool = False
+        self._steps = steps
+        self._agree = agree
+        self._latest: Any = None
+        self._settle(inner.done)
+
+    @override
+    def __iter__(self) -> EvenFetcher:
+        super().__iter__()
+        self.is_filler = False
+        self._latest = None
+        self._settle(self.length is None and not self.batches)
+        return self
+
+    @override
+    def __next__(self) -> Any:
+        if self.done:
+            raise StopIteration
+        try:
+            self._latest = super().__next__()
+            self.is_filler = False
+            is_through: bool = self.done
+        except StopIteration:
+            is_through = self.is_filler = True
+            self.fetched += 1
+        if self._latest is None:
+            raise ValueError(
+                "A rank has no batch of an epoch in which others have some. Give each rank a batch at least, or set"
+                " uneven_inputs='drop'."
+            )
+        self._settle(is_through)
+        return self._latest
+
+    def _settle(self, is_through: bool) -> None:
+        """Whether the epoch is over is for all ranks to say."""
+        self.done = self.fetched >= self._steps if self._steps is not None else not self._agree(not is_through)
+
+
+class EvenSteps:
+    """While attached, the Trainer's epochs have equally many steps on all ranks.
+
+    Args:
+        trainer: It runs ``fit``; its loaders are not made yet.
+        mode: What is done about ranks with fewer batches than others.
+        group: Ranks with different samples.
+        before: Called before each collective.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, mode: UnevenInputs, *, group: dist.ProcessGroup, before: Callable[[], None]
+    ) -> None:
+        self._trainer = trainer
+        self._mode = mode
+        self._group = group
+        self._before = before
+        self._attached = PatchStack()
+
+    def attach(self) -> None:
+        """Change the loop from now on. Not collective."""
+        loop = self._trainer.fit_loop
+        original = loop.setup_data
+
+        def setup_data() -> None:
+            original()
+            self._make_even()
+
+        self._attached.attach(Patch(loop, "setup_data", setup_data))
+
+    def detach(self) -> None:
+        """Leave the loop as it was. Not collective."""
+        self._attached.detach()
+
+    @property
+    def counts(self) -> bool | None:
+        """Whether this rank's batch counts in the present step; None where each rank's always does."""
+        fetcher = train_fetcher(self._trainer)
+        return not fetcher.is_filler if isinstance(fetcher, EvenFetcher) else None
+
+    @contextmanager
+    def leaving_no_trace(self) -> Generator[None, None, None]:
+        """Around a step whose batch does not count: metrics and buffers are afterwards what they were."""
+        module = self._trainer.lightning_module
+        if self.counts is not False:
+            yield
+            return
+        metrics = [ModuleSnapshot(each) for each in module.modules() if isinstance(each, Metric)]
+        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        yield
+        for metric in metrics:
+            metric.restore()
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
+
+    def _make_even(self) -> None:
+        loop: Any = self._trainer.fit_loop
+        inner = train_fetcher(self._trainer)
+        if inner is None or isinstance(inner, (EvenFetcher, IteratorFetcher)):
+            return
+        own = float(loop.max_batches)
+        lengths = torch.tensor([own, -own], dtype=torch.float64)
+        self._before()
+        dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=self._group)
+        longest, shortest = float(lengths[0]), -float(lengths[1])
+        if longest == shortest and longest != float("inf"):
+            return
+        if shortest == 0 and self._mode == "join":
+            raise ValueError(
+                f"One rank's training loader has no batch and another's has {longest:.0f}. Give each rank a batch at"
+                " least, or set uneven_inputs='drop'."
+            )
+        steps = None
+        if longest != float("inf"):
+            steps = int(longest if self._mode == "join" else shortest)
+            rank_zero_info(
+                f"Ranks have {shortest:.0f} to {longest:.0f} batches: an epoch has {steps} steps"
+                f" (uneven_inputs={self._mode!r})."
+            )
+            loop.max_batches = steps
+            interval = self._trainer.val_check_interval
+            if isinstance(interval, float) and isinstance(self._trainer.val_check_batch, int):
+                self._trainer.val_check_batch = max(1, int(steps * interval))
+        set_train_fetcher(self._trainer, EvenFetcher(inner, steps, self._agree))
+
+    def _agree(self, has_more: bool) -> bool:
+        flag = torch.tensor(int(has_more))
+        self._before()
+        op = dist.ReduceOp.MAX if self._mode == "join" else dist.ReduceOp.MIN
+        # In host memory, so that the device need not be waited for.
+        dist.all_reduce(flag, op=op, group=self._group)
+        return bool(flag)

@@ -1,0 +1,1 @@
+"""A transformers encoder that learns to sort texts."""

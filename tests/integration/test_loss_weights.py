@@ -1,0 +1,156 @@
+"""Losses that are means over what ranks hold different amounts of: tokens, elements of masks, weights of classes."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pardist import DDPStrategy, FSDPStrategy, HybridStrategy, ZeroStrategy
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+
+SAMPLES, LENGTH, CLASSES, STEPS = 8, 6, 5, 4
+#: How many of a global batch's samples each rank gets.
+EVEN, UNEVEN = (4, 4), (5, 3)
+STRATEGIES = {
+    "ddp": DDPStrategy,
+    "zero1": lambda **kwargs: ZeroStrategy(zero_stage=1, **kwargs),
+    "zero2": lambda **kwargs: ZeroStrategy(zero_stage=2, **kwargs),
+    "zero3": FSDPStrategy,
+    "hsdp": lambda **kwargs: FSDPStrategy(data_shard_size=2, **kwargs),
+    "tp": lambda **kwargs: HybridStrategy(tensor_parallel_size=2, **kwargs),
+}
+
+
+def ignored(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def class_weights(logits, labels):
+    return F.cross_entropy(logits.transpose(1, 2), labels, weight=torch.linspace(0.1, 2.0, CLASSES))
+
+
+def smoothed(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.2)
+
+
+def masked(logits, labels):
+    counted = (labels != -100).float()
+    losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+    return (losses * counted).sum() / counted.sum().clamp(min=1)
+
+
+def selected(logits, labels):
+    return logits[labels != -100].pow(2).mean()
+
+
+def added(logits, labels):
+    return 0.01 * F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def per_sample(logits, labels):
+    return torch.stack([F.cross_entropy(*sample) for sample in zip(logits, labels, strict=True)]).mean()
+
+
+def sum_per_sample(logits, labels):
+    return 0.1 * sum(F.cross_entropy(*sample) for sample in zip(logits, labels, strict=True))
+
+
+def two_terms(logits, labels):
+    return ignored(logits, labels) + 0.5 * logits.mean(1).pow(2).mean() + 0.1 * masked(logits, labels.roll(1, 1))
+
+
+#: Of one mean or sum, so that the loss of a batch follows from those of its parts.
+SINGLE = [ignored, class_weights, smoothed, masked, selected, added, per_sample, sum_per_sample]
+LOSSES = {loss.__name__: loss for loss in (*SINGLE, two_terms)}
+
+
+class Module(pl.LightningModule):
+    def __init__(self, loss="ignored", decay=0.0):
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, CLASSES))
+        self.loss, self.decay, self.steps = LOSSES[loss], decay, []
+
+    def training_step(self, batch, batch_idx):
+        ids, labels = batch
+        loss = self.loss(self.net(ids), labels)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("detached", loss.detach(), on_step=False, on_epoch=True)
+        return loss + self.decay * sum(param.square().sum() for param in self.net.parameters())
+
+    def on_train_batch_end(self, *args):
+        self.steps.append(self.trainer.callback_metrics["loss_step"].clone())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+
+def _data():
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 11, (STEPS * SAMPLES, LENGTH), generator=generator)
+    labels = ids % CLASSES
+    lengths = torch.randint(1, LENGTH + 1, (len(ids), 1), generator=generator)
+    labels[torch.arange(LENGTH) >= lengths] = -100
+    return TensorDataset(ids, labels)
+
+
+def _loader(sizes, rank, steps=STEPS, empty=False):
+    """Each global batch's samples go to ranks in runs of these sizes."""
+    data = _data()
+    if empty:
+        # Of the first rank's share of a batch nothing counts.
+        data.tensors[1][SAMPLES : SAMPLES + EVEN[0]] = -100
+    begin = sum(sizes[:rank])
+    batches = [list(range(step * SAMPLES + begin, step * SAMPLES + begin + sizes[rank])) for step in range(steps)]
+    return DataLoader(data, batch_sampler=batches)
+
+
+def _fit(strategy, devices, sizes, module, given, trainer_kwargs):
+    torch.manual_seed(3)
+    module = Module(**module)
+    made = STRATEGIES[strategy](**given) if strategy != "single" else "auto"
+    trainer = quiet_trainer(strategy=made, devices=devices, use_distributed_sampler=False, **trainer_kwargs)
+    rank = 0 if strategy == "single" else trainer.strategy.distributed_sampler_kwargs["rank"]
+    empty = trainer_kwargs.get("gradient_clip_val") == 7.0
+    trainer.fit(module, _loader(sizes, rank, empty=empty))
+    return {
+        "weights": snapshot(module),
+        "logged": {name: value.clone() for name, value in trainer.callback_metrics.items()},
+        "steps": {"steps": torch.stack(module.steps)},
+    }
+
+
+def _run(strategy, *, world=2, sizes=EVEN, module=None, given=None, **trainer_kwargs):
+    arguments = (module or {}, given or {}, trainer_kwargs)
+    (wanted,) = run_ranks(1, _fit, "single", 1, (SAMPLES,), *arguments)
+    for found in run_ranks(world, _fit, strategy, world, sizes, *arguments):
+        assert_close(found["weights"], wanted["weights"])
+        if (module or {}).get("loss") != "two_terms":
+            assert_close(found["logged"], wanted["logged"])
+            assert_close(found["steps"], wanted["steps"])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_mean_is_weighed_by_its_own_count(loss):
+    _run("ddp", sizes=UNEVEN, module={"loss": loss, "decay": 0.01})
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("zero1", 2), ("zero2", 2), ("zero3", 2), ("hsdp", 4), ("tp", 4)])
+@pytest.mark.parametrize("loss", ["ignored", "two_terms"])
+def test_under_every_strategy(strategy, world, loss):
+    sizes = UNEVEN if world == 2 or strategy == "tp" else (3, 1, 2, 2)
+    _run(strategy, world=world, sizes=sizes, module={"loss": loss})
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_with_accumulation_and_clipping(strategy):
+    _run(strategy, module={"loss": "two_terms"}, accumulate_grad_batches=2, gradient_clip_val=0.3)
+
+
+@pytest.mark.parametrize("loss", ["ignored", "masked", "selected"])
+@pytest.mark.parametrize(("strategy", "sizes"), [("ddp", EVEN)], ids=str)
+def test_a_batch_of_which_nothing_counts(loss, strategy, sizes):
+    _run(strategy, sizes=sizes, module={"loss": loss}, gradient_clip_val=7.0)

@@ -1,0 +1,138 @@
+"""Validation, test and predict under a pipeline run on whole batches: what a step does with one is one process's."""
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+
+
+class Regression(pl.LightningModule):
+    """Logs what is not linear in the batch, keeps what it has seen, and prints."""
+
+    def __init__(self):
+        super().__init__()
+        inner = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+        self.net = nn.Sequential(nn.Linear(8, 8), *inner, nn.Linear(8, 1))
+        self.r2 = torchmetrics.R2Score()
+        self.mean = torchmetrics.MeanMetric()
+        self.outputs, self.printed = [], []
+        self.count = 0
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.net(batch[0])[:, 0], batch[1])
+
+    def evaluate(self, batch):
+        y = self.net(batch[0])[:, 0]
+        mse = F.mse_loss(y, batch[1])
+        self.log("rmse", mse.sqrt())
+        self.log("perplexity", mse.exp(), on_step=True)
+        self.log("spread", (y - y.mean()).square().sum() / (len(y) - 1))
+        self.log("best", y.topk(2).values[1], reduce_fx="max")
+        self.r2.update(y, batch[1])
+        self.log("r2", self.r2)
+        self.mean(mse.sqrt())
+        self.outputs.append(mse.sqrt())
+        return {"y": y, "ranks": y.argsort(), "rmse": mse.sqrt()}
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        return self.evaluate(batch)
+
+    def test_step(self, batch, batch_idx):
+        self.count += 1
+        self.log("count", float(self.count * self.outputs[-1] if self.outputs else 0.0))
+        return self.evaluate(batch)
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])[:, 0].argsort()
+
+    def end(self):
+        self.log("kept", torch.stack(self.outputs).prod())
+        self.log("mean_rmse", self.mean.compute())
+        self.mean.reset()
+        self.outputs.clear()
+
+    def on_validation_epoch_end(self):
+        self.end()
+
+    def on_test_epoch_end(self):
+        self.end()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Stream(IterableDataset):
+    """Has no length, and counts what was read of it."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+        self.read = 0
+
+    def __iter__(self):
+        for item in self.dataset:
+            self.read += 1
+            yield item
+
+
+class Hooks(Callback):
+    """Sees each batch's outputs, and moves what the next step reads."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        pl_module.net[0].bias.data.add_(0.01)
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        self.seen.append(outputs["rmse"].clone())
+
+
+def _data(length):
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(length, 8, generator=generator), torch.randn(length, generator=generator))
+
+
+def _logged(parts):
+    return {f"{index} {key}": torch.as_tensor(v) for index, part in enumerate(parts) for key, v in part.items()}
+
+
+def _evaluate(strategy="auto", devices=1):
+    torch.manual_seed(3)
+    module = Regression()
+    found = {}
+    # A last batch of two samples, and of one per micro-batch before.
+    loaders = [DataLoader(_data(26), batch_size=8), DataLoader(_data(20), batch_size=4)]
+    trainer = quiet_trainer(strategy=strategy, devices=devices)
+    found["val"] = _logged(trainer.validate(module, loaders, verbose=False))
+    found["stream"] = _logged(trainer.validate(module, DataLoader(Stream(_data(26)), batch_size=8), verbose=False))
+    stream = Stream(_data(64))
+    trainer = quiet_trainer(strategy=strategy, devices=devices, limit_val_batches=3)
+    found["limited"] = _logged(trainer.validate(module, DataLoader(stream, batch_size=4), verbose=False))
+    found["read"] = {"samples": torch.tensor(stream.read)}
+    trainer = quiet_trainer(strategy=strategy, devices=devices)
+    found["test"] = _logged(trainer.test(module, loaders[0], verbose=False))
+    found["predict"] = {str(i): y for i, y in enumerate(trainer.predict(module, loaders[0]))}
+    hooks = Hooks()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, callbacks=[hooks])
+    trainer.fit(module, DataLoader(_data(16), batch_size=8), loaders[0])
+    found["fit"] = {**{key: value.clone() for key, value in trainer.callback_metrics.items()}, **snapshot(module)}
+    found["hooks"] = {str(index): value for index, value in enumerate(hooks.seen)}
+    return found
+
+
+def test_evaluation_is_that_of_one_process():
+    want = _evaluate()
+    for ranks in (2,):
+        for strategy in ("pardist_pp", "pardist_mp"):
+            for got in run_ranks(ranks, _evaluate, strategy, ranks):
+                for what, values in want.items():
+                    if what in ("fit", "hooks"):
+                        continue
+                    assert_close(got[what], values), what

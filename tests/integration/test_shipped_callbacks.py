@@ -1,0 +1,158 @@
+"""Every callback that Lightning ships, under every strategy, as on one process."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import callbacks
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from tests.helpers.checkpoints import STRATEGIES
+from tests.helpers.models import points
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import BATCH, Data, global_losses, quiet_trainer
+
+EPOCHS, STEPS = 3, 2
+
+
+class Tuned(pl.LightningModule):
+    """A backbone and a head; layers of the backbone are alike to the last bit until they are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.lr = 0.05
+        self.backbone = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Tanh(), nn.Linear(9, 9), nn.LayerNorm(9))
+        self.head = nn.Sequential(nn.Linear(9, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
+        self.losses = []
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.backbone(x)))
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].detach().clone())
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=self.lr, momentum=0.9)
+
+
+class LayerByLayer(callbacks.BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone[3:], optimizer, lr=0.02)
+        if epoch == 2:
+            # The head is in the optimizer already, and so is half of the backbone.
+            self.unfreeze_and_add_param_group([pl_module.backbone, pl_module.head], optimizer)
+
+
+class _Data(Data):
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+
+MAKE = {
+    "finetuning": LayerByLayer,
+    "backbone": lambda: callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=True),
+    "accumulation": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
+    "averages": callbacks.WeightAveraging,
+    "moving averages": lambda: callbacks.EMAWeightAveraging(decay=0.8),
+    "stochastic averages": lambda: callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1, annealing_epochs=1),
+    "learning rate": lambda: callbacks.LearningRateFinder(num_training_steps=6, update_attr=True),
+    "early stopping": lambda: callbacks.EarlyStopping("val_loss", min_delta=10.0, patience=2),
+    "spikes": lambda: callbacks.SpikeDetection(),
+    "lambda": lambda: callbacks.LambdaCallback(on_before_zero_grad=lambda trainer, module, optimizer: None),
+    "timer": lambda: callbacks.Timer(duration={"hours": 1}),
+    "monitors": lambda: [
+        callbacks.LearningRateMonitor(),
+        callbacks.DeviceStatsMonitor(cpu_stats=False),
+        callbacks.ModelSummary(max_depth=-1),
+        callbacks.RichModelSummary(),
+        callbacks.TQDMProgressBar(),
+    ],
+}
+#: What compares or averages whole weights is refused where no rank has them.
+REFUSED = {"stochastic averages": ("pp", "mp", "3d", "pp_zero1", "pp_zero3")}
+
+
+def _strategy(name, world):
+    return STRATEGIES[name]() if world > 1 else "auto"
+
+
+def _run(names, name, world, folder):
+    found = {}
+    for which in names:
+        torch.manual_seed(3)
+        module, made = Tuned(), MAKE[which]()
+        resumed = which in ("finetuning", "backbone")
+        keep = callbacks.ModelCheckpoint(f"{folder}/{name}", f"{which}-{{epoch}}", save_top_k=-1)
+        kwargs = {
+            "devices": world,
+            "use_distributed_sampler": False,
+            "enable_model_summary": which == "monitors",
+            "enable_progress_bar": which == "monitors",
+            "enable_checkpointing": resumed,
+            "logger": CSVLogger(f"{folder}/{name}-{which}") if which == "monitors" else False,
+            "log_every_n_steps": 1,
+            "num_sanity_val_steps": 0,
+            "default_root_dir": folder,
+        }
+        trainer = quiet_trainer(
+            strategy=_strategy(name, world),
+            max_epochs=EPOCHS,
+            callbacks=[*(made if isinstance(made, list) else [made]), *([keep] if resumed else [])],
+            **kwargs,
+        )
+        trainer.fit(module, datamodule=_Data(points(BATCH * STEPS)))
+        found[which] = {"losses": global_losses(module.losses, world)} | snapshot(module)
+        if resumed:
+            torch.manual_seed(3)
+            module = Tuned()
+            trainer = quiet_trainer(
+                strategy=_strategy(name, world), max_epochs=EPOCHS, callbacks=[MAKE[which]()], **kwargs
+            )
+            trainer.fit(
+                module, datamodule=_Data(points(BATCH * STEPS)), ckpt_path=f"{folder}/{name}/{which}-epoch=1.ckpt"
+            )
+            found[f"{which}, resumed"] = snapshot(module)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return _run(MAKE, "one", 1, tmp_path_factory.mktemp("one"))
+
+
+def _check(name, world, folder, expected):
+    names = [which for which in MAKE if name not in REFUSED.get(which, ())]
+    for found in run_ranks(world, _run, names, name, world, folder, timeout_s=240):
+        for which, values in found.items():
+            assert_close(values, expected[which])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["zero3", "pp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero1", "zero2", "tp", "mp"))],
+)
+def test_callback_does_as_on_one_process(name, tmp_path, expected):
+    _check(name, 2, tmp_path, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["3d", "pp_zero1", "pp_zero3", "tp_zero3"])
+def test_callback_does_as_on_one_process_under_two_axes(name, tmp_path, expected):
+    _check(name, 4, tmp_path, expected)

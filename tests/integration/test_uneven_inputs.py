@@ -1,0 +1,128 @@
+"""Ranks with different numbers of batches: every sample counts once, and nobody waits for a rank that is through."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_pardist import DDPStrategy, FSDPStrategy, HybridStrategy, ZeroStrategy
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+
+SAMPLES, EPOCHS = 8, 2
+#: Batches of each rank.
+BATCHES = (3, 5)
+STRATEGIES = {
+    "ddp": DDPStrategy,
+    "zero1": lambda **kwargs: ZeroStrategy(zero_stage=1, **kwargs),
+    "zero2": lambda **kwargs: ZeroStrategy(zero_stage=2, **kwargs),
+    "zero3": FSDPStrategy,
+    "tp": lambda **kwargs: HybridStrategy(tensor_parallel_size=2, **kwargs),
+}
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.mean = MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        values, targets = batch
+        loss = F.cross_entropy(self.net(values), targets, ignore_index=0)
+        self.log("loss", loss, on_epoch=True)
+        self.log("number", values.mean(), on_step=False, on_epoch=True)
+        self.mean.update(values.detach().mean(1))
+        self.log("metric", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, self.trainer.max_epochs * 5)]
+
+
+class Stream(IterableDataset):
+    def __init__(self, data, batches):
+        self.data, self.batches = data, batches
+
+    def __iter__(self):
+        for batch in self.batches:
+            yield tuple(tensor[batch] for tensor in self.data.tensors)
+
+
+def _loader(rank, kind, batches):
+    generator = torch.Generator().manual_seed(2)
+    data = TensorDataset(
+        torch.randn(5 * SAMPLES, 6, generator=generator), torch.randint(0, 4, (5 * SAMPLES,), generator=generator)
+    )
+    half = SAMPLES // 2
+
+    def of(step):
+        """Of a global batch, the first half is the first rank's."""
+        ranks = [each for each in (0, 1) if step < batches[each] and rank in (None, each)]
+        return [step * SAMPLES + each * half + index for each in ranks for index in range(half)]
+
+    chosen = [found for step in range(max(batches)) if (found := of(step))]
+    if kind == "stream":
+        return DataLoader(Stream(data, chosen), batch_size=None)
+    return DataLoader(data, batch_sampler=chosen)
+
+
+def _fit(strategy, devices, kind, batches, given, trainer_kwargs):
+    torch.manual_seed(3)
+    module = Module()
+    made = STRATEGIES[strategy](**given) if strategy != "single" else "auto"
+    trainer = quiet_trainer(
+        strategy=made, devices=devices, use_distributed_sampler=False, max_epochs=EPOCHS, **trainer_kwargs
+    )
+    rank = None if strategy == "single" else trainer.strategy.distributed_sampler_kwargs["rank"]
+    trainer.fit(module, _loader(rank, kind, batches))
+    logged = {name: value for name, value in trainer.callback_metrics.items() if not name.endswith("_step")}
+    return {"weights": snapshot(module), "logged": logged, "steps": trainer.global_step}
+
+
+def _run(strategy, kind="sized", *, world=2, batches=BATCHES, wanted_batches=None, given=None, **trainer_kwargs):
+    wanted_batches = wanted_batches or batches
+    (wanted,) = run_ranks(1, _fit, "single", 1, kind, wanted_batches, {}, trainer_kwargs)
+    for found in run_ranks(world, _fit, strategy, world, kind, batches, given or {}, trainer_kwargs):
+        assert found["steps"] == wanted["steps"]
+        assert_close(found["weights"], wanted["weights"])
+        assert_close(found["logged"], wanted["logged"])
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("tp", 4)], ids=str
+)
+def test_every_sample_counts_once(strategy, world, kind):
+    _run(strategy, kind, world=world)
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_the_first_rank_may_have_more(kind):
+    _run("ddp", kind, batches=(5, 2), accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_batches_that_not_all_have_are_dropped_on_request(kind):
+    _run("zero2", kind, wanted_batches=(3, 3), given={"uneven_inputs": "drop"})
+
+
+def test_ranks_may_be_weighed_alike_as_long_as_they_have_batches():
+    run_ranks(2, _fit, "ddp", 2, "stream", BATCHES, {"loss_weight": "ranks"}, {})
+
+
+def test_a_rank_without_any_batch_is_named():
+    with pytest.raises(Exception, match="uneven_inputs='drop'"):
+        run_ranks(2, _fit, "ddp", 2, "stream", (0, 3), {}, {})
+
+
+def test_unknown_setting():
+    with pytest.raises(ValueError, match="uneven_inputs='wait'"):
+        DDPStrategy(uneven_inputs="wait")
+    with pytest.raises(ValueError, match="loss_weight='words'"):
+        DDPStrategy(loss_weight="words")

@@ -1,0 +1,46 @@
+"""Installs each wheel and sdist of a folder into an empty environment and runs ``pardist strategies`` there.
+
+``python tests/scripts/try_dist.py dist``. Standard library only. Pip brings the dependencies in the tested versions.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def try_one(archive: Path) -> None:
+    """Install and run one archive.
+
+    Raises:
+        subprocess.CalledProcessError: If either fails.
+        RuntimeError: If the program does not list the strategies.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        programs = Path(folder) / "bin"
+        install = [programs / "python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
+        subprocess.run([*install, archive], check=True)
+        # From another folder, so that the checkout is not what is imported.
+        listed = subprocess.run([programs / "pardist", "strategies"], cwd=folder, check=True, capture_output=True)
+        if b"pardist_ddp" not in listed.stdout:
+            raise RuntimeError(f"{archive.name}: pardist strategies printed {listed.stdout.decode()!r}")
+        print(f"{archive.name}: installs, and lists {listed.stdout.count(b'pardist_')} strategies")
+
+
+def main() -> None:
+    """Try every archive of the folder."""
+    archives = sorted(Path(sys.argv[1]).resolve().iterdir())
+    if not archives:
+        raise RuntimeError(f"{sys.argv[1]} is empty. Run `make dist`.")
+    for archive in archives:
+        try_one(archive)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What a loss is made of, read off its graph."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_pardist.compat.autograd_graph import inputs_of, is_python_number, kind_of, saved, shape_of
+from lightning_pardist.engines.common.loss_terms import couplings, find_terms
+
+BATCH, LENGTH, WIDTH, CLASSES = 4, 6, 8, 10
+torch.manual_seed(0)
+NET = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES))
+LOG_SIGMA = nn.Parameter(torch.zeros(2))
+TOKENS, SAMPLES = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, WIDTH)
+LABELS = torch.randint(0, CLASSES, (BATCH, LENGTH))
+LABELS[0, 2:] = LABELS[1, 5] = -100
+COUNTED = LABELS != -100
+WEIGHT = torch.linspace(0.5, 2.0, CLASSES)
+COUNT, WEIGHTS = float(COUNTED.sum()), float(WEIGHT[LABELS[COUNTED]].sum())
+
+
+def tokens():
+    return NET(TOKENS)
+
+
+def samples():
+    return NET(SAMPLES)
+
+
+def nll(**kwargs):
+    return F.cross_entropy(tokens().flatten(0, 1), LABELS.flatten(), **kwargs)
+
+
+def penalty():
+    return 1e-3 * sum(param.pow(2).sum() for param in NET.parameters()) + torch.linalg.svdvals(NET[1].weight).sum()
+
+
+def mean(count):
+    return [("mean", count)]
+
+
+SUM = [("sum", 0.0)]
+CASES = {
+    "ignore_index": (nll, mean(COUNT)),
+    "class weights": (lambda: nll(weight=WEIGHT), mean(WEIGHTS)),
+    "classes second": (lambda: F.cross_entropy(tokens().transpose(1, 2), LABELS), mean(COUNT)),
+    "label smoothing": (lambda: nll(label_smoothing=0.1), mean(COUNT) * 2),
+    "probabilities": (lambda: F.cross_entropy(samples(), torch.rand(BATCH, CLASSES)), mean(BATCH)),
+    "sum over count": (lambda: nll(reduction="sum") / COUNTED.sum(), mean(COUNT)),
+    "sum over a python count": (lambda: nll(reduction="sum") / int(COUNTED.sum()), mean(COUNT)),
+    "mask": (lambda: (tokens().mean(2) * COUNTED).sum() / COUNTED.sum().clamp(min=1), mean(COUNT)),
+    "indexed": (lambda: tokens()[COUNTED].mean(), mean(COUNT * CLASSES)),
+    "mean squared error": (lambda: F.mse_loss(samples(), torch.zeros(BATCH, CLASSES)), mean(BATCH * CLASSES)),
+    "masked means of samples": (lambda: ((tokens().mean(2) * COUNTED).sum(1) / COUNTED.sum(1)).mean(), mean(BATCH)),
+    "batchmean": (
+        lambda: F.kl_div(samples().log_softmax(1), torch.rand(BATCH, CLASSES), reduction="batchmean"),
+        mean(BATCH),
+    ),
+    "sum over samples": (lambda: samples().pow(2).sum() / BATCH, mean(BATCH)),
+    "a mean over samples, then a sum": (lambda: samples().mean(0).sum(), mean(BATCH)),
+    "a mean over features, then a sum": (lambda: samples().mean(1).sum(), SUM),
+    "sum": (lambda: samples().pow(2).sum(), SUM),
+    "half a sum": (lambda: 0.5 * samples().pow(2).sum(), SUM),
+    "a sum over two": (lambda: samples().pow(2).sum() / 2, SUM),
+    "two sums": (lambda: samples().exp().sum() - 0.5 * (1 + samples()).sum(), SUM * 2),
+    "time first": (lambda: NET(torch.randn(7, BATCH, WIDTH)).mean(0).sum(), SUM),
+    "penalty": (lambda: nll() + penalty(), mean(COUNT)),
+    "two terms": (lambda: nll() + 0.3 * samples().mean(), [*mean(COUNT), *mean(40.0)]),
+    "a stack of terms": (lambda: torch.stack([nll(), samples().mean()]).mean(), [*mean(COUNT), *mean(40.0)]),
+    "learned weights": (
+        lambda: (-LOG_SIGMA[0]).exp() * nll() + (-LOG_SIGMA[1]).exp() * samples().mean() + LOG_SIGMA.sum(),
+        [*mean(COUNT), *mean(40.0)],
+    ),
+    "for each sample": (lambda: sum(logits.pow(2).mean() for logits in tokens()) / BATCH, [("other", 0.0)] * BATCH),
+    "half precision": (lambda: nll().bfloat16().float(), mean(COUNT)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_terms(name):
+    make, wanted = CASES[name]
+    found = [term for term in find_terms(make(), samples=BATCH) if term.kind != "constant"]
+    assert [(term.kind, pytest.approx(float(term.count))) for term in found] == wanted
+    assert not any(term.nonlinear for term in found)
+
+
+def test_a_penalty_is_a_constant_however_many_parameters():
+    net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(60)])
+    loss = samples().mean() + sum(param.norm() for param in net.parameters())
+    assert {term.kind for term in find_terms(loss, samples=BATCH)} == {"mean", "constant"}
+
+
+def test_nothing_counts():
+    empty = torch.zeros(BATCH, LENGTH)
+    loss = (tokens().mean(2) * empty).sum() / empty.sum().clamp(min=1)
+    (term,) = find_terms(loss, samples=BATCH)
+    assert term.count == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: samples().mean().sqrt(),
+        lambda: samples().mean() * tokens().mean(),
+        lambda: samples().mean(0).pow(2).sum(),
+        lambda: samples().std(0).mean(),
+    ],
+)
+def test_what_is_more_than_the_sum_of_its_parts_is_named(make):
+    assert any(term.nonlinear for term in find_terms(make(), samples=BATCH))
+
+
+def test_samples_that_are_compared():
+    features = samples()
+    assert list(couplings(F.cross_entropy(features @ features.t(), torch.arange(BATCH)), samples=BATCH))
+    assert list(couplings((features.t() @ features / BATCH).pow(2).sum(), samples=BATCH))
+    for loss in (nll(), samples().mean() + (NET[1].weight @ NET[1].weight.t()).sum()):
+        assert not list(couplings(loss, samples=BATCH))
+
+
+def test_an_opaque_operation_goes_by_samples():
+    class Opaque(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, values):
+            ctx.shape = values.shape
+            return values.mean()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad.expand(ctx.shape) / ctx.shape.numel()
+
+    (term,) = find_terms(Opaque.apply(samples()), samples=BATCH)
+    assert term.kind == "other"
+    assert "by samples" in term.describe()
+
+
+def test_what_torch_keeps_in_nodes():
+    """The contract with torch: names, edges, shapes and saved values that the walk reads."""
+    node = nll().grad_fn
+    assert kind_of(node) == "NllLoss"
+    assert saved(node, "total_weight") == COUNT
+    assert saved(node, "reduction") == 1
+    assert shape_of(inputs_of(node)[0]) == (BATCH * LENGTH, CLASSES)
+    node = samples().mean(-1).grad_fn
+    assert (kind_of(node), len(saved(node, "dim")), saved(node, "keepdim")) == ("Mean", 1, False)
+    total = samples().sum()
+    for number in (2, 2.0):
+        assert is_python_number(saved((total / number).grad_fn, "other"))
+        for dtype in (torch.int64, torch.float32, torch.float64):
+            assert not is_python_number(saved((total / torch.tensor(number, dtype=dtype)).grad_fn, "other"))

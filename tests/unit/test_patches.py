@@ -1,0 +1,103 @@
+"""What is replaced in torch and Lightning while a step or a run lasts, and that it is taken back."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pardist.compat import dtensor_operators, lightning_patches, patches
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_custom_functions():
+    own = torch.autograd.Function.__dict__["apply"]
+    seen = []
+
+    def call(cls, apply, args, kwargs):
+        seen.append(cls)
+        return apply(*args, **kwargs)
+
+    x = torch.ones(2, requires_grad=True)
+    with patches.custom_functions(call):
+        Double.apply(x).sum().backward()
+    assert seen == [Double]
+    assert x.grad.tolist() == [2, 2]
+    assert torch.autograd.Function.__dict__["apply"] is own
+
+
+def test_backward_inside():
+    depth = []
+
+    class Context:
+        def __enter__(self):
+            depth.append(1)
+
+        def __exit__(self, *error):
+            depth.append(-1)
+
+    x = torch.ones(2, requires_grad=True)
+    with patches.backward_inside(Context()):
+        x.register_hook(lambda grad: depth.append(0))
+        (3 * x).sum().backward()
+    assert depth == [1, 0, -1]
+    (3 * x).sum().backward()
+    assert depth == [1, 0, -1, 0]
+
+
+def test_recomputed_functions():
+    calls = []
+
+    def wrap(function):
+        def wrapped(*args):
+            calls.append(1)
+            return function(*args)
+
+        return wrapped
+
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with patches.recomputed_functions(wrap):
+        torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    wrapped = len(calls)
+    assert wrapped
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert len(calls) == wrapped
+
+
+def test_functions_behind_a_wrapper():
+    for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        assert callable(patches.cell_of(function).cell_contents)
+    with pytest.raises(RuntimeError, match="in a form that is not known here"):
+        patches.cell_of(test_functions_behind_a_wrapper)
+
+
+def test_grad_norm():
+    from lightning.pytorch.utilities import grad_norm
+
+    def other(module, norm_type, group_separator="/"):
+        return {"other": norm_type}
+
+    before = lightning_patches.replace_grad_norm(other.__code__)
+    assert grad_norm(nn.Linear(1, 1), 2) == {"other": 2}
+    lightning_patches.replace_grad_norm(before)
+    assert grad_norm(nn.Linear(1, 1), 2) == {}
+
+
+def test_operators_of_dtensors_are_taken_back_with_the_last_user():
+    known = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(known)
+    dtensor_operators.complete_operators()
+    dtensor_operators.complete_operators()
+    assert torch.ops.aten.equal.default in known
+    dtensor_operators.restore_operators()
+    assert torch.ops.aten.equal.default in known
+    dtensor_operators.restore_operators()
+    assert known == before
