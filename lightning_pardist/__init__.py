@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_pardist.strategies.ddp import DDPStrategy
     from lightning_pardist.strategies.fsdp import FSDPStrategy
     from lightning_pardist.strategies.hybrid import HybridStrategy
+    from lightning_pardist.strategies.local_sgd import LocalSGDStrategy
     from lightning_pardist.strategies.pipeline import PipelineStrategy
     from lightning_pardist.strategies.strategy import PardistStrategy
     from lightning_pardist.strategies.tensor import TensorParallelStrategy
@@ -41,6 +42,7 @@ _HOMES = {
     "FSDPStrategy": "lightning_pardist.strategies.fsdp",
     "GlobalBatchSize": "lightning_pardist.callbacks",
     "HybridStrategy": "lightning_pardist.strategies.hybrid",
+    "LocalSGDStrategy": "lightning_pardist.strategies.local_sgd",
     "MPIEnvironment": "lightning_pardist.runtime.environments.mpi",
     "MicroBatch": "lightning_pardist.engines.pipeline",
     "ManualEnvironment": "lightning_pardist.runtime.environments.manual",
@@ -87,6 +89,7 @@ __all__ = [
     "FSDPStrategy",
     "GlobalBatchSize",
     "HybridStrategy",
+    "LocalSGDStrategy",
     "MPIEnvironment",
     "ManualEnvironment",
     "MicroBatch",

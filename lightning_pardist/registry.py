@@ -47,6 +47,7 @@ class Entry:
 
 
 _DDP, _ZERO, _FSDP = "ddp.DDPStrategy", "zero.ZeroStrategy", "fsdp.FSDPStrategy"
+_LOCAL_SGD = "local_sgd.LocalSGDStrategy"
 _TENSOR, _PIPELINE, _HYBRID = "tensor.TensorParallelStrategy", "pipeline.PipelineStrategy", "hybrid.HybridStrategy"
 
 TABLE: tuple[Entry, ...] = (
@@ -100,6 +101,8 @@ TABLE: tuple[Entry, ...] = (
     Entry("pardist_3d", _HYBRID, "layers (PP) x weights (TP) x batch (DP)",
           "the model is far too large for one kind of parallelism",
           {"pipeline_parallel_size": "machine", "tensor_parallel_size": "machine"}),
+    Entry("pardist_local_sgd", _LOCAL_SGD, "batch over islands of ranks",
+          "ranks or nodes are connected slowly: parameters are averaged every 32 steps, gradients are not"),
 )  # fmt: skip
 
 

@@ -226,6 +226,24 @@ def mesh() -> str:
     return picture.svg()
 
 
+def local_sgd() -> str:
+    """Two islands of two ranks."""
+    picture = Canvas(640, 170, "Two islands of two ranks, whose parameters are averaged every few steps")
+    for island in range(2):
+        x0 = 20 + island * 340
+        picture.text(x0 + 130, 24, f"island {island}", anchor="middle", bold=True)
+        picture.box(x0, 34, 260, 80, "#ffffff")
+        for rank in range(2):
+            picture.box(x0 + 12 + rank * 142, 46, 94, 56, _PARAMETERS, f"rank {2 * island + rank}")
+        picture.arrow(x0 + 108, 66, x0 + 152, 66)
+        picture.arrow(x0 + 152, 84, x0 + 108, 84)
+    picture.arrow(282, 66, 358, 66)
+    picture.arrow(358, 84, 282, 84)
+    picture.text(20, 138, "Inside an island: gradients, every step (or whatever its strategy sends).")
+    picture.text(20, 156, "Between islands: parameters, every sync_every steps.")
+    return picture.svg()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "ddp.svg": lambda: held("What each of four ranks holds under data parallelism", [(False, False, False)]),
     "zero.svg": lambda: held(
@@ -239,6 +257,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "tensor.svg": tensor,
     "pipeline.svg": pipeline,
     "mesh.svg": mesh,
+    "local_sgd.svg": local_sgd,
 }
 
 

@@ -32,7 +32,7 @@ class HybridStrategy(PardistStrategy):
         tensor_settings: Further settings of :class:`~lightning_pardist.TensorParallelStrategy`, such as ``plan``.
         pipeline_settings: Further settings of :class:`~lightning_pardist.PipelineStrategy`, such as ``schedule``.
         data_settings: Settings of the data axis' own strategy, such as ``bucket_size_mb``.
-        outer: An axis around all others.
+        outer: An axis around all others, such as :class:`~lightning_pardist.axes.local_sgd.LocalSGDAxis`.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:

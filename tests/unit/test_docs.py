@@ -29,6 +29,7 @@ STRATEGY_PAGES = {
     "tensor.md": lightning_pardist.TensorParallelStrategy,
     "pipeline.md": lightning_pardist.PipelineStrategy,
     "hybrid.md": lightning_pardist.HybridStrategy,
+    "local_sgd.md": lightning_pardist.LocalSGDStrategy,
 }
 #: What the Trainer gives a strategy, or a strategy gives its base.
 _NOT_SETTINGS = {
