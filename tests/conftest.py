@@ -53,7 +53,8 @@ def _nothing_left_behind():
     ]
     changed = {name for name in {*variables, *os.environ} if variables.get(name) != os.environ.get(name)}
     changed = {name for name in changed if not name.startswith(_KNOWN_VARIABLES)}
-    for name in changed:
+    # A seed that one test has set is every later Trainer's seed.
+    for name in {*changed, "PL_GLOBAL_SEED", "PL_SEED_WORKERS"} & {*variables, *os.environ}:
         if name in variables:
             os.environ[name] = variables[name]
         else:

@@ -232,7 +232,7 @@ class ConvNet(Step):
     def __init__(self):
         super().__init__()
         stages = [
-            nn.Sequential(nn.Conv2d(1 if i == 0 else 4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+            nn.Sequential(nn.Conv2d(1 if i == 0 else 4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
             for i in range(2)
         ]
         self.stages = nn.Sequential(*stages)

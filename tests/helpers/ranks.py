@@ -184,12 +184,16 @@ def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> No
         payload = inbox.get()
         if payload is None:
             break
+        environment = dict(os.environ)
         try:
             function, args = pickle.loads(payload)
             torch.manual_seed(0)
             answer = (rank, True, pickle.dumps(function(*args)))
         except BaseException:
             answer = (rank, False, traceback.format_exc())
+        # A seed that one test has set (PL_GLOBAL_SEED) is every later Trainer's seed.
+        os.environ.clear()
+        os.environ.update(environment)
         outbox.put(answer)
         sys.stdout.flush()
         sys.stderr.flush()

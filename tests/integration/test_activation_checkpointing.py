@@ -31,7 +31,7 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.wide, self.norm, self.narrow = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 6)
+        self.wide, self.norm, self.narrow = nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 6)
 
     def forward(self, x, *, rate):
         Block.calls += 1

@@ -211,7 +211,8 @@ class Normalized(Base):
     def __init__(self, kind="act", **kwargs):
         super().__init__(**kwargs)
         cls = {"act": BatchNormAct, "then": BatchNormThenAct, "named": Named}[kind]
-        self.first, self.norm, self.last = nn.Linear(6, 8), cls(8), nn.Linear(8, 1)
+        # No bias before the norm: its gradient is zero but for rounding.
+        self.first, self.norm, self.last = nn.Linear(6, 8, bias=False), cls(8), nn.Linear(8, 1)
         self.noted = []
 
     def training_step(self, batch, batch_idx):

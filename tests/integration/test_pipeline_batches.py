@@ -61,7 +61,7 @@ class Normed(Base):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(
-            *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)), nn.Linear(8, 4)
+            *(nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)) for _ in range(4)), nn.Linear(8, 4)
         )
 
 

@@ -32,7 +32,7 @@ class Odd(pl.LightningModule):
         torch.manual_seed(3)
         self.lr = 0.05
         self.backbone = nn.Sequential(nn.Linear(8, 9), nn.ReLU(), nn.Linear(9, 8))
-        self.head = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 8))
+        self.head = nn.Sequential(nn.Linear(8, 12, bias=False), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 8))
         self.losses = []
 
     def forward(self, x):

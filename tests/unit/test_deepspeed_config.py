@@ -8,6 +8,8 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_pardist import DDPStrategy, FSDPStrategy, ZeroStrategy
+from lightning_pardist.axes.ddp import DDPAxis
+from lightning_pardist.axes.fsdp import FSDPAxis
 from lightning_pardist.axes.zero import ZeroAxis
 from lightning_pardist.cli import main
 from tests.helpers.models import Classifier
@@ -57,7 +59,7 @@ def test_what_has_no_counterpart_is_listed_once():
         "fp16.hysteresis",
         "fp16.min_loss_scale",
     ]
-    assert strategy.axis(ZeroAxis).offload.offload == "cpu"
+    assert strategy.axis(FSDPAxis).offload.offload == "cpu"
     plugin = strategy.precision_plugin
     assert isinstance(plugin, MixedPrecision)
     assert plugin.precision == "16-mixed"
@@ -68,26 +70,29 @@ def test_what_has_no_counterpart_is_listed_once():
 @pytest.mark.parametrize(
     ("config", "kind", "check"),
     [
-        ({}, DDPStrategy, lambda s: s.data.bucket_size_mb == 25.0),
+        ({}, DDPStrategy, lambda s: s.axis(DDPAxis).bucket_size_mb == 25.0),
         (
             {"zero_optimization": {"stage": 0, "reduce_bucket_size": 2**20}},
             DDPStrategy,
-            lambda s: s.data.bucket_size_mb == 4,
+            lambda s: s.axis(DDPAxis).bucket_size_mb == 4,
         ),
         (
             {"zero_optimization": {"stage": 1, "overlap_comm": False}, "bf16": {"enabled": True}},
             ZeroStrategy,
-            lambda s: (s.data.zero_stage, s.data.overlap, type(s.precision_plugin)) == (1, False, HalfPrecision),
+            lambda s: (
+                (s.axis(ZeroAxis).zero_stage, s.axis(ZeroAxis).overlap, type(s.precision_plugin))
+                == (1, False, HalfPrecision)
+            ),
         ),
         (
             {"zero_optimization": {"stage": 2, "reduce_bucket_size": 2e6, "round_robin_gradients": False}},
             ZeroStrategy,
-            lambda s: (s.data.zero_stage, round(s.data.bucket_size_mb, 2)) == (2, 7.63),
+            lambda s: (s.axis(ZeroAxis).zero_stage, round(s.axis(ZeroAxis).bucket_size_mb, 2)) == (2, 7.63),
         ),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp/state"}}},
             ZeroStrategy,
-            lambda s: s.data.offload.offload == "/tmp/state",
+            lambda s: s.axis(ZeroAxis).offload.offload == "/tmp/state",
         ),
         ({"bf16": {"enabled": True}}, DDPStrategy, lambda s: s.precision_plugin.precision == "bf16-mixed"),
     ],
@@ -167,10 +172,12 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ours.py").write_text(
         "from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel\n"
+        "from lightning_pardist.axes.zero import ZeroAxis\n"
         "class Ours(BoringModel):\n"
         "    def on_fit_end(self):\n"
         "        t, s = self.trainer, self.trainer.strategy\n"
-        "        text = f'{type(s).__name__} {s.data.zero_stage} {s.data.bucket_size_mb} {t.accumulate_grad_batches}'\n"
+        "        a = s.axis(ZeroAxis)\n"
+        "        text = f'{type(s).__name__} {a.zero_stage} {a.bucket_size_mb} {t.accumulate_grad_batches}'\n"
         "        open('done', 'w').write(f'{text} {t.gradient_clip_val} {t.precision}')\n"
         "class Data(BoringDataModule):\n"
         "    pass\n"
