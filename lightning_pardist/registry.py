@@ -103,6 +103,12 @@ TABLE: tuple[Entry, ...] = (
           {"pipeline_parallel_size": "machine", "tensor_parallel_size": "machine"}),
     Entry("pardist_local_sgd", _LOCAL_SGD, "batch over islands of ranks",
           "ranks or nodes are connected slowly: parameters are averaged every 32 steps, gradients are not"),
+    Entry("pardist_post_local_sgd", _LOCAL_SGD, "batch over islands of ranks",
+          "the same after 1,000 steps in which gradients are averaged: the beginning is pardist_ddp's",
+          {"start_local_step": 1000}),
+    Entry("pardist_diloco", _LOCAL_SGD, "batch over islands of ranks",
+          "sites are connected very slowly: islands meet every 100 steps, by an outer Nesterov step",
+          {"sync_every": 100, "outer_lr": 0.7, "outer_momentum": 0.9}),
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pardist.checkpoint.chunks import Shards
 from lightning_pardist.collectives import broadcast_object
 from lightning_pardist.compat.lightning_functions import update_device
 from lightning_pardist.compat.lightning_loops import trainer_of
@@ -132,6 +133,17 @@ class RunContext:
         return self.sample_batches
 
     @property
+    def loss_group(self) -> dist.ProcessGroup:
+        """Ranks whose losses make up that of the next step, this one among them."""
+        return next((axis.loss_group for axis in self.axes if axis.loss_group is not None), self.gradient_group)
+
+    @property
+    def island(self) -> int:
+        """Which of the models that are trained apart this rank works on; 0 if there is one."""
+        axes = [name for axis in self.axes if axis.diverges for name in axis.mesh_axes]
+        return self.mesh[axes[0]].get_local_rank() if axes else 0
+
+    @property
     def model_axes(self) -> tuple[ParallelAxis, ...]:
         """Axes whose ranks hold different parts of the module."""
         return tuple(axis for axis in self.axes if axis.splits_module)
@@ -190,6 +202,8 @@ class ParallelAxis:
         order: When it transforms the module, from the inside of layers outwards.
         splits_module: Whether its ranks hold different parts of the module.
         creates_values: Whether a module built on ``meta`` gets its values from it.
+        diverges: Whether its ranks train models of their own between two meetings, so that a checkpoint keeps the
+            optimizers of each.
         context: The run, shared with the other axes.
     """
 
@@ -198,6 +212,7 @@ class ParallelAxis:
     order: ClassVar[int]
     splits_module: ClassVar[bool] = False
     creates_values: ClassVar[bool] = False
+    diverges: ClassVar[bool] = False
     context: RunContext
     #: Whether the module came without values to this run.
     _built_on_meta = False
@@ -286,8 +301,25 @@ class ParallelAxis:
         """Run backward from a step's loss."""
         run()
 
-    def synchronize(self) -> None:
-        """Validation, test or a checkpoint comes next, or training has ended. Collective over the world."""
+    def start_training(self, trainer: pl.Trainer) -> None:
+        """The first step comes next, and everything has been loaded. Not collective."""
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup | None:
+        """Ranks whose losses make up that of a step, if others than those of the gradient mesh."""
+        return None
+
+    def gradients_reduced(self) -> None:
+        """Gradients of a step are those of the gradient mesh, and clipping is next; may be called again before a step.
+
+        Collective where the axis has more to do.
+        """
+
+    def synchronize(self, *, evaluation: bool = False) -> None:
+        """Validation or a test (``evaluation``) or a checkpoint comes next, or training has ended.
+
+        Collective over the world.
+        """
 
     def around_backward(self) -> AbstractContextManager[None]:
         """Around a backward pass, and what the engine of the data axis does for it. Not collective."""
@@ -348,6 +380,21 @@ class ParallelAxis:
         """Go on from the state of a rank that saw this rank's samples. Not collective.
 
         It is called only where as many ranks see different samples as when the state was saved.
+        """
+
+    def shards(self) -> dict[str, Shards]:
+        """What a checkpoint keeps of an axis that :attr:`diverges`, beside module and optimizers. Not collective.
+
+        Returns:
+            By key, this rank's boxes of its tensors.
+        """
+        return {}
+
+    def load_shards(self, saved: Callable[[str], Tensor | None]) -> None:
+        """Go on from what :meth:`shards` gave, after module and optimizers have been loaded. Not collective.
+
+        Args:
+            saved: The whole tensor with a key; None if the checkpoint has none.
         """
 
     # --- for people, and the end --------------------------------------------------------------------------------

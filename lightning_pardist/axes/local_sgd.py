@@ -1,9 +1,9 @@
-"""The outer axis of local SGD: islands that train by themselves and average their parameters every few steps."""
+"""The outer axis of local SGD and DiLoCo: islands that train by themselves and meet every few steps."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import lightning.pytorch as pl
@@ -16,19 +16,27 @@ from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.refusals import refuse_callbacks
+from lightning_pardist.checkpoint.chunks import Shards
+from lightning_pardist.checkpoint.tensors import copy_whole, shards_like
 from lightning_pardist.engines.ddp.buffers import average_tensors
+from lightning_pardist.engines.outer_optimizer import OuterOptimizer
 from lightning_pardist.mesh import Degree, ParallelDims
 from lightning_pardist.settings import one_of, positive
 
 OuterSize = int | Literal["auto", "node"]
+SyncEvery = int | Literal["epoch"]
 
 
 class LocalSGDAxis(ParallelAxis):
     """Averages parameters and floating-point buffers over islands (local SGD, arXiv 1805.09767).
 
-    Between two averages nothing travels between islands on behalf of gradients. Validation, checkpoints and the end of
-    training average first, so that what is evaluated and saved is what all islands go on from. Optimizer state stays
-    with its island; a checkpoint holds the first island's.
+    Between two averages nothing travels between islands on behalf of gradients. With ``outer_lr`` or
+    ``outer_momentum`` the mean is not taken as it is: the difference that it has made is a step's gradient for an outer
+    optimizer (DiLoCo, arXiv 2311.08105). Before ``start_local_step`` gradients are averaged over islands in every step
+    (post-local SGD, arXiv 1808.07217).
+
+    Validation, checkpoints and the end of training are meetings as well, so that what is evaluated and saved is what
+    all islands go on from. A checkpoint keeps every island's optimizers and the outer one's momentum.
 
     The arguments are those of :class:`~lightning_pardist.LocalSGDStrategy`.
 
@@ -40,13 +48,39 @@ class LocalSGDAxis(ParallelAxis):
     mesh_axes = ("outer_parallel",)
     # After every axis that works inside an island.
     order = 60
+    diverges = True
 
-    def __init__(self, *, outer_parallel_size: OuterSize = "auto", sync_every: int = 32) -> None:
+    def __init__(
+        self,
+        *,
+        outer_parallel_size: OuterSize = "auto",
+        sync_every: SyncEvery = 32,
+        start_local_step: int = 0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        sync_before_validation: bool = True,
+    ) -> None:
         if isinstance(outer_parallel_size, str):
             one_of("outer_parallel_size", outer_parallel_size, ("auto", "node"), or_else="a number of islands")
+        if isinstance(sync_every, str):
+            one_of("sync_every", sync_every, ("epoch",), or_else="a number of optimizer steps")
+        else:
+            sync_every = int(positive("sync_every", sync_every, "Use the optimizer steps between two averages."))
+        if start_local_step < 0:
+            raise ValueError(f"start_local_step={start_local_step} is not a step. Use 0 to train apart from the start.")
+        if not 0 <= outer_momentum < 1:
+            raise ValueError(f"outer_momentum={outer_momentum} is not in [0, 1). DiLoCo uses 0.9, plain averaging 0.")
         self.outer_parallel_size = outer_parallel_size
-        self.sync_every = int(positive("sync_every", sync_every, "Use the optimizer steps between two averages."))
+        self.sync_every: SyncEvery = sync_every
+        self.start_local_step = start_local_step
+        self.outer_lr = positive("outer_lr", outer_lr, "DiLoCo uses 0.7, plain averaging 1.")
+        self.outer_momentum = outer_momentum
+        self.sync_before_validation = sync_before_validation
         self._steps: dict[Optimizer, int] = {}
+        self._outer: OuterOptimizer | None = None
+        self._trainer: pl.Trainer | None = None
+        self._was_synchronous = False
+        self._names: dict[nn.Parameter, str] = {}
 
     @override
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
@@ -67,6 +101,20 @@ class LocalSGDAxis(ParallelAxis):
     @override
     def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._steps = {}
+        self._outer = None
+        if self.outer_momentum or self.outer_lr != 1:
+            held = [param for param in module.parameters() if param.requires_grad and _is_averaged(param)]
+            self._outer = OuterOptimizer(held, lr=self.outer_lr, momentum=self.outer_momentum)
+            # A checkpoint may be saved after a run, when the module has other parameters again.
+            self._names = {param: name for name, param in module.named_parameters()}
+
+    @override
+    def start_training(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._steps = {}
+        self._was_synchronous = self._is_synchronous
+        if self._outer is not None:
+            self._outer.start()
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -75,26 +123,60 @@ class LocalSGDAxis(ParallelAxis):
         """This rank and its counterparts on the other islands."""
         return self.context.mesh["outer_parallel"].get_group()
 
+    @property
+    def _is_synchronous(self) -> bool:
+        """Whether islands still average gradients in every step."""
+        trainer = self._trainer
+        if trainer is None or not self.start_local_step:
+            return False
+        # Lightning counts the steps of all optimizers, and keeps the count in checkpoints.
+        return trainer.global_step // max(1, len(self.context.optimizers)) < self.start_local_step
+
+    @property
+    @override
+    def loss_group(self) -> dist.ProcessGroup | None:
+        return self.context.batch_group if self._is_synchronous else None
+
+    @override
+    def gradients_reduced(self) -> None:
+        if self._is_synchronous:
+            self._average_gradients()
+        elif self._was_synchronous:
+            self._was_synchronous = False
+            if self._outer is not None:
+                self._outer.start()
+
     @override
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Average the parameters of an optimizer that has made its steps, and with the first one's all others.
 
         Collective over the outer axis, every :attr:`sync_every` steps of the optimizer.
         """
+        if self._is_synchronous:
+            return
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if self._steps[optimizer] >= self.sync_every:
-            self._average(optimizer)
+        if self._trainer is not None and self.sync_every == "epoch":
+            meets = self._trainer.is_last_batch
+        else:
+            meets = isinstance(self.sync_every, int) and self._steps[optimizer] >= self.sync_every
+        if meets:
+            self._meet(optimizer)
 
     @override
-    def synchronize(self) -> None:
+    def synchronize(self, *, evaluation: bool = False) -> None:
+        if evaluation and not self.sync_before_validation:
+            return
         for optimizer in [one for one in self.context.optimizers if self._steps.get(one)]:
-            self._average(optimizer)
+            self._meet(optimizer)
 
     @torch.no_grad()
-    def _average(self, optimizer: Optimizer) -> None:
+    def _meet(self, optimizer: Optimizer) -> None:
         self._steps[optimizer] = 0
         self.context.before_collective()
-        average_tensors(self._values_of(optimizer), group=self.group)
+        values = list(self._values_of(optimizer))
+        average_tensors(values, group=self.group)
+        if self._outer is not None:
+            self._outer.step(value for value in values if isinstance(value, nn.Parameter))
 
     def _values_of(self, optimizer: Optimizer) -> Iterator[Tensor]:
         """What this rank holds of an optimizer's parameters; the first one also answers for what no optimizer has."""
@@ -109,25 +191,89 @@ class LocalSGDAxis(ParallelAxis):
         else:
             others = {param for param in module.parameters() if param not in mine}
         for tensor in tensors:
-            if not tensor.is_meta and tensor not in others and (tensor.is_floating_point() or tensor.is_complex()):
+            if tensor not in others and _is_averaged(tensor):
                 yield tensor
+
+    @torch.no_grad()
+    def _average_gradients(self) -> None:
+        """Average gradients over islands. Collective over the outer axis.
+
+        Raises:
+            RuntimeError: Where a step has left this island without a gradient that another one has, and none can be
+                put in its place.
+        """
+        engine, module = self.context.data_engine, self.context.module
+        if engine is None or module is None:
+            return
+        params = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
+        if not params:
+            return
+        self.context.before_collective()
+        found = torch.tensor([float(bool(engine.local_grads([param]))) for _, param in params])
+        anywhere = found.to(self.context.device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.group)
+        grads: list[Tensor] = []
+        for (name, param), here, needed in zip(params, found.tolist(), anywhere.tolist(), strict=True):
+            if not needed:
+                continue
+            if not here and param.grad is None:
+                param.grad = torch.zeros_like(param)
+            parts = engine.local_grads([param])
+            if not parts:
+                raise RuntimeError(
+                    f"{name} has a gradient on another island and none on this one, and islands average gradients up"
+                    f" to step {self.start_local_step}. Use every parameter in each step, or start_local_step=0."
+                )
+            grads += parts
+        average_tensors(grads, group=self.group)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def shards(self) -> dict[str, Shards]:
+        return {f"momentum.{name}": shards_like(param, momentum) for name, param, momentum in self._momenta()}
+
+    @override
+    def load_shards(self, saved: Callable[[str], Tensor | None]) -> None:
+        for name, param, momentum in self._momenta():
+            whole = saved(f"momentum.{name}")
+            if whole is not None:
+                copy_whole(whole, shards_like(param, momentum))
+
+    def _momenta(self) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """Of each parameter that has one: its name, itself, and the momentum as this rank holds it."""
+        if self._outer is None or not self.outer_momentum:
+            return []
+        return [(self._names[param], param, momentum) for param, momentum in self._outer.momenta().items()]
 
     # --- for people, and the end --------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:
-        return (
-            f"Local SGD: {self.context.dims.outer_parallel} islands of {_ranks(self.context.dims)}, parameters averaged"
-            f" every {self.sync_every} optimizer steps, and before validation and checkpoints"
+        every = "epoch" if self.sync_every == "epoch" else f"{self.sync_every} optimizer steps"
+        kind = "Local SGD" if self._outer is None else "DiLoCo"
+        text = (
+            f"{kind}: {self.context.dims.outer_parallel} islands of {_ranks(self.context.dims)}, parameters averaged"
+            f" every {every}, and before {'validation and ' if self.sync_before_validation else ''}checkpoints"
         )
+        if self._outer is not None:
+            text += f"; outer SGD with lr {self.outer_lr:g}, Nesterov momentum {self.outer_momentum:g}"
+        if self.start_local_step:
+            text += f"; gradients averaged in every step before step {self.start_local_step}"
+        return text
 
     @override
     def teardown(self) -> None:
         self._steps = {}
+        self._trainer = None
 
 
 def _params(optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _is_averaged(tensor: Tensor) -> bool:
+    return not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _ranks(dims: ParallelDims) -> str:

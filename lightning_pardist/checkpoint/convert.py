@@ -20,6 +20,7 @@ from lightning_pardist.checkpoint.manifest import is_folder, verify_files
 from lightning_pardist.checkpoint.stream import LazyTensor
 from lightning_pardist.checkpoint.tensors import (
     ABOUT,
+    DIVERGED,
     FolderState,
     module_shards,
     numbered_optimizer_shards,
@@ -102,7 +103,10 @@ def to_file(folder: str | os.PathLike[str], path: str | os.PathLike[str], *, wei
             of_params = {number: found for number, found in values.items() if found}
             optimizers.append({"state": of_params, "param_groups": saved["param_groups"]})
         state["optimizer_states"] = optimizers
-    save_file({**state, ABOUT: {**state.get(ABOUT, {}), "about": reader.manifest.about}}, path)
+    about = {**state.get(ABOUT, {}), "about": reader.manifest.about}
+    if diverged := {key: later(key) for key in reader.manifest.tensors if key.startswith(DIVERGED)}:
+        about["tensors"] = diverged
+    save_file({**state, ABOUT: about}, path)
 
 
 def to_folder(
@@ -125,6 +129,9 @@ def to_folder(
     tensors, aliases, rest = module_shards(state["state_dict"])
     content = {key: value for key, value in state.items() if key not in ("state_dict", "optimizer_states")}
     content["state_dict"] = rest
+    if ABOUT in content:
+        content[ABOUT] = dict(content[ABOUT])
+        tensors.update({key: shards_of(value) for key, value in content[ABOUT].pop("tensors", {}).items()})
     if "optimizer_states" in state:
         content["optimizer_states"] = []
         for index, saved in enumerate(state["optimizer_states"]):

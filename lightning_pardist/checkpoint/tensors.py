@@ -19,6 +19,8 @@ from lightning_pardist.compat.modules import has_load_hooks
 _MODEL = "model."
 #: Where in a checkpoint stands what other programs ignore.
 ABOUT = "lightning_pardist"
+#: Begins the keys of tensors beside the module's and those of one process' optimizers.
+DIVERGED = "diverged."
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,30 @@ class FolderState(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._stored) + len(self._values)
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors of a checkpoint folder by key, read when they are asked for.
+
+    Args:
+        reader: The folder.
+        prefix: Their keys begin with it.
+    """
+
+    def __init__(self, reader: FolderReader, prefix: str) -> None:
+        self.reader = reader
+        self._keys = [key for key in reader.manifest.tensors if key.startswith(prefix)]
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key not in self._keys:
+            raise KeyError(key)
+        return self.reader.read(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 def can_fill(module: nn.Module) -> bool:

@@ -1,10 +1,10 @@
-"""Local SGD: islands of ranks that average their parameters every few steps, over any strategy inside."""
+"""Local SGD and DiLoCo: islands of ranks that meet every few steps, over any strategy inside."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning_pardist.axes.local_sgd import LocalSGDAxis, OuterSize
+from lightning_pardist.axes.local_sgd import LocalSGDAxis, OuterSize, SyncEvery
 from lightning_pardist.strategies.hybrid import HybridStrategy
 
 
@@ -16,13 +16,23 @@ class LocalSGDStrategy(HybridStrategy):
     numbers are those of one process that trains the ``K`` models one after the other on their shares of each batch and
     averages them; with ``sync_every=1`` and SGD they are those of ``pardist_ddp``.
 
-    Validation, checkpoints and the end of training average first. Optimizer state stays with its island: a checkpoint
-    holds the first island's, from which all go on, so that momenta differ after a resume unless ``K`` is 1.
+    With an outer learning rate or momentum this is DiLoCo (arXiv 2311.08105): the difference between the parameters of
+    the last meeting and the islands' mean is the gradient of a step of SGD with Nesterov momentum. It keeps two fp32
+    values more for each parameter that a rank holds.
+
+    Validation, checkpoints and the end of training are meetings as well. A checkpoint keeps the optimizers of every
+    island and the outer momentum; on another number of islands all go on with the first one's optimizers.
 
     Args:
         outer_parallel_size: Number of islands: ``"node"`` for one a host, ``"auto"`` for the same on several hosts and
             for all ranks that the other degrees leave on one.
-        sync_every: Optimizer steps between two averages.
+        sync_every: Optimizer steps between two averages; ``"epoch"`` for the end of each epoch.
+        start_local_step: Optimizer steps from the start of training in which gradients are averaged over all islands,
+            as under ``pardist_ddp`` (post-local SGD, arXiv 1808.07217).
+        outer_lr: Step size of the outer optimizer; 1 takes the mean as it is.
+        outer_momentum: Its Nesterov momentum.
+        sync_before_validation: Whether islands meet before validation and test; otherwise each evaluates its own
+            weights, and logged values are means over islands.
         **kwargs: What each island does, and everything else: see :class:`~lightning_pardist.HybridStrategy`.
 
     Raises:
@@ -30,6 +40,23 @@ class LocalSGDStrategy(HybridStrategy):
             run, if a callback keeps averages of its own.
     """
 
-    def __init__(self, *, outer_parallel_size: OuterSize = "auto", sync_every: int = 32, **kwargs: Any) -> None:
-        outer = LocalSGDAxis(outer_parallel_size=outer_parallel_size, sync_every=sync_every)
+    def __init__(
+        self,
+        *,
+        outer_parallel_size: OuterSize = "auto",
+        sync_every: SyncEvery = 32,
+        start_local_step: int = 0,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        sync_before_validation: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        outer = LocalSGDAxis(
+            outer_parallel_size=outer_parallel_size,
+            sync_every=sync_every,
+            start_local_step=start_local_step,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            sync_before_validation=sync_before_validation,
+        )
         super().__init__(outer=outer, **kwargs)

@@ -503,8 +503,15 @@ class PardistStrategy(ParallelStrategy):
                 run = partial(axis.backward, run)
             run()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        if not module.automatic_optimization and self.data_engine.is_reduced:
+            # What the user clips by hand before the optimizer steps.
+            self._gradients_reduced()
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _gradients_reduced(self) -> None:
+        for axis in self.axes:
+            axis.gradients_reduced()
 
     @contextmanager
     @override
@@ -535,17 +542,16 @@ class PardistStrategy(ParallelStrategy):
     def _completed(self, closure: Callable[[], Any]) -> Any:
         """Run a step's closure; where its ``training_step`` returned None on this rank, join the others' reduction."""
         result = closure()
-        module = self.lightning_module
-        if (
-            self.data_engine is not None
-            and module is not None
-            and module.automatic_optimization
-            and not self.data_engine.is_reduced
-        ):
-            self.data_engine.reduce()
-            if result is None and self.data_engine.has_gradients:
-                # None tells a gradient scaler to skip this step, which the ranks with a loss will not.
-                return torch.zeros((), device=self.root_device)
+        module, engine = self.lightning_module, self.data_engine
+        if engine is None or module is None or not module.automatic_optimization:
+            return result
+        late = not engine.is_reduced
+        if late:
+            engine.reduce()
+        self._gradients_reduced()
+        if late and result is None and engine.has_gradients:
+            # None tells a gradient scaler to skip this step, which the ranks with a loss will not.
+            return torch.zeros((), device=self.root_device)
         return result
 
     @override
@@ -560,9 +566,9 @@ class PardistStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self.run_step(super().predict_step, *args, **kwargs)
 
-    def _synchronize(self) -> None:
+    def _synchronize(self, *, evaluation: bool = False) -> None:
         for axis in self.axes:
-            axis.synchronize()
+            axis.synchronize(evaluation=evaluation)
         self.data_duties.synchronize_buffers()
 
     def _start_evaluation(self) -> None:
@@ -575,7 +581,7 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._synchronize()
+        self._synchronize(evaluation=True)
         self._start_evaluation()
 
     @override
@@ -604,6 +610,9 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        if self.lightning_module is not None:
+            for axis in self.axes:
+                axis.start_training(self.lightning_module.trainer)
         rank_zero_info(self.describe())
 
     # --- checkpoints --------------------------------------------------------------------------------------------
@@ -631,6 +640,7 @@ class PardistStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Check and read a file or a folder. Collective over the world."""
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
+        self.states.take(checkpoint)
         self.loader_state.take(checkpoint)
         return checkpoint
 
@@ -658,6 +668,7 @@ class PardistStrategy(ParallelStrategy):
         if self.lightning_module is not None and trainer_of(self.lightning_module) is not None:
             self.loader_state.settle(self.lightning_module.trainer)
         self.states.load_optimizers(checkpoint["optimizer_states"])
+        self.states.load_diverged()
 
     # --- collectives --------------------------------------------------------------------------------------------
 
@@ -738,6 +749,7 @@ class PardistStrategy(ParallelStrategy):
         self.data_duties.detach()
         self._attached.detach()
         if self._fitted_well():
+            self.states.end_run()
             self.kept_optimizers.gather()
         for axis in self.axes:
             axis.release()

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_pardist._version import __version__
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.checkpoint.atomic import local_path, recover
+from lightning_pardist.checkpoint.chunks import Shards
 from lightning_pardist.checkpoint.coordination import (
     Coordinator,
     SingleCoordinator,
@@ -32,11 +33,13 @@ from lightning_pardist.checkpoint.coordination import (
     world_coordinator,
 )
 from lightning_pardist.checkpoint.folder import FolderReader, FolderSave
-from lightning_pardist.checkpoint.gather import merged_small
+from lightning_pardist.checkpoint.gather import assemble, merged_small
 from lightning_pardist.checkpoint.manifest import is_folder, verify_files
 from lightning_pardist.checkpoint.tensors import (
     ABOUT,
+    DIVERGED,
     FolderState,
+    StoredTensors,
     module_shards,
 )
 from lightning_pardist.compat.lightning_functions import PATH, WrappingCheckpointIO
@@ -184,8 +187,20 @@ class Checkpoints:
         checkpoint = {**checkpoint, **added}
         if state := self.loader_state.state(world_coordinator()):
             checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
-        job = self._sharded_job if self.context.sharded_checkpoints else self._full_job
-        run = job(checkpoint, path, storage_options)
+        diverged: dict[str, Shards] = {}
+        if "optimizer_states" in checkpoint and (parts := self.states.diverged()) is not None:
+            diverged, rests = parts
+            islands = _merged_islands(world_coordinator().gather((self.context.island, rests)))
+            if ABOUT in checkpoint:
+                checkpoint[ABOUT]["islands"] = islands
+            if not self.context.sharded_checkpoints:
+                whole_tensors = assemble(diverged, world_coordinator())
+                if ABOUT in checkpoint:
+                    checkpoint[ABOUT]["tensors"] = whole_tensors
+        if self.context.sharded_checkpoints:
+            run = self._sharded_job(checkpoint, path, storage_options, diverged)
+        else:
+            run = self._full_job(checkpoint, path, storage_options)
         if not self._in_background:
             run(world_coordinator())
             now = time.perf_counter() - began
@@ -275,7 +290,7 @@ class Checkpoints:
         return run
 
     def _sharded_job(
-        self, checkpoint: dict[str, Any], path: PATH, storage_options: Any
+        self, checkpoint: dict[str, Any], path: PATH, storage_options: Any, further: Mapping[str, Shards]
     ) -> Callable[[Coordinator], None]:
         if storage_options is not None:
             raise TypeError(f'storage_options={storage_options!r} is not supported by checkpoint="sharded".')
@@ -283,6 +298,7 @@ class Checkpoints:
         tensors, aliases, extra = module_shards(checkpoint["state_dict"])
         for state in checkpoint.get("optimizer_states", ()):
             tensors.update(state.tensors)
+        tensors.update(further)
         save = FolderSave(tensors, os.fspath(path), aliases=aliases, about=self._about(checkpoint))
         exchange = world_coordinator()
         if "optimizer_states" in checkpoint:
@@ -366,6 +382,8 @@ class Checkpoints:
             checkpoint["optimizer_states"] = [
                 ShardedOptimizerState(state, reader=reader) for state in checkpoint["optimizer_states"]
             ]
+        if ABOUT in checkpoint:
+            checkpoint[ABOUT]["tensors"] = StoredTensors(reader, DIVERGED)
         return checkpoint
 
     def _load_file(self, path: PATH, weights_only: bool | None, exchange: Coordinator) -> dict[str, Any]:
@@ -380,11 +398,14 @@ class Checkpoints:
         together(exchange, what, lambda: inner.verify(path) if self.context.distributed.local_rank == 0 else None)
         checkpoint = together(exchange, what, lambda: inner.read(path, weights_only=weights_only))
         large = ("state_dict", "optimizer_states")
+        about = dict(checkpoint.get(ABOUT, {}))
+        tensors = about.pop("tensors", {})
         # The rest may live as long as the run; a mapping must not.
-        return {
-            key: value if key in large else apply_to_collection(value, Tensor, torch.clone)
-            for key, value in checkpoint.items()
-        }
+        rest = {key: value for key, value in checkpoint.items() if key not in large} | ({ABOUT: about} if about else {})
+        rest = apply_to_collection(rest, Tensor, torch.clone)
+        if about:
+            rest[ABOUT]["tensors"] = tensors
+        return {key: rest.get(key, value) for key, value in checkpoint.items()}
 
 
 def _with_default(io: CheckpointIO | None) -> CheckpointIO:
@@ -394,6 +415,20 @@ def _with_default(io: CheckpointIO | None) -> CheckpointIO:
     if isinstance(io, WrappingCheckpointIO) and type(io.checkpoint_io) in (type(None), TorchCheckpointIO):
         io.checkpoint_io = PardistCheckpointIO()
     return io
+
+
+def _merged_islands(of_ranks: Sequence[tuple[int, list[dict[str, Any]]]]) -> dict[int, list[dict[str, Any]]]:
+    """Of every model but the first, the rest of its optimizers' states, from what its ranks know of it."""
+    by_island: dict[int, list[list[dict[str, Any]]]] = {}
+    for island, rests in of_ranks:
+        if island:
+            by_island.setdefault(island, []).append(rests)
+    return {
+        island: [
+            {**known[0], "small": merged_small(one["small"] for one in known)} for known in zip(*ranks, strict=True)
+        ]
+        for island, ranks in by_island.items()
+    }
 
 
 class _Staging:

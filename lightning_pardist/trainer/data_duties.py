@@ -78,12 +78,11 @@ class DataParallelDuties:
             trainer: Its loaders are not made yet.
         """
         context, module = self.context, self.context.module
-        gradients = context.gradient_group
-        if self._serves(trainer) and gradients.size() > 1:
+        if self._serves(trainer) and max(context.gradient_group.size(), context.loss_group.size()) > 1:
             self.loss_weights = LossWeights(
                 trainer,
                 context.loss_weight,
-                group=gradients,
+                group=lambda: context.loss_group,
                 before=context.before_collective,
             )
             self._attached.attach(self.loss_weights)

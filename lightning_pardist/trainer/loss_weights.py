@@ -73,7 +73,7 @@ class LossWeights:
     Args:
         trainer: It runs ``fit``.
         setting: How losses are weighed.
-        group: The data axis' process group.
+        group: Gives the ranks whose losses make up that of the next step.
         before: Called before each collective.
     """
 
@@ -82,7 +82,7 @@ class LossWeights:
         trainer: pl.Trainer,
         setting: LossWeight,
         *,
-        group: dist.ProcessGroup,
+        group: Callable[[], dist.ProcessGroup],
         before: Callable[[], None],
     ) -> None:
         self._trainer = trainer
@@ -147,7 +147,7 @@ class LossWeights:
             samples=float(samples or 1),
             present=self._counts,
             values=[value for _, value in entries],
-            group=self._group,
+            group=self._group(),
             device=self._device,
         )
         scale_gradients(terms, found.factors)

@@ -8,20 +8,25 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pardist.axes.base import RunContext
+from lightning_pardist.checkpoint.chunks import Shards
 from lightning_pardist.checkpoint.coordination import world_coordinator
 from lightning_pardist.checkpoint.folder import FolderReader
 from lightning_pardist.checkpoint.gather import assemble_module, assemble_optimizer
 from lightning_pardist.checkpoint.tensors import (
+    ABOUT,
+    DIVERGED,
     FolderState,
     Slots,
     can_fill,
     fill_module,
     fill_optimizer,
+    optimizer_keys,
     optimizer_shards,
     whole_slots,
 )
@@ -57,6 +62,8 @@ class StateDicts:
         self.context = context
         self._names: dict[Tensor, str] = {}
         self._last_whole: dict[str, Any] | None = None
+        self._saved: Mapping[str, Any] = {}
+        self._at_end: tuple[dict[str, Shards], list[dict[str, Any]]] | None = None
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers whose state is out of reach. Not collective.
@@ -76,6 +83,7 @@ class StateDicts:
     def know_names(self, module: nn.Module) -> None:
         """Note the module's parameters: optimizers may keep them when the module no longer does."""
         self._names = {param: name for name, param in module.named_parameters()}
+        self._at_end = None
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -106,7 +114,7 @@ class StateDicts:
             return self.whole_optimizer(optimizer)
         index = self.context.optimizers.index(optimizer)
         tensors, rest = optimizer_shards(index, optimizer, self._own_slots(optimizer), self.current_names())
-        return ShardedOptimizerState(rest, tensors=tensors)
+        return ShardedOptimizerState(rest, tensors={} if self.context.island else tensors)
 
     def whole_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict of one process, at least on the first rank. Collective over the world."""
@@ -114,9 +122,10 @@ class StateDicts:
         if not context.model_axes:
             return optimizer.state_dict() if engine is None else engine.optimizer_state(optimizer)
         index = context.optimizers.index(optimizer)
-        return assemble_optimizer(
-            index, optimizer, self._own_slots(optimizer), self.current_names(), world_coordinator()
-        )
+        slots = self._own_slots(optimizer)
+        if context.island:
+            slots = [[replace(slot, here=False) for slot in members] for members in slots]
+        return assemble_optimizer(index, optimizer, slots, self.current_names(), world_coordinator())
 
     def pop_whole(self) -> dict[str, Any] | None:
         """The state dict that was made whole last, for the one save that it was made for."""
@@ -142,6 +151,76 @@ class StateDicts:
         if module is not None:
             names.update({param: name for name, param in module.named_parameters()})
         return names
+
+    # --- models that are trained apart --------------------------------------------------------------------------
+
+    def diverged(self) -> tuple[dict[str, Shards], list[dict[str, Any]]] | None:
+        """What a checkpoint keeps of axes whose ranks train models of their own. Not collective.
+
+        The first model's optimizers stand where those of one process do.
+
+        Returns:
+            This rank's boxes of tensors by key, and on ranks of further models the rest of each optimizer's state, as
+            :func:`~lightning_pardist.checkpoint.tensors.optimizer_shards` gives it. None if there is no such axis.
+        """
+        context = self.context
+        axes = [axis for axis in context.axes if axis.diverges]
+        if self._at_end is not None or not axes:
+            return self._at_end
+        tensors = {f"{DIVERGED}{axis.name}.{key}": held for axis in axes for key, held in axis.shards().items()}
+        rests: list[dict[str, Any]] = []
+        if island := context.island:
+            names = self.current_names()
+            for index, optimizer in enumerate(context.optimizers):
+                found, rest = optimizer_shards(index, optimizer, self._own_slots(optimizer), names)
+                tensors.update({f"{DIVERGED}{island}.{key}": held for key, held in found.items()})
+                rests.append(rest)
+        return tensors, rests
+
+    def end_run(self) -> None:
+        """Training is over, and optimizers are about to become those of one process. Not collective."""
+        self._at_end = self.diverged()
+
+    def take(self, checkpoint: Mapping[str, Any]) -> None:
+        """Note what a checkpoint holds of models that were trained apart. Not collective."""
+        about = checkpoint.get(ABOUT, {})
+        self._saved = {key: about.pop(key) for key in ("tensors", "islands") if key in about}
+
+    def load_diverged(self) -> None:
+        """Load what :meth:`diverged` gave, after module and optimizers. Not collective.
+
+        Where as many models are trained apart as in the checkpoint, each goes on with its own optimizers; otherwise
+        all with the first's.
+        """
+        saved, self._saved = self._saved, {}
+        context, tensors = self.context, saved.get("tensors", {})
+        axes = [axis for axis in context.axes if axis.diverges]
+        for axis in axes:
+            axis.load_shards(lambda key, axis=axis: tensors.get(f"{DIVERGED}{axis.name}.{key}"))  # type: ignore[misc]
+        rests = saved.get("islands", {})
+        here = context.dims.size(*(name for axis in axes for name in axis.mesh_axes))
+        if len(rests) + 1 != here:
+            rank_zero_info(
+                f"The checkpoint holds the optimizers of {len(rests) + 1} model(s) that were trained apart, this run"
+                f" trains {here}: all go on with the first one's."
+            )
+            return
+        if not (island := context.island):
+            return
+        for index, (optimizer, rest) in enumerate(zip(context.optimizers, rests[island], strict=True)):
+            prefix = f"{DIVERGED}{island}."
+            keys = optimizer_keys(index, rest, (key.removeprefix(prefix) for key in tensors if key.startswith(prefix)))
+            state = {
+                number: {
+                    **rest["small"].get(number, {}),
+                    **{key: tensors[prefix + full] for key, full in found.items()},
+                }
+                for number, found in keys.items()
+            }
+            self.load_optimizer(
+                optimizer,
+                {"state": {n: values for n, values in state.items() if values}, "param_groups": rest["param_groups"]},
+            )
 
     # --- loading ------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -110,6 +111,11 @@ def twin(optimizer: Optimizer, options: dict[str, Any], values: Sequence[Tensor]
     params = [nn.Parameter(value.clone()) for value in values]
     clone.param_groups = [{**{key: _own_copy(value) for key, value in options.items()}, "params": params}]
     clone.state = defaultdict(dict)
+    if optimizer.state:
+        # Adagrad's constructor makes state before torch 2.12; others have made it by stepping.
+        make: Callable[..., Optimizer] = type(optimizer)
+        with suppress(TypeError, ValueError):
+            clone.state = make(clone.param_groups).state
     return clone
 
 
