@@ -20,6 +20,9 @@ _KNOWN_VARIABLES = (
     "TF_",
     "LC_CTYPE",
     "COLUMNS",
+    # Set by CUDA builds of torch.
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
 )
 
 
