@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.engines.fsdp import find_fsdp_units, shard
+from lightning_pardist.engines.fsdp.sharded_norm import local_gradients, sharded_grad_norm
 from tests.distributed import sharded_modules as zoo
 from tests.helpers.ranks import cpu_mesh, run_ranks
 
@@ -80,7 +81,9 @@ def parity(name, optimizer="adam", hsdp=False, micro=1, keep="sharded", clip=Non
             if q.grad is not None:
                 close(whole(p.grad), q.grad, f"{name} {key} gradient {step}")
         if clip:
-            norm = engine.clip_(clip)
+            norm = sharded_grad_norm(model.parameters())
+            for grad in local_gradients(model.parameters()):
+                grad.mul_(torch.clamp(clip / (norm + 1e-6), max=1.0))
             close(norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), clip), "norm")
         mine.step()
         theirs.step()

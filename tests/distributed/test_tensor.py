@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from lightning_pardist.engines.tensor import apply_layout, full_state_dict, plan_layout, whole_tensor
+from lightning_pardist.engines.tensor import apply_layout, plan_layout, whole_tensor
 from tests.helpers.ranks import cpu_mesh, run_ranks
-from tests.helpers.zoo import ZOO, build
+from tests.helpers.zoo import ZOO, build, whole_state
 
 
 def split(model, world_size, **options):
@@ -53,7 +53,7 @@ def train_beside_one_process(name, world_size, kind, options):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    state = full_state_dict(model)
+    state = whole_state(model)
     assert list(state) == list(reference.state_dict())
     parameters = dict(reference.named_parameters(remove_duplicate=False))
     for label, value in reference.state_dict().items():

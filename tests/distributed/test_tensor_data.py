@@ -12,7 +12,6 @@ from lightning_pardist.engines.fsdp.full_state import full_state, load_full_stat
 from lightning_pardist.engines.tensor import (
     apply_layout,
     attach,
-    full_state_dict,
     local_like,
     plan_layout,
     unsplit_module,
@@ -22,7 +21,7 @@ from lightning_pardist.engines.zero import ZeroEngine
 from lightning_pardist.local_tensors import own_part
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import cpu_mesh, run_ranks
-from tests.helpers.zoo import build
+from tests.helpers.zoo import build, whole_state
 
 STEPS = 3
 OPTIMIZERS = {
@@ -69,7 +68,7 @@ def train(kind, name, optimizer_name):
     state = engine.optimizer_state(many)["state"]
     engine.detach()
     weights = dict(reference.named_parameters(remove_duplicate=False))
-    found = full_state_dict(model)
+    found = whole_state(model)
     # Running statistics are those of each rank's own samples.
     assert_close({name: found[name] for name in weights}, {name: p.detach() for name, p in weights.items()})
     if kind != "ddp" and data_rank == 0:
@@ -161,7 +160,7 @@ def step_of_optimizers_on_whole_matrices():
         for _ in range(2):
             one.step(lambda: evaluate(reference, one, nothing))  # noqa: B023
             many.step(lambda: evaluate(model, many, runtime.step))  # noqa: B023
-        assert_close(full_state_dict(model), reference.state_dict())
+        assert_close(whole_state(model), reference.state_dict())
 
 
 def test_optimizers_that_need_whole_matrices_get_them():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_pardist.engines.tensor import apply_layout, attach, full_state_dict, plan_layout
+from lightning_pardist.engines.tensor import apply_layout, attach, plan_layout
 from tests.helpers.oddities import ODDITIES
 from tests.helpers.ranks import cpu_mesh, run_ranks
+from tests.helpers.zoo import whole_state
 
 
 def _build(name):
@@ -41,7 +42,7 @@ def _error(name, size):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    state = full_state_dict(many)
+    state = whole_state(many)
     for label, value in one.state_dict().items():
         if value.is_floating_point():
             worst = max(worst, ((state[label] - value).abs().max() / value.abs().max().clamp_min(1e-3)).item())

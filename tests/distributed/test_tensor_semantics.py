@@ -13,16 +13,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_pardist.engines.tensor import (
     SplitTensor,
-    full_optimizer_state,
-    full_state_dict,
-    load_full_optimizer_state,
-    load_full_state_dict,
-    local_squared_norm,
     whole_tensor,
 )
-from tests.distributed.test_tensor import make_optimizer, relative, split, train_beside_one_process
+from tests.distributed.test_tensor import relative, split, train_beside_one_process
 from tests.helpers.ranks import run_ranks
-from tests.helpers.zoo import NanoGPT, ViT, build
+from tests.helpers.zoo import NanoGPT, build
 
 
 class CollectiveCounter(CommDebugMode):
@@ -161,60 +156,13 @@ def norms():
         model.loss(model.batch(0)).backward()
     reference.loss(model.batch(0)).backward()
     expected = nn.utils.get_total_norm([p.grad for p in reference.parameters()])
-    mine = local_squared_norm([p.grad for p in model.parameters()], norm_rank=runtime.group.rank)
-    torch.distributed.all_reduce(mine)
     torchs = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    return expected.item(), mine.sqrt().item(), torchs.full_tensor().item()
+    return expected.item(), torchs.full_tensor().item()
 
 
 def test_gradient_norm_counts_everything_once():
-    for expected, mine, torchs in run_ranks(2, norms):
-        assert mine == pytest.approx(expected, rel=1e-5)
+    for expected, torchs in run_ranks(2, norms):
         assert torchs == pytest.approx(expected, rel=1e-5)
-
-
-def checkpoint_there_and_back():
-    """One process trains and saves; tensor ranks load, go on and save; one process loads that and goes on."""
-    reference = build("vit")
-    optimizer = make_optimizer("adam", reference)
-
-    def advance(model, optimizer, seed):
-        optimizer.zero_grad()
-        model.loss(ViT.batch(None, seed)).backward()
-        optimizer.step()
-
-    advance(reference, optimizer, 0)
-    state = copy.deepcopy(reference.state_dict())
-    names = [name for name, _ in reference.named_parameters()]
-    moments = {name: copy.deepcopy(optimizer.state[p]) for name, p in reference.named_parameters()}
-    model = build("vit", seed=5)
-    _, runtime = split(model, 2)
-    load_full_state_dict(model, state)
-    split_optimizer = make_optimizer("adam", model)
-    load_full_optimizer_state(model, split_optimizer, moments)
-    saved = full_state_dict(model)
-    exact = all(torch.equal(saved[name], state[name]) for name in state)
-    with runtime.step():
-        loss = model.loss(ViT.batch(None, 1))
-        split_optimizer.zero_grad()
-        loss.backward()
-    split_optimizer.step()
-    advance(reference, optimizer, 1)
-    saved, saved_moments = full_state_dict(model), full_optimizer_state(model, split_optimizer)
-    error = max(relative(saved[name], reference.state_dict()[name]) for name in names)
-    for name, parameter in reference.named_parameters():
-        for key in ("exp_avg", "exp_avg_sq"):
-            error = max(error, relative(saved_moments[name][key], optimizer.state[parameter][key]))
-    plain = all(type(value) is torch.Tensor for value in saved.values())
-    return exact, error, plain, list(saved) == list(state)
-
-
-def test_checkpoints_are_those_of_the_plain_module():
-    for exact, error, plain, same_names in run_ranks(2, checkpoint_there_and_back):
-        assert exact
-        assert error < 1e-5
-        assert plain
-        assert same_names
 
 
 class Square(torch.autograd.Function):

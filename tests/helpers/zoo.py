@@ -9,6 +9,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
+from lightning_pardist.engines.tensor import whole_tensor
+
 
 class GPTAttention(nn.Module):
     def __init__(self, dim, heads, dropout):
@@ -469,3 +471,8 @@ def build(name, seed=0):
     model = ZOO[name]()
     torch.manual_seed(seed + 1)
     return model
+
+
+def whole_state(module):
+    """Parameters and buffers of a module split by tensor parallelism, as plain whole tensors. Collective."""
+    return {name: whole_tensor(value) for name, value in module.state_dict().items()}

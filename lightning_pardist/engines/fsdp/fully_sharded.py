@@ -27,7 +27,6 @@ from lightning_pardist.engines.fsdp.fsdp_units import Unit, format_units
 from lightning_pardist.engines.fsdp.full_state import whole_over_data
 from lightning_pardist.engines.fsdp.pipeline_fsdp import FSDPMicrobatchContext, UnitForward
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
-from lightning_pardist.engines.fsdp.sharded_norm import clip_by_norm_, sharded_grad_norm
 from lightning_pardist.engines.fsdp.skip_consensus import SkipStepConsensus
 from lightning_pardist.engines.offload import HostStep
 
@@ -349,30 +348,6 @@ class FullySharded:
             ValueError: If the optimizer's update of an element depends on other elements.
         """
         step_on_shards(optimizer, before_step=self.keep_changes, after_step=self.refresh, host=host)
-
-    def grad_norm(self, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0) -> torch.Tensor:
-        """Norm of the gradients over all ranks, see :func:`~.sharded_norm.sharded_grad_norm`. Collective.
-
-        Args:
-            parameters: Some of the module's parameters; all if not given.
-            norm_type: The p of the p-norm.
-        """
-        return sharded_grad_norm(self.module.parameters() if parameters is None else parameters, norm_type)
-
-    def clip_(
-        self, max_norm: float, parameters: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Clip gradients by their norm over all ranks, see :func:`~.norm.clip_by_norm_`. Collective.
-
-        Args:
-            max_norm: Largest norm allowed.
-            parameters: Some of the module's parameters; all if not given.
-            norm_type: The p of the p-norm.
-
-        Returns:
-            The norm before clipping.
-        """
-        return clip_by_norm_(self.module.parameters() if parameters is None else parameters, max_norm, norm_type)
 
     def held_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
         """Bytes this rank holds between steps: parameters, gradients and optimizer state, padding included.

@@ -1,4 +1,4 @@
-"""Global norm of sharded gradients, and clipping by it."""
+"""Global norm of sharded gradients."""
 
 from __future__ import annotations
 
@@ -60,37 +60,6 @@ def sharded_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0
             dist.all_reduce(value, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         total = torch.maximum(total, value) if largest else total + value
     return total if largest else total.pow(1.0 / norm_type)
-
-
-def clip_by_norm_(
-    parameters: Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    error_if_nonfinite: bool = False,
-) -> torch.Tensor:
-    """Scale gradients so that their norm is at most ``max_norm``, as ``clip_grad_norm_`` does. Collective.
-
-    Args:
-        parameters: As for :func:`sharded_grad_norm`.
-        max_norm: Largest norm allowed.
-        norm_type: The p of the p-norm.
-        error_if_nonfinite: Refuse a norm that is not finite, on every rank alike.
-
-    Returns:
-        The norm before clipping.
-
-    Raises:
-        RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is set.
-    """
-    parameters = list(parameters)
-    norm = sharded_grad_norm(parameters, norm_type)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(f"The gradients' norm of order {norm_type} is {norm.item()}. Lower the learning rate.")
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in local_gradients(parameters):
-        gradient.mul_(scale.to(gradient.device, gradient.dtype))
-    return norm
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -19,12 +19,7 @@ from lightning_pardist.engines.tensor.dispatch import Fallback, TensorRuntime
 from lightning_pardist.engines.tensor.layout import Layout
 from lightning_pardist.engines.tensor.parallelize import (
     apply_layout,
-    full_optimizer_state,
-    full_state_dict,
-    load_full_optimizer_state,
-    load_full_state_dict,
     local_like,
-    local_squared_norm,
     unsplit_module,
     whole_tensor,
 )
@@ -44,12 +39,7 @@ __all__ = [
     "TensorRuntime",
     "apply_layout",
     "attach",
-    "full_optimizer_state",
-    "full_state_dict",
-    "load_full_optimizer_state",
-    "load_full_state_dict",
     "local_like",
-    "local_squared_norm",
     "plan_layout",
     "steps_on_whole",
     "unsplit_module",

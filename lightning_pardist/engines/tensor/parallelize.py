@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -254,109 +254,3 @@ def local_like(whole: Tensor, like: Tensor) -> Tensor:
     if layout is not None:
         whole = layout.take(whole, like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis))
     return over_tensor_ranks(whole.clone().contiguous(), like)
-
-
-def full_state_dict(module: nn.Module, *, keep: bool = True) -> dict[str, Any]:
-    """Parameters and buffers as plain whole tensors on the CPU, one at a time. Collective over the tensor ranks.
-
-    Args:
-        module: A module after :func:`apply`.
-        keep: Whether this rank keeps the result; others take part and return an empty dict.
-    """
-    full: dict[str, Any] = {}
-    for name, value in module.state_dict().items():
-        whole = whole_tensor(value) if isinstance(value, Tensor) else value
-        if keep:
-            full[name] = whole.cpu().clone() if isinstance(whole, Tensor) else whole
-    return full
-
-
-def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Load a plain checkpoint: every rank takes its parts of whole tensors. Not collective.
-
-    Args:
-        module: A module after :func:`apply`.
-        state: Whole tensors by the module's own names.
-        strict: As for ``Module.load_state_dict``, whose result is returned.
-    """
-    mine = module.state_dict()
-    local = {
-        name: local_like(value, mine[name]) if name in mine and isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
-    return module.load_state_dict(local, strict=strict)
-
-
-def full_optimizer_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
-) -> dict[str, dict[str, Any]]:
-    """Optimizer state by parameter name, as plain whole tensors on the CPU. Collective over the tensor ranks.
-
-    Args:
-        module: Owner of the parameters' names.
-        optimizer: Any torch optimizer over the module's parameters.
-        keep: Whether this rank keeps the result.
-    """
-    full: dict[str, dict[str, Any]] = {}
-    for name, parameter in module.named_parameters():
-        if parameter not in optimizer.state:
-            continue
-        entry: dict[str, Any] = {}
-        for key, value in optimizer.state[parameter].items():
-            whole = whole_tensor(value) if isinstance(value, Tensor) else value
-            entry[key] = whole.cpu().clone() if isinstance(whole, Tensor) else whole
-        if keep:
-            full[name] = entry
-    return full
-
-
-def load_full_optimizer_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Load optimizer state keyed by parameter name. Not collective.
-
-    Tensors of the parameter's shape are split as it is; others (step counts) are taken as they are.
-
-    Raises:
-        ValueError: If a name is not among the module's parameters.
-    """
-    parameters = dict(module.named_parameters())
-    for name, entry in state.items():
-        if name not in parameters:
-            raise ValueError(f"Optimizer state for {name!r}, which the module does not have.")
-        parameter = parameters[name]
-        optimizer.state[parameter] = {
-            key: local_like(value, parameter)
-            if isinstance(value, Tensor) and tuple(value.shape) == tuple(parameter.shape) and value.dim()
-            else value
-            for key, value in entry.items()
-        }
-
-
-def local_squared_norm(grads: Iterable[Tensor | None], *, norm_rank: int) -> Tensor:
-    """This rank's share of the squared gradient norm: split gradients on every rank, whole ones on the first alone.
-
-    Summed over the tensor ranks it is the squared norm of the whole gradient, each element counted once. Not
-    collective.
-
-    Args:
-        grads: Gradients as :func:`apply` makes them.
-        norm_rank: This rank's index among the tensor ranks.
-
-    Returns:
-        A scalar in float32 or wider.
-    """
-    total: Tensor | None = None
-    for grad in grads:
-        if grad is None:
-            continue
-        split = isinstance(grad, DTensor) and from_placement(grad.placements[-1], grad.ndim) is not None
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        if total is None:
-            total = torch.zeros((), dtype=torch.float32, device=local.device)
-        if split or norm_rank == 0:
-            total = (
-                total
-                + torch.linalg.vector_norm(local.detach(), dtype=torch.promote_types(local.dtype, torch.float32)) ** 2
-            )
-    return torch.zeros(()) if total is None else total
