@@ -74,6 +74,8 @@ class RunContext:
         sample_batches: First batches of the loaders of this run.
         batch_counts: Whether the batch of a training step counts on this rank; None in place of an answer where each
             one does.
+        value_weights: What weighs the values that the latest training step of a pipeline has logged, by name: a count,
+            or None for a sum.
         batches_of_own: In an evaluation of exact shares, the batches that this rank has of each loader.
     """
 
@@ -90,6 +92,7 @@ class RunContext:
         self.sharded_checkpoints = False
         self.sample_batches: Samples | None = None
         self.batch_counts: Callable[[], bool | None] | None = None
+        self.value_weights: dict[str, Tensor | float | None] = {}
         self.batches_of_own: Callable[[], list[int]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

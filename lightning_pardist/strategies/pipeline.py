@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lightning_pardist.axes.by_name import DataParallel, data_parallel_axis
 from lightning_pardist.axes.pipeline import PipelineAxis, PipelineSettings
@@ -25,11 +25,12 @@ class PipelineStrategy(PardistStrategy):
     (arXiv 2401.10241). GPipe keeps ``m`` micro-batches' activations, 1F1B ``p``.
 
     What ``training_step`` computes from a whole batch, it computes from each micro-batch: batch norm normalizes
-    micro-batches, and losses that compare samples of a batch compare those of a micro-batch. The loss of a batch is the
-    mean of its micro-batches' weighted by samples, unless ``loss_weight`` says otherwise. What a step keeps in
-    attributes and buffers (counters, sums, moving means, recurrent states) is afterwards what the whole batch would
-    have left; a warning names what does not go together. Hooks outside of steps see the parameters of their rank's
-    stages only: asking for the values of others raises an error.
+    micro-batches, and losses that compare samples of a batch compare those of a micro-batch. The losses of
+    micro-batches are weighed by what they count, see ``loss_weight``; a loss of several means, each with a count of its
+    own, makes all forwards of a step come before its backwards, as in GPipe. What a step keeps in attributes and
+    buffers (counters, sums, moving means, recurrent states) is afterwards what the whole batch would have left; a
+    warning names what does not go together. Hooks outside of steps see the parameters of their rank's stages only:
+    asking for the values of others raises an error.
 
     Steps that no fixed stages can run (manual optimization, a ``backward`` hook, layers called in loops, shapes that
     depend on values, as those of packed sequences) run under ``"mp"`` on every rank, each layer on the rank that holds
@@ -46,8 +47,6 @@ class PipelineStrategy(PardistStrategy):
             ``"interleaved_zb"`` (zero bubble) or ``"zbv"``.
         chunks_per_rank: Stages a rank; 2 for ``"zbv"``, 1 for all but the interleaved schedules.
         split: Names of the modules with which stages 1, 2, ... begin; by measured cost if None.
-        loss_weight: For losses that are no mean over samples: a function of a micro-batch that returns its weight in
-            the batch's loss (its number of tokens, say), or ``"sum"`` for a loss that is a sum.
         reads: ``"refuse"`` modules that look at values between their blocks (``if x.mean() > 0``); ``"send"`` allows
             it, which is right as long as what they see does not decide which blocks run.
         batch_dim: Dim of the samples in a batch's tensors, those with fewer dims having them first; or by name
@@ -83,7 +82,6 @@ class PipelineStrategy(PardistStrategy):
         schedule: str = "1f1b",
         chunks_per_rank: int = 1,
         split: Sequence[str] | None = None,
-        loss_weight: Callable[[Any], float] | Literal["sum"] | None = None,
         reads: ReadPolicy = "refuse",
         batch_dim: BatchDim = 0,
         split_batch: SplitFunction | None = None,
@@ -100,7 +98,6 @@ class PipelineStrategy(PardistStrategy):
             schedule=schedule,
             chunks_per_rank=chunks_per_rank,
             split=split,
-            loss_weight=loss_weight,
             reads=reads,
             batch_dim=batch_dim,
             split_batch=split_batch,

@@ -119,12 +119,12 @@ class PardistStrategy(ParallelStrategy):
             launcher says that it was started before (a SLURM requeue, a torchrun restart), ``"always"`` also where the
             same command is started anew with the same ``default_root_dir``, ``"never"`` not. It comes before
             ``ckpt_path``, which the first start has used.
-        loss_weight: How the losses of ranks without a pipeline make up the batch's. ``"auto"`` reads it off each loss'
+        loss_weight: How the losses of ranks and micro-batches make up the batch's. ``"auto"`` reads it off each loss'
             graph: a mean is weighed by what it was divided by (tokens that are not ignored, weights of classes,
             samples), each of several by its own count, and a sum adds up; the log says what was found. ``"tokens"``
             weighs the whole loss by the first count that depends on values of the batch, ``"samples"`` by samples;
-            ``"sum"`` adds losses up; a function takes the batch and returns its weight. ``"ranks"`` takes ranks
-            alike, as Lightning's ``ddp`` does.
+            ``"sum"`` adds losses up; a function takes the batch (or micro-batch) and returns its weight.
+            ``"ranks"`` takes ranks and micro-batches alike, as Lightning's ``ddp`` does ranks.
         uneven_inputs: What is done where ranks have different numbers of batches (streams, buckets by length).
             ``"join"`` uses them all: a rank that has run out takes part with its last batch at weight zero, which
             adds nothing to gradients, logged values and metrics; hooks run for it as well. ``"drop"`` ends the epoch

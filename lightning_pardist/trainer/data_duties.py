@@ -57,7 +57,7 @@ class DataParallelDuties:
 
     def attach_first(self, trainer: pl.Trainer) -> None:
         """Before optimizers are made, which may ask for the number of steps. Not collective."""
-        if self._serves(trainer) and self.context.dims.batch_size > 1:
+        if self._trains(trainer) and self.context.dims.batch_size > 1 and self.context.dims.pipeline_parallel == 1:
             self.even_steps = EvenSteps(
                 trainer,
                 self.uneven_inputs,
@@ -67,9 +67,9 @@ class DataParallelDuties:
             self._attached.attach(self.even_steps)
             self.context.batch_counts = partial(getattr, self.even_steps, "counts", None)
 
-    def _serves(self, trainer: pl.Trainer) -> bool:
-        """Whether steps are trained, and give losses with their graphs: a pipeline weighs those of micro-batches."""
-        return trainer.state.fn == TrainerFn.FITTING and self.context.dims.pipeline_parallel == 1
+    @staticmethod
+    def _trains(trainer: pl.Trainer) -> bool:
+        return trainer.state.fn == TrainerFn.FITTING
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Serve a run, if there are several data ranks. Not collective.
@@ -78,12 +78,13 @@ class DataParallelDuties:
             trainer: Its loaders are not made yet.
         """
         context, module = self.context, self.context.module
-        if self._serves(trainer) and max(context.gradient_group.size(), context.loss_group.size()) > 1:
+        if self._trains(trainer) and max(context.gradient_group.size(), context.loss_group.size()) > 1:
             self.loss_weights = LossWeights(
                 trainer,
                 context.loss_weight,
                 group=lambda: context.loss_group,
                 before=context.before_collective,
+                value_weights=context.value_weights,
             )
             self._attached.attach(self.loss_weights)
         if context.dims.batch_size == 1 or module is None:

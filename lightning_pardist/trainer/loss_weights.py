@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -17,7 +17,7 @@ from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
 from lightning_pardist.engines.common.loss_balance import Value, exchange, scale_gradients
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import Term, couplings, find_terms
+from lightning_pardist.engines.common.loss_terms import Term, couplings, find_terms, weight_of
 from lightning_pardist.engines.pipeline import UnevenBatchError, find_loss
 from lightning_pardist.engines.pipeline.cut import BatchCut
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
@@ -31,23 +31,34 @@ def samples_of(batch: Any) -> int | None:
         return None
 
 
-def weight_of(terms: list[Term], samples: float) -> Tensor | float | None:
-    """What a value made of some terms is weighed by over ranks: a count, or None for a sum.
+def weight_of_logged(
+    value: Any, others: Sequence[Any], loss: Tensor | None, terms: Sequence[Term], samples: int | None
+) -> Tensor | float | None:
+    """What weighs a logged value among those of other ranks or micro-batches: a count, or None for a sum.
 
     Args:
-        terms: Of the value.
-        samples: What it is weighed by if it shows no count.
+        value: With its graph, or equal to the loss or another value that has one.
+        others: All values that the step has logged.
+        loss: Of the step.
+        terms: Of the loss.
+        samples: In the batch.
 
     Raises:
-        LookupError: If it is made of means and sums, so that no one weight is right.
+        LookupError: If that is not known.
     """
-    varying = [term for term in terms if term.kind != "constant"]
-    if varying and all(term.kind == "sum" for term in varying):
-        return None
-    if not varying or any(term.kind == "sum" for term in varying):
-        raise LookupError
-    means = [term for term in varying if term.kind == "mean"]
-    return next((term.count for term in means if term.by_data), means[0].count if means else samples)
+    graphs = [each for each in others if isinstance(each, Tensor) and each.grad_fn is not None]
+    if not _is_same(value, loss):
+        same = next((each for each in graphs if _is_same(value, each)), None)
+        terms = [] if same is None else find_terms(same, samples=samples)
+    return weight_of(terms, float(samples or 1))
+
+
+def coupled_samples(module: pl.LightningModule, reason: str) -> str:
+    """A warning for losses of samples that are compared with each other."""
+    return (
+        f"The loss of {type(module).__name__}.training_step couples the samples of a batch ({reason}), and each rank"
+        " has some of them only: training is not that of one process with all of them."
+    )
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,7 @@ class LossWeights:
         setting: How losses are weighed.
         group: Gives the ranks whose losses make up that of the next step.
         before: Called before each collective.
+        value_weights: What weighs logged values that have lost their graphs; to be filled by the step.
     """
 
     def __init__(
@@ -84,11 +96,13 @@ class LossWeights:
         *,
         group: Callable[[], dist.ProcessGroup],
         before: Callable[[], None],
+        value_weights: dict[str, Tensor | float | None],
     ) -> None:
         self._trainer = trainer
         self._setting = setting
         self._group = group
         self._before = before
+        self._value_weights = value_weights
         self._device = trainer.strategy.root_device
         self._said: set[str] = set()
         self._batch: Any = None
@@ -122,6 +136,7 @@ class LossWeights:
         if not self._weighs:
             return run()
         self._logged = []
+        self._value_weights.clear()
         try:
             output = run()
         finally:
@@ -182,20 +197,17 @@ class LossWeights:
     def _values(self, loss: Tensor | None, terms: list[Term], noted: list[_Logged]) -> list[tuple[_Logged, Value]]:
         """Of what was logged, means and sums whose weights are known."""
         found: dict[str, tuple[_Logged, Value]] = {}
-        graphs = [each.value for each in noted if isinstance(each.value, Tensor) and each.value.grad_fn is not None]
+        values = [each.value for each in noted]
         for each in noted:
             item = self._item(each.name)
             if item is None or not item.is_tensor or (item.meta.on_epoch and not item.meta.is_mean_reduction):
                 continue
-            same = next((one for one in graphs if _is_same(each.value, one)), None)
-            if _is_same(each.value, loss):
-                own = terms
-            elif same is not None:
-                own = find_terms(same, samples=samples_of(self._batch))
-            else:
-                continue
             try:
-                weight = weight_of(own, float(samples_of(self._batch) or 1))
+                weight = (
+                    self._value_weights[each.name]
+                    if self._value_weights
+                    else weight_of_logged(each.value, values, loss, terms, samples_of(self._batch))
+                )
             except LookupError:
                 continue
             found[each.name] = each, Value(each.name, torch.as_tensor(each.value, device=self._device), weight)
@@ -237,11 +249,7 @@ class LossWeights:
         reasons = [term.nonlinear for term in terms if term.nonlinear]
         reasons += couplings(loss, samples=samples_of(self._batch))
         if reasons:
-            rank_zero_warn(
-                f"The loss of {type(self._trainer.lightning_module).__name__}.training_step couples the samples of a"
-                f" batch ({reasons[0]}), and each rank has some of them only: training is not that of one process with"
-                " all of them."
-            )
+            rank_zero_warn(coupled_samples(self._trainer.lightning_module, reasons[0]))
 
 
 def _before(entry: _Logged, item: Any) -> Tensor:

@@ -100,7 +100,7 @@ def train_as_pipeline(case: Case) -> tuple[Outcome, list[int], int]:
         schedule=case.schedule,
         num_microbatches=case.num_microbatches,
         chunks_per_rank=case.chunks_per_rank,
-        weight_of=count_tokens,
+        loss_weight=count_tokens,
         timeout_s=20.0,
     )
     engine = PipelineEngine(model, made, options=options)

@@ -1,4 +1,6 @@
-"""Losses that are means over what ranks hold different amounts of: tokens, elements of masks, weights of classes."""
+"""Losses that are means over what ranks and micro-batches hold different amounts of: tokens, weights of classes."""
+
+import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pardist import DDPStrategy, FSDPStrategy, HybridStrategy, ZeroStrategy
+from lightning_pardist import DDPStrategy, FSDPStrategy, HybridStrategy, PipelineStrategy, ZeroStrategy
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -22,6 +24,16 @@ STRATEGIES = {
     "zero3": FSDPStrategy,
     "hsdp": lambda **kwargs: FSDPStrategy(data_shard_size=2, **kwargs),
     "tp": lambda **kwargs: HybridStrategy(tensor_parallel_size=2, **kwargs),
+    "pp": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, **kwargs),
+    "3d": lambda **kwargs: HybridStrategy(pipeline_parallel_size=2, tensor_parallel_size=2, **kwargs),
+}
+SCHEDULES = {
+    "1f1b": {},
+    "1f1b in 3": {"num_microbatches": 3},
+    "gpipe": {"schedule": "gpipe"},
+    "interleaved": {"schedule": "interleaved", "chunks_per_rank": 2, "num_microbatches": 4},
+    "zb": {"schedule": "interleaved_zb", "num_microbatches": 4},
+    "mp": {"schedule": "mp"},
 }
 
 
@@ -63,15 +75,26 @@ def two_terms(logits, labels):
     return ignored(logits, labels) + 0.5 * logits.mean(1).pow(2).mean() + 0.1 * masked(logits, labels.roll(1, 1))
 
 
+def mixed(logits, labels):
+    return ignored(logits, labels) + added(logits, labels.roll(1, 1)) + class_weights(logits, labels.clamp(min=0))
+
+
+def contrastive(logits, labels):
+    vectors = F.normalize(logits.mean(1), dim=1)
+    return F.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
+
+
 #: Of one mean or sum, so that the loss of a batch follows from those of its parts.
 SINGLE = [ignored, class_weights, smoothed, masked, selected, added, per_sample, sum_per_sample]
-LOSSES = {loss.__name__: loss for loss in (*SINGLE, two_terms)}
+SEVERAL = [two_terms, mixed]
+LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, contrastive)}
 
 
 class Module(pl.LightningModule):
     def __init__(self, loss="ignored", decay=0.0):
         super().__init__()
-        self.net = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, CLASSES))
+        layers = nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)
+        self.net = nn.Sequential(nn.Embedding(11, 8), *layers)
         self.loss, self.decay, self.steps = LOSSES[loss], decay, []
 
     def training_step(self, batch, batch_idx):
@@ -128,12 +151,12 @@ def _run(strategy, *, world=2, sizes=EVEN, module=None, given=None, **trainer_kw
     (wanted,) = run_ranks(1, _fit, "single", 1, (SAMPLES,), *arguments)
     for found in run_ranks(world, _fit, strategy, world, sizes, *arguments):
         assert_close(found["weights"], wanted["weights"])
-        if (module or {}).get("loss") != "two_terms":
+        if LOSSES[(module or {}).get("loss", "ignored")] in SINGLE:
             assert_close(found["logged"], wanted["logged"])
             assert_close(found["steps"], wanted["steps"])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "contrastive"])
 def test_each_mean_is_weighed_by_its_own_count(loss):
     _run("ddp", sizes=UNEVEN, module={"loss": loss, "decay": 0.01})
 
@@ -154,3 +177,72 @@ def test_with_accumulation_and_clipping(strategy):
 @pytest.mark.parametrize(("strategy", "sizes"), [("ddp", EVEN)], ids=str)
 def test_a_batch_of_which_nothing_counts(loss, strategy, sizes):
     _run(strategy, sizes=sizes, module={"loss": loss}, gradient_clip_val=7.0)
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "contrastive"])
+@pytest.mark.parametrize("in_parts", ["1f1b", "1f1b in 3"])
+def test_micro_batches_are_weighed_as_ranks_are(loss, in_parts):
+    _run("pp", sizes=(SAMPLES,), module={"loss": loss, "decay": 0.01}, given=SCHEDULES[in_parts])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb", "mp"])
+@pytest.mark.parametrize("loss", ["ignored", "mixed"])
+def test_in_every_order(schedule, loss):
+    _run("pp", sizes=(SAMPLES,), module={"loss": loss, "decay": 0.01}, given=SCHEDULES[schedule])
+
+
+@pytest.mark.parametrize("loss", ["ignored", "mixed"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"data_parallel": "ddp"},
+        {"data_parallel": "zero2"},
+        {"data_parallel": "zero3"},
+        {"data_parallel": "zero3", "data_settings": {"accumulate": "unsharded"}},
+        {"schedule": "mp"},
+    ],
+    ids=str,
+)
+def test_micro_batches_of_several_ranks(given, loss):
+    _run("pp", world=4, sizes=UNEVEN, module={"loss": loss, "decay": 0.01}, given=given)
+
+
+@pytest.mark.parametrize("loss", ["ignored", "two_terms"])
+def test_micro_batches_of_split_layers(loss):
+    _run("3d", world=4, sizes=(SAMPLES,), module={"loss": loss})
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, (SAMPLES,)), (4, EVEN)])
+def test_micro_batches_with_accumulation_and_clipping(world, sizes):
+    _run(
+        "pp",
+        world=world,
+        sizes=sizes,
+        module={"loss": "two_terms"},
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.3,
+    )
+
+
+@pytest.mark.parametrize("loss", ["ignored", "masked", "selected", "mixed"])
+@pytest.mark.parametrize(("world", "sizes"), [(2, (SAMPLES,)), (4, EVEN)])
+def test_micro_batches_of_which_nothing_counts(loss, world, sizes):
+    _run("pp", world=world, sizes=sizes, module={"loss": loss}, gradient_clip_val=7.0)
+
+
+def _warned(sizes, given):
+    module = Module("contrastive")
+    trainer = quiet_trainer(strategy=STRATEGIES["pp"](**given), devices=2 * len(sizes), use_distributed_sampler=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, _loader(sizes, trainer.strategy.distributed_sampler_kwargs["rank"]))
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given"),
+    [((SAMPLES,), {"num_microbatches": 2}), (EVEN, {"schedule": "mp"}), (EVEN, {"num_microbatches": 2})],
+)
+def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
+    said, *_ = run_ranks(2 * len(sizes), _warned, sizes, given)
+    assert sum("compares samples" in each or "couples the samples" in each for each in said) == 1

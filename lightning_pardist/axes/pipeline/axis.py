@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from lightning_pardist.axes.pipeline.agreement import (
 from lightning_pardist.axes.pipeline.averaged_copies import gather_values, placements_of_copies
 from lightning_pardist.axes.pipeline.batches_in_flight import LookAhead, watched_by
 from lightning_pardist.axes.pipeline.finetuning import FinetuningAcrossStages
+from lightning_pardist.axes.pipeline.merged_values import WEIGHT
 from lightning_pardist.axes.pipeline.meta_stages import create_local, stand_ins
 from lightning_pardist.axes.pipeline.microbatch_outputs import BatchOutputs, Part, StepOutputs
 from lightning_pardist.axes.pipeline.microbatching import Microbatching
@@ -38,6 +39,7 @@ from lightning_pardist.axes.pipeline.refusals import check_optimizers, check_tra
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat.lightning_loops import active_loop, data_fetcher, set_data_fetcher
 from lightning_pardist.compat.modules import own_buffers, own_parameters
+from lightning_pardist.engines.common.loss_setting import terms_of
 from lightning_pardist.engines.common.meta_init import on_meta, restore_random_state
 from lightning_pardist.engines.common.meta_init import share_random_state as take_random_state
 from lightning_pardist.engines.data_engine import MicrobatchContext
@@ -48,13 +50,16 @@ from lightning_pardist.engines.pipeline import (
     PipelineOptions,
     PipelinePlan,
     StepResult,
+    find_loss,
     stage_ranks,
 )
+from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup
 from lightning_pardist.engines.pipeline.nested import map_leaves
 from lightning_pardist.engines.pipeline.out_of_schedule import OutOfScheduleForward
 from lightning_pardist.engines.pipeline.placement import Placement, replace_in
 from lightning_pardist.engines.pipeline.replay import contains_stub
 from lightning_pardist.mesh import Degree, degrees_of_machine
+from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
 from lightning_pardist.trainer.patch_stack import PatchStack
 from lightning_pardist.trainer.sample_batches import on_device, undisturbed_random
 
@@ -99,7 +104,7 @@ class PipelineAxis(ParallelAxis):
         self._unstaged: dict[StepKey, str] = {}
         self._observed: Recorded | None = None
         self._rules: dict[StepKey, Rules] = {}
-        self._cut = ""
+        self._cut, self._loss = "", LossMakeup()
         #: Of evaluation: the loop's fetcher, results of batches that have been run before their turn, how many may be.
         self._ahead: LookAhead | None = None
         self._results: dict[int, BatchOutputs] = {}
@@ -158,7 +163,8 @@ class PipelineAxis(ParallelAxis):
         try:
             ranks = dist.get_process_group_ranks(self.group)
             with undisturbed_random():
-                recorded = StepRecorder(trainer, self.settings, ranks, self.context.samples).record()
+                weight = self.context.loss_weight
+                recorded = StepRecorder(trainer, self.settings, ranks, self.context.samples, weight).record()
         except Exception as error:
             failure = error
         raise_together(failure)
@@ -191,7 +197,7 @@ class PipelineAxis(ParallelAxis):
         recorded = self._observed or self._record(trainer)
         self._observed = None
         self._plans, self._rules, self._unstaged = recorded.plans, recorded.rules, recorded.unstaged
-        self._cut = recorded.cut
+        self._cut, self._loss = recorded.cut, recorded.loss
         self._warn_of_losses(recorded)
         first = recorded.placing
         self._effects = StepOutputs(module, first.trace.unit_names, written=recorded.written)
@@ -256,12 +262,13 @@ class PipelineAxis(ParallelAxis):
             return
         for (name, _), reason in self._unstaged.items():
             rank_zero_warn(_unstaged_warning(name, reason))
+        coupled = f" ({recorded.loss.coupled})" if recorded.loss.coupled else ""
         for (name, _), rules in self._rules.items():
             if not rules.is_explained:
                 rank_zero_warn(
                     f"The loss of {name} for a batch is neither the mean nor the sum of its losses for micro-batches:"
-                    " it compares samples of a batch, or weighs them. Training goes by the mean over micro-batches,"
-                    " weighted by samples. If it should be weighted otherwise, set loss_weight."
+                    f" it compares samples of a batch{coupled}, or weighs them. Training goes by micro-batches, each"
+                    " weighed by what it counts. If it should be weighed otherwise, set loss_weight."
                 )
             if rules.unexplained:
                 rank_zero_warn(
@@ -272,9 +279,11 @@ class PipelineAxis(ParallelAxis):
             if rules.untried:
                 rank_zero_warn(
                     f"{name} could not be tried on a whole batch in evaluation mode ({rules.untried}), so it is not"
-                    " known how the numbers of micro-batches go together: means are taken, weighted by samples."
-                    " loss_weight says otherwise."
+                    " known how the numbers of micro-batches go together: means are taken, weighed as the loss is."
                 )
+        explained = all(rules.is_explained for rules in self._rules.values())
+        if recorded.loss.coupled and explained and self.context.gradient_group.size() > 1:
+            rank_zero_warn(coupled_samples(self._trainer.lightning_module, recorded.loss.coupled))
 
     @property
     def _training_rules(self) -> Rules:
@@ -283,14 +292,15 @@ class PipelineAxis(ParallelAxis):
     def _options(self, recorded: Recorded) -> PipelineOptions:
         settings, rules = self.settings, self._training_rules
         microbatching = recorded.microbatching or Microbatching(settings, self.group.size())
-        given = settings.loss_weight
+        gradients = self.context.gradient_group
         return PipelineOptions(
             schedule=settings.schedule,
             num_microbatches=microbatching.most,
             chunks_per_rank=settings.chunks_per_rank,
             loss_of=loss_of,
-            weight_of=given if callable(given) else rules.weight,
-            loss_is_sum=given == "sum" or (given is None and rules.loss_is_sum),
+            loss_weight=rules.loss_weight or self.context.loss_weight,
+            forwards_first=recorded.loss.several_counts and rules.loss_weight is None,
+            data_group=gradients if gradients.size() > 1 else None,
             count=microbatching.count,
             split=microbatching.split,
             share="all",
@@ -332,13 +342,35 @@ class PipelineAxis(ParallelAxis):
         def run(microbatch: Any) -> Any:
             index, sizes = engine.microbatch_index, engine.sizes
             samples = Part(sum(sizes[:index]), sizes[index], sum(sizes))
-            return effects.run(lambda part: step(part, *rest), microbatch, samples)
+            weigh = partial(self._weigh_logged, microbatch, sizes[index])
+            return effects.run(lambda part: step(part, *rest), microbatch, samples, weigh=weigh)
 
+        first = engine.forwards_first
         with effects.watching(), self._inside_a_step():
             done = self._train(engine, run, batch)
+        if engine.forwards_first and not first:
+            rank_zero_warn(
+                f"The loss of {key[0]} has several counts, other than in its first batch. This step has been weighed by"
+                " samples. From the next on all forwards come before the backwards, which takes more memory;"
+                " loss_weight='tokens' or 'samples' weighs it by one count."
+            )
         self.last_result = done
         results = [map_leaves(self._to_device, result) for result in done.results]
-        return effects.apply(effects.combine(results, Shares.of(done.weights, done.sizes), self._training_rules))
+        outputs = effects.combine(results, Shares.of(done.weights, done.sizes), self._training_rules)
+        self.context.value_weights.update(
+            {arguments["name"]: arguments[WEIGHT] for arguments in outputs.logged if WEIGHT in arguments}
+        )
+        return effects.apply(outputs)
+
+    def _weigh_logged(self, microbatch: Any, samples: int, result: Any, logged: list[dict[str, Any]]) -> None:
+        """Note what weighs logged values among those of other micro-batches, as far as their graphs show it."""
+        loss = find_loss(result)
+        setting = self._training_rules.loss_weight or self.context.loss_weight
+        terms = [] if loss is None else terms_of(loss, microbatch, samples, setting)
+        values = [arguments["value"] for arguments in logged]
+        for arguments in logged:
+            with suppress(LookupError):
+                arguments[WEIGHT] = weight_of_logged(arguments["value"], values, loss, terms, samples)
 
     def _inside_a_step(self) -> AbstractContextManager[None]:
         return nullcontext() if self._outside is None else self._outside.suspended()
@@ -537,17 +569,13 @@ class PipelineAxis(ParallelAxis):
 
     def _loss_text(self) -> str:
         """How the losses of micro-batches make up that of the batch."""
-        given, rules = self.settings.loss_weight, self._training_rules
-        if given == "sum" or (given is None and rules.loss_is_sum):
-            return "the sum of those of its micro-batches" + (
-                "" if given else ", found by a trial (loss_weight sets it)"
-            )
-        if callable(given):
-            return "the mean of those of its micro-batches, weighted by loss_weight"
-        if rules.weight is not None:
-            by = f"by the entries other than {rules.weight.ignored} of tensor {rules.weight.leaf} of the batch"
-            return f"the mean of those of its micro-batches, weighted {by}, found by a trial (loss_weight sets it)"
-        return "the mean of those of its micro-batches, weighted by samples (loss_weight sets it)"
+        shown = self._training_rules.loss_weight
+        if shown is not None:
+            return f"{'the sum' if shown == 'sum' else 'the mean over samples'}, found by a trial (loss_weight sets it)"
+        text = f"{'; '.join(self._loss.terms) or 'a mean over samples'} (loss_weight sets it)"
+        if self.engine is not None and self.engine.forwards_first:
+            text += "; it has several counts, so all forwards of a step come before its backwards"
+        return text
 
     @override
     def release(self) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pardist.axes.pipeline.reduction_rules import Place, Rules, Shares
+from lightning_pardist.axes.pipeline.reduction_rules import Place, Rules, Shares, combined
 
 #: In place of a key of what is logged: its ``batch_size``.
 _BATCH_SIZE = ("batch_size",)
+#: Beside the arguments of a call of ``log``: what weighs its value among those of other parts, None for a sum.
+WEIGHT = "weight of the value"
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,9 @@ def _combine_log(column: list[dict[str, Any]], shares: Shares, rules: Rules, pla
         done["batch_size"] = rules.combine((*place, _BATCH_SIZE), sizes, shares, "sum" if counted else "last")
         if done["batch_size"] == sum(sizes) and sizes != list(shares.sizes):
             shares = Shares.of(sizes, shares.sizes)
+    if all(WEIGHT in arguments for arguments in column) and rules.of.get(place, "mean") in ("mean", "samples", "sum"):
+        return done | _weighed(column, shares)
+    done.pop(WEIGHT, None)
     reduce_fx = done.get("reduce_fx", "mean")
     name = getattr(reduce_fx, "__name__", reduce_fx)
     otherwise = name if name in ("sum", "max", "min") else "mean"
@@ -113,6 +118,15 @@ def _combine_log(column: list[dict[str, Any]], shares: Shares, rules: Rules, pla
     elif not isinstance(values[0], MetricName):
         done["value"] = rules.combine(place, [_as_float(value) for value in values], shares, otherwise)
     return done
+
+
+def _weighed(column: list[dict[str, Any]], shares: Shares) -> dict[str, Any]:
+    """A logged value whose graph has shown what weighs it, and what weighs the batch's."""
+    values, weights = ([arguments[key] for arguments in column] for key in ("value", WEIGHT))
+    if None in weights:
+        return {"value": combined("sum", [_as_float(value) for value in values], shares), WEIGHT: None}
+    own = Shares.of([float(weight) for weight in weights], shares.sizes)
+    return {"value": combined("mean", [_as_float(value) for value in values], own), WEIGHT: float(sum(weights))}
 
 
 def _are_equal(kept: Any, logged: Any) -> bool:

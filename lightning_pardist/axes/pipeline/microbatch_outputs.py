@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pardist.axes.pipeline.merged_values import (
+    WEIGHT,
     MetricName,
     combined_logs,
     is_numeric,
@@ -52,6 +53,8 @@ _PLAIN = (int, float, str, bytes, bool, type(None))
 _DEPTH = 4
 
 Path = tuple[Any, ...]
+#: Takes what a step returned and the arguments of its calls of ``log``, to which it adds their :data:`WEIGHT`.
+Weigh = Callable[[Any, list[dict[str, Any]]], None]
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class _Record:
     """What one micro-batch's run of the step left.
 
     Attributes:
-        logged: Arguments of each ``self.log``, in order.
+        logged: Arguments of each ``self.log``, in order, and what weighs its value where that is known.
         appended: Items that lists have grown by.
         assigned: New values of attributes and dictionary entries.
         metrics: Per metric: values of its last ``forward``, update count and states (lists: what was added).
@@ -119,7 +122,7 @@ class BatchOutputs:
 
     Attributes:
         result: What it returned.
-        logged: Arguments of each ``self.log``.
+        logged: Arguments of each ``self.log``, and what weighs its value where that is known.
         appended: New items of lists.
         assigned: New values of attributes.
         metrics: Changes of metrics, micro-batch by micro-batch.
@@ -209,24 +212,35 @@ class StepOutputs:
         kind, path = _kind_and_path(place)
         return self._at(path) if kind == "assigned" else own_buffers(self._free[path[0]])[path[1]]
 
-    def run(self, step: Callable[[Any], Any], microbatch: Any, part: Part | None = None) -> dict[str, Any]:
+    def run(
+        self, step: Callable[[Any], Any], microbatch: Any, part: Part | None = None, *, weigh: Weigh | None = None
+    ) -> dict[str, Any]:
         """Run the step on one micro-batch, as if no other had been run before, but for metrics of samples.
 
         Args:
             step: Takes the micro-batch.
             microbatch: Its argument.
             part: Which samples of the batch it has; None for all.
+            weigh: Finds out what weighs the values that the step has logged, while their graphs are there.
 
         Returns:
             The step's result under ``"result"``, and the record of its effects.
         """
-        return self._run(step, microbatch, part, in_order=False)
+        return self._run(step, microbatch, part, weigh, in_order=False)
 
     def run_in_order(self, step: Callable[[Any], Any], batch: Any) -> dict[str, Any]:
         """Run the step on a whole batch, behind the batches that were run before it. As :meth:`run` otherwise."""
-        return self._run(step, batch, None, in_order=True)
+        return self._run(step, batch, None, None, in_order=True)
 
-    def _run(self, step: Callable[[Any], Any], microbatch: Any, part: Part | None, *, in_order: bool) -> dict[str, Any]:
+    def _run(
+        self,
+        step: Callable[[Any], Any],
+        microbatch: Any,
+        part: Part | None,
+        weigh: Weigh | None,
+        *,
+        in_order: bool,
+    ) -> dict[str, Any]:
         record = _Record()
         self.module.__dict__.update(log=self._recorder(record.logged), print=_printer(record.printed))
         before = self._state()
@@ -235,6 +249,8 @@ class StepOutputs:
                 self._cut_states(part)
             with self._numbers.into(record.calls), self._own_buffers(record, changed_only=in_order):
                 result = step(microbatch)
+            if weigh is not None:
+                weigh(result, record.logged)
         except BaseException:
             # A stage is cut off before the step can remove its hooks itself.
             before.remove_hooks(self.module)
@@ -244,6 +260,9 @@ class StepOutputs:
             for name in _RECORDED:
                 self.module.__dict__.pop(name, None)
         before.compare(self, record)
+        for arguments in record.logged:
+            if isinstance(arguments["value"], Tensor):
+                arguments["value"] = arguments["value"].detach()
         # Their states depend on how many micro-batches there are: they are called again with the batch's numbers.
         record.metrics = {name: change for name, change in record.metrics.items() if name not in record.calls}
         if not in_order:
@@ -411,7 +430,7 @@ class StepOutputs:
             value = arguments["value"]
             if isinstance(value, MetricName):
                 value = self.module.get_submodule(value.name)
-            self.module.log(**{**arguments, "value": value})
+            self.module.log(**{key: each for key, each in arguments.items() if key != WEIGHT} | {"value": value})
         for call in done.printed:
             self.module.print(call["text"], end=call["end"], flush=call["flush"])
         return done.result
@@ -454,8 +473,6 @@ class StepOutputs:
             arguments.pop("self", None)
             if isinstance(arguments.get("value"), Metric):
                 arguments["value"] = self._name_of(arguments["value"])
-            elif isinstance(arguments.get("value"), Tensor):
-                arguments["value"] = arguments["value"].detach()
             logged.append(arguments)
 
         return log

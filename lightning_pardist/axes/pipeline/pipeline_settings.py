@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -26,8 +26,6 @@ class PipelineSettings:
         schedule: ``"mp"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"interleaved_zb"`` or ``"zbv"``.
         chunks_per_rank: Stages a rank.
         split: Names of the modules with which stages 1, 2, ... begin; by measured cost if None.
-        loss_weight: A micro-batch's weight in the batch's loss, for losses that are no mean over samples: given the
-            micro-batch, returns its number of tokens, say. ``"sum"`` for a loss that is a sum.
         reads: ``"send"`` allows values between blocks to be looked at (``if x.mean() > 0``), as long as that does not
             decide which blocks run.
         batch_dim: Dim of the samples in a batch's tensors (those with fewer dims have them first), or by name
@@ -46,7 +44,6 @@ class PipelineSettings:
     schedule: str = "1f1b"
     chunks_per_rank: int = 1
     split: Sequence[str] | None = None
-    loss_weight: Callable[[Any], float] | Literal["sum"] | None = None
     reads: ReadPolicy = "refuse"
     batch_dim: BatchDim = 0
     split_batch: SplitFunction | None = None

@@ -28,14 +28,15 @@ from lightning_pardist.axes.pipeline.reduction_rules import (
     Place,
     Rules,
     Shares,
-    TokenWeight,
+    combined,
     find_derived,
     find_rules,
-    find_token_weight,
     relative_error,
 )
 from lightning_pardist.compat.lightning_loops import current_hook, set_current_hook
 from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
+from lightning_pardist.engines.common.loss_terms import Term
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
 from lightning_pardist.engines.pipeline import (
     CannotPipelineError,
@@ -49,8 +50,8 @@ from lightning_pardist.engines.pipeline import (
     record_step,
 )
 from lightning_pardist.engines.pipeline.interception import undisturbed
+from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, common_ratios, part_weight
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
-from lightning_pardist.engines.pipeline.nested import flatten, replace_leaves
 from lightning_pardist.engines.pipeline.steady_buffers import really_steady
 from lightning_pardist.trainer.sample_batches import NoSampleError
 from lightning_pardist.trainer.trial_run import HOOKS
@@ -76,13 +77,14 @@ StepKey = tuple[str, int]
 
 @dataclass(frozen=True)
 class _Sample:
-    """A step function of the module, and what it is run on: of a training batch a micro-batch."""
+    """A step function of the module, and what it is run on: of a training batch a micro-batch of some samples."""
 
     stage: RunningStage
     dataloader_idx: int
     num_dataloaders: int
     batch: Any
     microbatch: Any
+    size: int | None = None
 
     @property
     def key(self) -> StepKey:
@@ -102,6 +104,7 @@ class Recorded:
         steady: Buffers that change once a training step, whatever the number of micro-batches.
         microbatching: How training batches are cut.
         cut: What became of the sample batch, for the log.
+        loss: What the loss of a micro-batch is made of.
     """
 
     plans: dict[StepKey, PipelinePlan]
@@ -112,6 +115,7 @@ class Recorded:
     steady: frozenset[str] = frozenset()
     microbatching: Microbatching | None = None
     cut: str = ""
+    loss: LossMakeup = field(default_factory=LossMakeup)
 
     @property
     def placing(self) -> PipelinePlan:
@@ -137,10 +141,20 @@ class StepRecorder:
         settings: Of the pipeline.
         ranks: Global ranks of the pipeline.
         samples: Batches to run them on.
+        loss_weight: How losses are weighed.
     """
 
-    def __init__(self, trainer: pl.Trainer, settings: PipelineSettings, ranks: Sequence[int], samples: Samples) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        settings: PipelineSettings,
+        ranks: Sequence[int],
+        samples: Samples,
+        loss_weight: LossWeight,
+    ) -> None:
         self.trainer = trainer
+        self.loss_weight: LossWeight = loss_weight
+        self._loss = LossMakeup()
         self.samples = samples
         self.module: pl.LightningModule = trainer.lightning_module
         self.settings = settings
@@ -203,7 +217,8 @@ class StepRecorder:
         staged = [sample for sample in samples if sample.key in plans]
         cut = self.microbatching.describe(first.batch) if first.stage == RunningStage.TRAINING else ""
         rules = self._find_all_rules(staged)
-        return Recorded(plans, rules, written, self._unstaged, steady=steady, microbatching=self.microbatching, cut=cut)
+        ways: dict[str, Any] = {"steady": steady, "microbatching": self.microbatching, "cut": cut, "loss": self._loss}
+        return Recorded(plans, rules, written, self._unstaged, **ways)
 
     def _steady_buffers(self, sample: _Sample, recorded: StepRecord) -> frozenset[str]:
         """Buffers of units that change once a batch, whatever its samples and their number."""
@@ -243,12 +258,12 @@ class StepRecorder:
         failure: MicrobatchError | None = None
         for other in way.alternatives(sample.batch):
             try:
-                smallest = other.split(sample.batch, other.count(sample.batch))[-1].value
+                smallest = other.split(sample.batch, other.count(sample.batch))[-1]
             except UnevenBatchError:
                 raise
             except ValueError as error:
                 raise CannotPipelineError(str(error), _WHOLE) from error
-            tried = replace(sample, microbatch=smallest)
+            tried = replace(sample, microbatch=smallest.value, size=smallest.size)
             try:
                 recorded = self._record(tried)
             except MicrobatchError as error:
@@ -361,7 +376,9 @@ class StepRecorder:
         training = sample.stage == RunningStage.TRAINING
         calls = CollectiveCalls(self.ranks)
         with self._running(sample) as run, ParameterWriteGuard(self.module) as kept, calls:
-            recorded = record_step(self.module, run, sample.microbatch, grad=training, loss_of=loss_of)
+            recorded = record_step(
+                self.module, run, sample.microbatch, grad=training, loss_of=partial(self._seen, sample)
+            )
             if kept.written:
                 self._refuse_changes(sample, run, kept.written)
         if calls.found:
@@ -371,6 +388,13 @@ class StepRecorder:
                 " it in a hook (on_train_batch_end), or log with sync_dist=True."
             )
         return recorded
+
+    def _seen(self, sample: _Sample, record: dict[str, Any]) -> Tensor | None:
+        """The loss of a recorded run, whose graph shows what it is made of."""
+        loss = loss_of(record)
+        if sample.stage == RunningStage.TRAINING and loss is not None and loss.numel() == 1:
+            self._loss = LossMakeup.of(loss, sample.microbatch, sample.size, self.loss_weight)
+        return loss
 
     @torch.no_grad()
     def _refuse_changes(self, sample: _Sample, run: Callable[[Any], Any], written: Sequence[nn.Parameter]) -> None:
@@ -409,42 +433,48 @@ class StepRecorder:
             return Rules(untried=self._failure)
         whole, run, is_exact = tried
         is_random = not torch.equal(rng, self._rng_afterwards)
-        weigh = self.settings.loss_weight
-        weights = [float(weigh(value)) for value in values] if callable(weigh) else [float(size) for size in sizes]
-        shares = Shares.of(weights, sizes)
+        weights = self._weights(parts, run)
+        shares = Shares.of([1.0 if weight is None else float(weight) for weight in weights], sizes)
         collector = self._numbers(run(values), shares)
         numbers, columns, meant = self._numbers_of(whole, sum(sizes)), collector.found, collector.meant
         loose, close = (_LOOSE, _CLOSE) if is_exact else (_ROUGH, _ROUGH)
         loss = loss_of(whole)
         place = next((key for key, number in numbers.items() if number is loss), None)
         derived = {} if place not in columns else find_derived(columns, columns[place], close=close)
-
-        def find(with_shares: Shares) -> dict[Place, str]:
-            tolerances: dict[str, Any] = {"close": close, "tolerance": loose, "rough": is_random, "meant": meant}
-            found = find_rules(numbers, columns, with_shares, **tolerances) | derived
-            return self._settle_sums(found, numbers, sample, run)
-
-        found = find(shares)
-        certain = find_rules(numbers, columns, shares, close=close, tolerance=close, meant=meant)
+        tolerances: dict[str, Any] = {"close": close, "tolerance": loose, "rough": is_random, "meant": meant}
+        found = find_rules(numbers, columns, shares, **tolerances) | derived
+        found = self._settle_sums(found, numbers, sample, run)
+        unexplained = () if is_random else _unexplained(numbers, columns, found)
         if place is None or place not in columns:
-            return Rules(found, unexplained=() if is_random else _unexplained(numbers, columns, found))
-        if is_random or weigh is not None or found.get(place) == "sum":
-            unexplained = () if is_random else _unexplained(numbers, columns, found)
-            return Rules(found, None, found.get(place) == "sum", place in found, unexplained)
-        # Padding marked by the ignore index counts, even if this sample is padded so evenly that it does not show.
-        error = relative_error(numbers[place], weighted_mean(columns[place], shares.loss))
-        weight = find_token_weight(
-            numbers[place],
-            columns[place],
-            values,
-            close=close,
-            tolerance=close if place in certain else min(loose, error),
-            only=-100 if place in certain else None,
-        )
-        if weight is not None:
-            weight = self._settled(weight, sample, run, place, numbers[place])
-            found = find(Shares.of([weight(value) for value in values], sizes))
-        return Rules(found, weight, False, place in found, _unexplained(numbers, columns, found))
+            return Rules(found, unexplained=unexplained)
+        own, shown = "sum" if None in weights else "mean", found.get(place)
+        if is_random or relative_error(numbers[place], combined(own, columns[place], shares)) <= loose:
+            return Rules({**found, place: own}, unexplained=unexplained)
+        if shown not in ("mean", "samples", "sum"):
+            linear = self._loss.several_counts and not self._loss.coupled
+            return Rules({**found, place: own}, None, linear, unexplained)
+        # The graph has been misread.
+        known = self.loss_weight == "auto"
+        return Rules(found, ("sum" if shown == "sum" else "samples") if known else None, known, unexplained)
+
+    def _weights(self, parts: Sequence[MicroBatch], run: _Evaluate) -> list[Tensor | float | None]:
+        """What weighs the losses of micro-batches, None each if they add up."""
+        if self._loss.is_sum:
+            return [None] * len(parts)
+        if not self._loss.by_data:
+            return [1.0 if self.loss_weight == "ranks" else float(part.size) for part in parts]
+        weights = []
+
+        def look() -> Iterator[tuple[list[Term], int]]:
+            # One by one: each holds a graph.
+            for part in parts:
+                loss = loss_of(run([part.value], grad=True)[0])
+                terms = [] if loss is None else terms_of(loss, part.value, part.size, self.loss_weight)
+                weights.append(part_weight(terms, part.size))
+                yield terms, part.size
+
+        self._loss = replace(self._loss, several_counts=common_ratios(look()) is None)
+        return weights
 
     def _settle_sums(
         self, found: dict[Place, str], numbers: dict[Place, Any], sample: _Sample, run: _Evaluate
@@ -459,21 +489,6 @@ class StepRecorder:
                 after = math.nan
             del found[change_of(place) if relative_error(after, numbers[place]) == 0.0 else place]
         return found
-
-    def _settled(self, weight: TokenWeight, sample: _Sample, run: _Evaluate, place: Place, number: Any) -> TokenWeight:
-        """Whether a sample's first entry counts, which samples of one length do not show."""
-        leaves = flatten(sample.batch)[0]
-        entries = leaves[weight.leaf]
-        if weight.ignored != -100 or entries.ndim < 2 or not (entries[:, 0] != -100).any():
-            return weight
-        leaves[weight.leaf] = entries.clone()
-        leaves[weight.leaf][:, 0] = -100
-        try:
-            (without,) = run([replace_leaves(sample.batch, leaves)])
-            again = self._numbers_of(without, len(entries)).get(place, math.nan)
-        except Exception:
-            return weight
-        return replace(weight, first=int(relative_error(number, again) == 0.0))
 
     def _tried(self, sample: _Sample) -> tuple[dict[str, Any], _Evaluate, bool] | None:
         """What the step makes of the whole batch, how to run it on others, and whether its numbers are exact.
@@ -491,9 +506,15 @@ class StepRecorder:
         return None
 
     def _evaluated(
-        self, sample: _Sample, plain: bool, batches: list[Any], preset: Mapping[Place, Any] | None = None
+        self,
+        sample: _Sample,
+        plain: bool,
+        batches: list[Any],
+        preset: Mapping[Place, Any] | None = None,
+        *,
+        grad: bool = False,
     ) -> list[dict[str, Any]]:
-        with self._running(sample, plain=plain) as run, undisturbed(self.module), torch.no_grad():
+        with self._running(sample, plain=plain) as run, undisturbed(self.module), torch.set_grad_enabled(grad):
             self.module.eval()
             for place, value in (preset or {}).items():
                 self._effects.preset(place, value)

@@ -1,7 +1,7 @@
 """How the numbers of micro-batches make up the number of the batch, found out by trying.
 
-A loss may be a mean over samples, over tokens that are not padding, or a sum; a logged value may be a count, an
-extreme, a learning rate. Nothing in the module says which. So the step is run once on a whole sample batch and once on
+A logged value may be a mean over samples or over tokens that are not padding, a sum, a count, an extreme, a learning
+rate. Nothing in the module says which. So the step is run once on a whole sample batch and once on
 each of its micro-batches, in evaluation mode and without gradients, and for every number that it returns, logs or keeps
 the rule is taken that leads from the parts to the whole.
 """
@@ -9,15 +9,14 @@ the rule is taken that leads from the parts to the whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_pardist.engines.pipeline.microbatch import weighted_mean
-from lightning_pardist.engines.pipeline.nested import flatten
 
 #: Place of a number among the effects of a step.
 Place = tuple[Hashable, ...]
@@ -35,28 +34,6 @@ _OF_A_MEAN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
     "inverse": (torch.reciprocal, torch.reciprocal),
     "square": (torch.sqrt, torch.square),
 }
-#: Values that stand for "not counted": the ignore index of losses, padding, a mask's zero.
-_IGNORED = (-100, 0, -1)
-
-
-@dataclass(frozen=True)
-class TokenWeight:
-    """A micro-batch's weight: the entries of one of its tensors that count.
-
-    Attributes:
-        leaf: Index of the tensor among the leaves of the batch.
-        ignored: Value of the entries that do not count.
-        first: Entries of a sample before this one do not count either: a language model predicts from the second on.
-    """
-
-    leaf: int
-    ignored: int
-    first: int = 0
-
-    def __call__(self, microbatch: Any) -> float:
-        """The number of entries that count."""
-        entries = flatten(microbatch)[0][self.leaf]
-        return float(torch.count_nonzero((entries[:, self.first :] if self.first else entries) != self.ignored))
 
 
 @dataclass(frozen=True)
@@ -85,16 +62,14 @@ class Rules:
 
     Attributes:
         of: Rules by place.
-        weight: What weighs micro-batches, where it is not samples.
-        loss_is_sum: Whether the losses of micro-batches add up to the batch's.
-        is_explained: Whether any rule leads from the losses of micro-batches to the batch's.
+        loss_weight: How losses are weighed, where a trial shows something else than the loss' graph.
+        is_explained: Whether the losses of micro-batches can be weighed so that they make up the batch's.
         unexplained: Logged values, attributes and buffers of which none does.
         untried: Why the step could not be tried; empty if it was.
     """
 
     of: Mapping[Place, str] = field(default_factory=dict)
-    weight: TokenWeight | None = None
-    loss_is_sum: bool = False
+    loss_weight: Literal["samples", "sum"] | None = None
     is_explained: bool = True
     unexplained: tuple[str, ...] = ()
     untried: str = ""
@@ -218,61 +193,9 @@ def find_derived(parts: Mapping[Place, Sequence[Any]], losses: Sequence[Any], *,
     return found
 
 
-def find_token_weight(
-    loss: Any,
-    losses: Sequence[Any],
-    microbatches: Sequence[Any],
-    *,
-    close: float,
-    tolerance: float,
-    only: int | None = None,
-) -> TokenWeight | None:
-    """What weighs the losses of micro-batches, if it is the entries that count of one of the batch's tensors.
-
-    Args:
-        loss: The batch's.
-        losses: The micro-batches'.
-        microbatches: Themselves.
-        close: As in :func:`find_rules`.
-        tolerance: Largest relative error; of several weights the one with the smallest is taken.
-        only: Look at tensors only that hold this value.
-    """
-    if any(torch.as_tensor(number).numel() != 1 for number in losses):
-        return None
-    numbers = [float(number) for number in losses]
-    best: tuple[float, TokenWeight] | None = None
-    for candidate in _token_weights(microbatches, _IGNORED if only is None else (only,)):
-        counts = [candidate(part) for part in microbatches]
-        if not any(counts):
-            continue
-        error = relative_error(float(loss), _mean(numbers, counts))
-        if error <= close:
-            return candidate
-        if error <= tolerance and (best is None or error < best[0]):
-            best = error, candidate
-    return None if best is None else best[1]
-
-
-def _token_weights(microbatches: Sequence[Any], values: Sequence[int]) -> Iterator[TokenWeight]:
-    leaves = flatten(microbatches[0])[0]
-    for ignored in values:
-        for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.is_complex():
-                continue
-            if all(bool((flatten(part)[0][index] != ignored).all()) for part in microbatches):
-                continue
-            for first in (0, 1) if leaf.ndim > 1 else (0,):
-                yield TokenWeight(index, ignored, first)
-
-
 def _normalized(values: Sequence[float]) -> tuple[float, ...]:
     total = float(sum(values))
     return tuple(value / total if total else 1.0 / len(values) for value in values)
-
-
-def _mean(values: Sequence[float], counts: Sequence[float]) -> float:
-    # A micro-batch without any has no loss (0 / 0) and no share.
-    return sum(value * count for value, count in zip(values, counts, strict=True) if count) / sum(counts)
 
 
 def _error_of(rule: str, whole: Any, column: Sequence[Any], shares: Shares) -> float:

@@ -16,6 +16,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.common.loss_terms import Term
 
@@ -51,11 +53,15 @@ class Balance:
         factors: For each term, what its gradient is to be multiplied with before ranks are averaged; shape ``[terms]``.
         values: For each value, that of all ranks' samples together; this rank's own where ranks' values do not match.
         agreed: Whether the losses of all ranks consist of the same terms; no dims. Otherwise means go by samples.
+        totals: For each term that is a mean, what all ranks have counted; shape ``[terms]``.
+        samples: Of all ranks; no dims.
     """
 
     factors: Tensor
     values: Tensor
     agreed: Tensor
+    totals: Tensor
+    samples: Tensor
 
 
 def signature(names: Sequence[str]) -> float:
@@ -104,23 +110,27 @@ def exchange(
     return _balance(terms, values, own, total, 1 if group is None else group.size())
 
 
-def scale_gradients(terms: Sequence[Term], factors: Tensor) -> None:
+def scale_gradients(terms: Sequence[Term], factors: Tensor) -> dict[Node, RemovableHandle]:
     """Multiply the gradients of a loss' terms in the backward pass to come. Not collective.
 
     Args:
         terms: Of the loss.
-        factors: As many; of constants always 1 if they are on a device.
+        factors: As many.
+
+    Returns:
+        The hooks that multiply, by the node that they are on.
     """
+    handles = {}
     on_host = factors.device.type == "cpu"
     for term, factor in zip(terms, factors.tolist() if on_host else factors.unbind(), strict=True):
-        if factor == 1.0 if on_host else term.kind == "constant":
-            continue
-        term.node.register_prehook(partial(_multiplied, factor))
+        if not on_host or factor != 1.0:
+            handles[term.node] = term.node.register_prehook(partial(_multiplied, factor))
         empty = term.count == 0 if term.kind == "mean" else False
         if isinstance(empty, Tensor) and on_host:
             empty = bool(empty)
         if empty is not False:
             _stop_at(term, empty)
+    return handles
 
 
 def _stop_at(term: Term, empty: Tensor | bool) -> None:
@@ -148,20 +158,28 @@ def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total:
     agreed = total[1] * total[3] == total[2] ** 2
     # What a rank without a loss would have counted is not known: ranks count alike then, it with a loss of zero.
     complete = total[0] == total[1]
-    by_samples = torch.where(complete, _factor(own[4], total[4], ranks), 1.0)
-    by_count = torch.where(agreed & complete, _factor(own[_HEAD:], total[_HEAD:], ranks), by_samples)
-    factors, slot = [], 0
+    by_samples = own[0] * torch.where(complete, _factor(own[4], total[4], ranks), 1.0)
+    by_count = torch.where(agreed & complete, own[0] * _factor(own[_HEAD:], total[_HEAD:], ranks), by_samples)
+    factors, totals, slot = [], [], 0
     for term in terms:
-        factor = by_samples
+        factor, counted = by_samples, total[4]
         if term.kind == "mean":
-            factor = by_count[slot] if slot < _COUNTS else by_samples
+            factor, counted = (by_count[slot], total[_HEAD + slot]) if slot < _COUNTS else (by_samples, total[4])
             slot += 1
         elif term.kind == "sum":
             factor = own[0] * ranks
         elif term.kind == "constant":
             factor = torch.ones_like(by_samples)
         factors.append(factor)
-    return Balance(torch.stack(factors) if factors else total.new_empty(0), _combined(values, own, total), agreed)
+        totals.append(counted)
+    none = total.new_empty(0)
+    return Balance(
+        torch.stack(factors) if factors else none,
+        _combined(values, own, total),
+        agreed,
+        torch.stack(totals) if totals else none,
+        total[4],
+    )
 
 
 def _combined(values: Sequence[Value], own: Tensor, total: Tensor) -> Tensor:

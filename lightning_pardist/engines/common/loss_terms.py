@@ -111,6 +111,25 @@ def find_terms(loss: Tensor, *, samples: int | None = None) -> list[Term]:
     return [] if loss.grad_fn is None else _Walk(samples).terms(loss.grad_fn)
 
 
+def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
+    """What a value made of some terms is weighed by among others of its kind: a count, or None for a sum.
+
+    Args:
+        terms: Of the value.
+        samples: What it is weighed by if it shows no count.
+
+    Raises:
+        LookupError: If it is made of means and sums, so that no one weight is right.
+    """
+    varying = [term for term in terms if term.kind != "constant"]
+    if varying and all(term.kind == "sum" for term in varying):
+        return None
+    if not varying or any(term.kind == "sum" for term in varying):
+        raise LookupError
+    means = [term for term in varying if term.kind == "mean"]
+    return next((term.count for term in means if term.by_data), means[0].count if means else samples)
+
+
 @dataclass(frozen=True)
 class _At:
     """Where a walk from the loss stands: a node, the topmost one of its term, and what came on the way."""
@@ -165,7 +184,7 @@ class _Walk:
     def _of_samples(self, terms: list[Term]) -> list[Term]:
         """Where a step adds up a loss for each sample, samples are what counts."""
         means = [term for term in terms if term.kind == "mean"]
-        if self.samples is None or len(means) != self.samples or self.samples < 2:
+        if self.samples is None or len(means) != self.samples:
             return terms
         if len({term.what for term in means}) > 1 or not all(map(self._is_of_one_sample, means)):
             return terms
@@ -183,7 +202,8 @@ class _Walk:
             if not inputs:
                 return False
             node = inputs[0]
-            if kind_of(node) in _PICKS:
+            # Of one sample each dim of size 1 could be the batch's.
+            if kind_of(node) in _PICKS and not (self.samples == 1 and saved(node, "dim")):
                 origin = inputs_of(node)[0]
                 return origin is not None and (shape_of(origin) or ())[:1] == (self.samples,)
         return False

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pardist.engines.common.loss_setting import LossWeight
 from lightning_pardist.engines.data_engine import MicrobatchContext
 from lightning_pardist.engines.pipeline.clock import TimedAction, Timeline
 from lightning_pardist.engines.pipeline.cut import split_batch
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
+from lightning_pardist.engines.pipeline.loss_seeds import LossSeeds, Weighing
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch
 from lightning_pardist.engines.pipeline.nested import flatten, map_leaves
 from lightning_pardist.engines.pipeline.placement import Placement
@@ -25,6 +26,7 @@ from lightning_pardist.engines.pipeline.schedule import (
     build_schedule,
     closest_schedule,
     forward_schedule,
+    forwards_first_schedule,
     stage_ranks,
 )
 from lightning_pardist.engines.pipeline.schedule_runtime import Finished, Runtime, Work
@@ -47,8 +49,9 @@ class PipelineOptions:
         num_microbatches: Micro-batches a training step; a batch with fewer samples makes fewer.
         chunks_per_rank: Stages a rank.
         loss_of: Finds the loss in what the step returns.
-        weight_of: Weight of a micro-batch's loss in the batch's, such as its number of tokens; its samples by default.
-        loss_is_sum: Whether the loss is a sum over samples, whose parts simply add up, rather than a mean.
+        loss_weight: How the losses of micro-batches, and of other data ranks, make up the batch's.
+        forwards_first: Whether all forwards of a training step come before its backwards, whatever the schedule.
+        data_group: Ranks with other samples and the same stages, whose gradients are averaged; None if there are none.
         count: Micro-batches of a batch, in place of ``num_microbatches``.
         split: Cuts a batch into so many micro-batches at most.
         share: What every rank learns of the step: the loss, or everything that the step returned.
@@ -62,8 +65,9 @@ class PipelineOptions:
     num_microbatches: int = 1
     chunks_per_rank: int = 1
     loss_of: Callable[[Any], torch.Tensor | None] = find_loss
-    weight_of: Callable[[Any], float] | None = None
-    loss_is_sum: bool = False
+    loss_weight: LossWeight = "auto"
+    forwards_first: bool = False
+    data_group: dist.ProcessGroup | None = None
     count: Callable[[Any], int] | None = None
     split: Callable[[Any, int], list[MicroBatch]] = split_batch
     share: Share = "loss"
@@ -80,7 +84,7 @@ class StepResult:
     Attributes:
         loss: The batch's loss, detached; None if the training step returned none, which adds nothing to gradients.
         losses: Those of the micro-batches.
-        weights: Shares of the micro-batches in the loss.
+        weights: What weighs the micro-batches' losses.
         sizes: Samples in the micro-batches.
         results: What the step returned for each micro-batch, detached: everywhere with ``share="all"``, otherwise on
             the last stage's rank.
@@ -101,7 +105,7 @@ class _Program:
 
     replay: StageReplay
     wire: StageP2P
-    lists: dict[int, ActionLists] = field(default_factory=dict)
+    lists: dict[tuple[int, bool], ActionLists] = field(default_factory=dict)
 
 
 class PipelineEngine:
@@ -120,6 +124,7 @@ class PipelineEngine:
 
     Attributes:
         record_times: Whether steps keep their times; may be set between steps, on all ranks alike.
+        forwards_first: As set, and from the first loss on that turns out to need it.
 
     Raises:
         ValueError: If the plan's stages do not fit the ranks, or the schedule does not exist for these numbers.
@@ -140,6 +145,7 @@ class PipelineEngine:
         self.options = options
         self.device = device or torch.device("cpu")
         self.record_times = options.record_times
+        self.forwards_first = options.forwards_first
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self.stage_ranks = stage_ranks(options.schedule, self.num_ranks, options.chunks_per_rank)
@@ -157,6 +163,7 @@ class PipelineEngine:
         self._steady = SteadyBuffers(module, options.steady_buffers)
         self._running = self._train.replay
         self._evals: list[tuple[PipelinePlan, _Program]] = []
+        self._losses = LossSeeds(options.loss_weight, options.data_group, self.device)
         self._steps = 0
         self._sizes: tuple[int, ...] = ()
         self._seed = self._agree_on_seed()
@@ -194,35 +201,45 @@ class PipelineEngine:
         return self.placement.free(replaced)
 
     def train_step(
-        self, step: Callable[[Any], Any], batch: Any, *, scale: float = 1.0, turns: MicrobatchContext | None = None
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        *,
+        scale: float = 1.0,
+        turns: MicrobatchContext | None = None,
+        present: bool = True,
     ) -> StepResult:
-        """Forward and backward of one batch. Collective over the pipeline.
+        """Forward and backward of one batch. Collective over the pipeline, and its last stage's data group.
 
         Args:
             step: The user's step; called with a micro-batch, for every stage of this rank.
             batch: The whole batch, the same on every rank of the pipeline.
             scale: Factor on the gradients: ``1 / accumulate``, or a loss scale for fp16.
             turns: Told whose forward or backward runs; completes the gradients of all in the end.
+            present: Whether the batch counts; if not, it adds zeros.
 
         Raises:
             CannotPipelineError: If the step does not do what the recorded run did.
             PipelineTimeoutError: If a message does not come in time.
         """
         options = self.options
-        parts, weights = self._parts(batch, options.num_microbatches if options.count is None else options.count(batch))
+        parts = options.split(batch, options.num_microbatches if options.count is None else options.count(batch))
         count = len(parts) if turns is None else turns.agree(len(parts))
         lists = self._training_lists(count)
         if lists.num_microbatches != len(parts):
-            parts, weights = self._parts(batch, lists.num_microbatches)
+            parts = options.split(batch, lists.num_microbatches)
             lists = self._training_lists(len(parts))
-        with self._tied_aside():
-            shares = [weight * scale for weight in weights]
-            with self._steady.step():
-                done = self._run(self._train, lists, step, parts, shares, grad=True, turns=turns)
-            if turns is not None:
-                turns.finish()
-            self.placement.reduce_tied()
-        return self._result(done, parts, weights, grad=True)
+        # Earlier steps' gradients are complete.
+        earlier = self.placement.take_gradients()
+        self._losses.begin(parts, scale=scale, present=present)
+        with self._steady.step():
+            done = self._run(self._train, lists, step, parts, losses=self._losses, turns=turns)
+        if turns is not None:
+            turns.finish()
+        self.placement.reduce_tied()
+        result = self._result(done, parts, self._losses.finish())
+        self.placement.add_gradients(earlier)
+        return result
 
     def eval_steps(
         self, step: Callable[[Any], Any], batches: Sequence[Any], *, plan: PipelinePlan | None = None
@@ -245,11 +262,11 @@ class PipelineEngine:
             PipelineTimeoutError: If a message does not come in time.
         """
         program, count = self._eval_program(plan or self.plan), len(batches)
-        if count not in program.lists:
-            program.lists[count] = forward_schedule(self.stage_ranks, count)
-        parts, weights = [MicroBatch(batch, 1) for batch in batches], [1.0 / count] * count
-        done = self._run(program, program.lists[count], step, parts, weights, grad=False)
-        return self._result(done, parts, weights)
+        if (count, False) not in program.lists:
+            program.lists[count, False] = forward_schedule(self.stage_ranks, count)
+        parts = [MicroBatch(batch, 1) for batch in batches]
+        done = self._run(program, program.lists[count, False], step, parts)
+        return self._result(done, parts, None)
 
     def _run(
         self,
@@ -257,11 +274,11 @@ class PipelineEngine:
         lists: ActionLists,
         step: Callable[[Any], Any],
         parts: list[MicroBatch],
-        weights: list[float],
         *,
-        grad: bool,
+        losses: LossSeeds | None = None,
         turns: MicrobatchContext | None = None,
     ) -> Finished:
+        grad = losses is not None
         # A training step is one, however many micro-batches it makes; of batches in flight each is one.
         first = (self.position + 1) * _SEEDS_A_STEP
         seeds = [first + index * (1 if grad else _SEEDS_A_STEP) for index in range(len(parts))]
@@ -269,7 +286,7 @@ class PipelineEngine:
         self._running, self._sizes = program.replay, tuple(part.size for part in parts)
         mode = self._mode(grad)
         signatures = [(_signature(part.value), mode) for part in parts]
-        work = Work(step, parts, weights, signatures, seeds, grad, self.options.loss_of)
+        work = Work(step, parts, losses, signatures, seeds, grad, self.options.loss_of)
         stages = lists.stages_of(self.rank)
         parameters = {stage: self.placement.stage_parameters(stage) for stage in stages}
         runtime = Runtime(program.replay, program.wire, lists, self.rank, parameters, turns, self._steady)
@@ -282,22 +299,15 @@ class PipelineEngine:
         trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
         return grad, self.module.training, hash(trained)
 
-    def _parts(self, batch: Any, count: int) -> tuple[list[MicroBatch], list[float]]:
-        parts = self.options.split(batch, count)
-        if self.options.loss_is_sum:
-            return parts, [1.0] * len(parts)
-        weight_of = self.options.weight_of
-        raw = [float(part.size) if weight_of is None else float(weight_of(part.value)) for part in parts]
-        total = sum(raw)
-        return parts, [weight / total if total else 1.0 / len(raw) for weight in raw]
-
     def _training_lists(self, count: int) -> ActionLists:
-        lists = self._train.lists.get(count)
-        if lists is None:
-            options = self.options
-            lists = closest_schedule(options.schedule, self.num_ranks, count, chunks_per_rank=options.chunks_per_rank)
-            self._train.lists[count] = lists
-        return lists
+        options, key = self.options, (count, self.forwards_first)
+        if key not in self._train.lists:
+            self._train.lists[key] = (
+                forwards_first_schedule(options.schedule, self.stage_ranks, count)
+                if self.forwards_first
+                else closest_schedule(options.schedule, self.num_ranks, count, chunks_per_rank=options.chunks_per_rank)
+            )
+        return self._train.lists[key]
 
     def _program(self, plan: PipelinePlan) -> _Program:
         trust = self.device.type != "cpu"
@@ -314,41 +324,27 @@ class PipelineEngine:
         self._evals.append((plan, program))
         return program
 
-    @contextmanager
-    def _tied_aside(self) -> Iterator[None]:
-        """Reduce only what this step adds to tied parameters' gradients: earlier steps' share is reduced already."""
-        before = [(parameter, parameter.grad) for _, parameter, _ in self.placement.tied()]
-        for parameter, _ in before:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in before:
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
-
-    def _result(
-        self, done: Finished, parts: list[MicroBatch], weights: list[float], *, grad: bool = False
-    ) -> StepResult:
+    def _result(self, done: Finished, parts: list[MicroBatch], weighing: Weighing | None) -> StepResult:
         last = self.stage_ranks[-1]
         results = tuple(_plain(done.results[index]) for index in sorted(done.results))
         losses = tuple(done.losses[index] for index in sorted(done.losses))
-        sent = (losses, results if self.options.share == "all" else ())
-        losses, shared = self._broadcast(sent, last)
-        if grad and 0 < len(losses) < len(parts):
+        sent = (losses, results if self.options.share == "all" else (), weighing)
+        losses, shared, weighing = self._broadcast(sent, last)
+        if weighing is not None and 0 < len(losses) < len(parts):
             raise CannotPipelineError(
                 f"The step returned no loss for {len(parts) - len(losses)} of {len(parts)} micro-batches. Let it return"
                 " None for a whole batch, or a loss of 0 for what is to be left out."
             )
+        loss, weights = None, (1.0,) * len(parts)
+        if weighing is not None:
+            weights = weighing.weights
+            self.placement.scale_gradients(weighing.correction)
+            self.forwards_first |= weighing.several_counts
+            if len(losses) == len(parts):
+                loss = weighing.value(losses)
         results = shared if self.options.share == "all" else results
-        loss = None
-        if grad and len(losses) == len(parts):
-            # What weighs nothing may be no number: the mean loss of no tokens.
-            counted = [part.float() * weight for part, weight in zip(losses, weights, strict=True) if weight]
-            loss = torch.stack(counted or list(losses)).sum(0)
-        return StepResult(
-            loss, losses, tuple(weights), tuple(part.size for part in parts), results, self._timeline(done)
-        )
+        sizes = tuple(part.size for part in parts)
+        return StepResult(loss, losses, weights, sizes, results, self._timeline(done))
 
     def _broadcast(self, value: Any, rank: int) -> Any:
         box = [value if self.rank == rank else None]

@@ -251,6 +251,13 @@ class Placement:
         for parameter, gradient in taken:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients. Not collective."""
+        if factor != 1.0:
+            for parameter in self._parameters().values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
     def squared_norm(self) -> torch.Tensor:
         """Sum of squares of the gradients that this rank answers for; over the pipeline they add up to the whole.
 

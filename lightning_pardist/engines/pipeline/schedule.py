@@ -165,8 +165,18 @@ def closest_schedule(name: str, num_ranks: int, num_microbatches: int, *, chunks
             return build_schedule(name, num_ranks, count, chunks_per_rank=chunks_per_rank)
         except (ValueError, RuntimeError):
             continue
-    ranks = stage_ranks(name, num_ranks, chunks_per_rank)
-    lists = _with_messages(name, _breadth_first(ranks, num_microbatches, True), ranks, num_microbatches, True)
+    return forwards_first_schedule(name, stage_ranks(name, num_ranks, chunks_per_rank), num_microbatches)
+
+
+def forwards_first_schedule(name: str, ranks: Sequence[int], num_microbatches: int) -> ActionLists:
+    """All forwards and then all backwards, for any number of micro-batches.
+
+    Args:
+        name: What to call it.
+        ranks: Rank of each stage.
+        num_microbatches: Micro-batches.
+    """
+    lists = _with_messages(name, _breadth_first(ranks, num_microbatches, True), tuple(ranks), num_microbatches, True)
     check_schedule(lists)
     return lists
 

@@ -7,7 +7,7 @@ The orders of actions are those of ``torch.distributed.pipelining``; its ``Pipel
   and text padded batch by batch need shapes per micro-batch.
 - Its outputs are a tuple of tensors that all take part in autograd. Replayed stages send integers and masks beside
   floats, pass values on that they do not compute, and have stubs whose shapes must come along.
-- Its losses are divided by the number of micro-batches. Parts of unequal size need a weight each.
+- Its losses are divided by the number of micro-batches. Each part weighs as much as it counts.
 - Its split backward finds the parameters' share by walking the graph from parameters to inputs, and misses parameters
   whose path to the output meets no input (an auxiliary loss, a learned query).
 - Its waits are not bounded, and nothing tells which message was missing.
@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.data_engine import MicrobatchContext
 from lightning_pardist.engines.pipeline.clock import TimedAction
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
+from lightning_pardist.engines.pipeline.loss_seeds import LossSeeds
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch, fresh_copy
 from lightning_pardist.engines.pipeline.records import Output, Value
 from lightning_pardist.engines.pipeline.replay import StageReplay, contains_stub
@@ -44,7 +47,7 @@ class Work:
     Attributes:
         step: The user's step.
         microbatches: All parts of the batch.
-        weights: What each part's loss is multiplied with before backward.
+        losses: Weighs the parts' losses; None for evaluation, which has no backward.
         signatures: What fixes each part's shapes, in the ordinary case.
         seeds: Start of each part's random numbers.
         grad: Whether to record gradients.
@@ -53,7 +56,7 @@ class Work:
 
     step: Callable[[Any], Any]
     microbatches: Sequence[MicroBatch]
-    weights: Sequence[float]
+    losses: LossSeeds | None
     signatures: Sequence[Hashable]
     seeds: Sequence[int]
     grad: bool
@@ -215,6 +218,8 @@ class Runtime:
         done.results[index] = result
         if loss is not None:
             done.losses[index] = loss.detach()
+        if work.losses is not None:
+            work.losses.add(index, loss)
         return loss
 
     def _take_values(self, stage: int, index: int) -> tuple[list[torch.Tensor], list[Output]]:
@@ -239,7 +244,7 @@ class Runtime:
         kept = self._kept[stage, index]
         coming = self._take_gradients(stage, index)
         waited = time.perf_counter() - begin
-        roots, seeds = self._roots(kept, coming, work.weights[index])
+        roots, seeds, scaled = self._roots(stage, index, work, coming)
         inputs = {value: tensor for value, tensor in kept.received.items() if tensor.requires_grad}
         if whole:
             if roots:
@@ -247,7 +252,7 @@ class Runtime:
             found = {value: tensor.grad for value, tensor in inputs.items()}
             del self._kept[stage, index]
         else:
-            kept.split = SplitBackward(roots, seeds, self.stage_parameters[stage])
+            kept.split = SplitBackward(roots, seeds, self.stage_parameters[stage], scaled)
             found = dict(zip(inputs, kept.split.inputs(list(inputs.values())), strict=True))
         if stage:
             gradients = {value: _sum(found[value], coming.get(value), tensor) for value, tensor in inputs.items()}
@@ -261,19 +266,23 @@ class Runtime:
             return buffers
         return self._gradients.pop((stage, index), {})
 
-    @staticmethod
     def _roots(
-        kept: _Kept, coming: dict[Value, torch.Tensor], weight: float
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self, stage: int, index: int, work: Work, coming: dict[Value, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[Node, RemovableHandle]]:
+        """What a backward begins with: tensors, gradients, and what scales these on their way."""
+        kept = self._kept[stage, index]
         roots, seeds = [], []
         for value, tensor in kept.made.items():
             if tensor.requires_grad and value in coming:
                 roots.append(tensor)
                 seeds.append(coming[value])
-        if kept.loss is not None and kept.loss.requires_grad:
-            roots.append(kept.loss)
-            seeds.append(torch.full_like(kept.loss, weight))
-        return roots, seeds
+        if work.losses is None or stage < self.plan.num_stages - 1:
+            return roots, seeds, {}
+        work.losses.before_backward(index)
+        if kept.loss is None or not kept.loss.requires_grad:
+            return roots, seeds, {}
+        seed, scaled = work.losses.seed(index, kept.loss)
+        return [*roots, kept.loss], [*seeds, seed], scaled
 
 
 def _sum(own: torch.Tensor | None, passed: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

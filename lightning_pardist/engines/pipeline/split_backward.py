@@ -14,12 +14,13 @@ of parameters alone) is left to the second half whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 
 class SplitBackward:
@@ -29,11 +30,17 @@ class SplitBackward:
         roots: Tensors to differentiate.
         seeds: Gradients with respect to them.
         parameters: Parameters of the stage.
+        scaled: Hooks that change gradients on their way, by node: no node runs them twice.
     """
 
     def __init__(
-        self, roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]
+        self,
+        roots: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor],
+        parameters: Sequence[nn.Parameter],
+        scaled: Mapping[Node, RemovableHandle] | None = None,
     ) -> None:
+        self._scaled = scaled or {}
         self._rest = list(zip(roots, seeds, strict=True))
         self._parameters = {get_gradient_edge(p).node: p for p in parameters if p.requires_grad}
         self._joints: list[_Joint] = []
@@ -55,6 +62,8 @@ class SplitBackward:
             roots, seeds = zip(*here, strict=True)
             return list(torch.autograd.grad(roots, list(inputs), seeds, retain_graph=True, allow_unused=True))
         finally:
+            # The second half begins at the joints, with gradients that are scaled.
+            handles += [self._scaled[joint.node] for joint in self._joints if joint.node in self._scaled]
             for handle in handles:
                 handle.remove()
 

@@ -1,0 +1,315 @@
+"""Micro-batches' losses weighed so that their gradients add up to those of the batch's loss, over data ranks as well.
+
+[Note: when a count is known]
+A micro-batch that counts n of N items has the share n / N in a mean, and N is known when all forwards are over. 1F1B
+begins with backwards before that, which is right as long as one count weighs all of a loss: gradients are made with
+n / E, where E is what the step before came to, and multiplied by E / N in the end. Parts of parameters alone go with
+the last backward. A loss of several means with a count each has no such factor: all forwards have to be run first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pardist.engines.common.loss_balance import Value, exchange, scale_gradients, signature
+from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
+from lightning_pardist.engines.common.loss_terms import Term, couplings, weight_of
+from lightning_pardist.engines.pipeline.microbatch import MicroBatch
+
+
+@dataclass(frozen=True)
+class LossMakeup:
+    """What a recorded run has shown of a loss.
+
+    Attributes:
+        terms: Its parts in words.
+        is_sum: Whether it is a sum over samples.
+        by_data: Whether a count depends on values of the batch, and not on its shape alone.
+        several_counts: Whether its counts have to be known before the first backward, as far as one micro-batch shows.
+        coupled: What makes it more than a sum over samples, in words; empty if nothing does.
+    """
+
+    terms: tuple[str, ...] = ()
+    is_sum: bool = False
+    by_data: bool = False
+    several_counts: bool = False
+    coupled: str = ""
+
+    @classmethod
+    def of(cls, loss: Tensor, batch: Any, samples: int | None, setting: LossWeight) -> LossMakeup:
+        """Look at a loss with its graph.
+
+        Args:
+            loss: Of the batch.
+            batch: That it was computed from.
+            samples: In the batch.
+            setting: How it is to be weighed.
+        """
+        terms = terms_of(loss, batch, samples, setting)
+        varying = _varying(terms)
+        words = tuple(dict.fromkeys(term.describe() for term in varying))
+        is_sum = bool(varying) and all(term.kind == "sum" for term in varying)
+        coupled = [term.nonlinear for term in terms if term.nonlinear]
+        coupled += couplings(loss, samples=samples) if setting == "auto" else []
+        by_data = any(term.by_data for term in terms)
+        several = common_ratios([(terms, samples or 1)]) is None or (by_data and len(varying) > 1)
+        return cls(words, is_sum, by_data, several, next(iter(coupled), ""))
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How the losses of a step's micro-batches were weighed.
+
+    Attributes:
+        weights: Among themselves; each is 1 if they add up.
+        is_sum: Whether they add up.
+        correction: What the step's gradients are to be multiplied with, on all stages.
+        several_counts: Whether losses had several counts on any data rank.
+    """
+
+    weights: tuple[float, ...]
+    is_sum: bool = False
+    correction: float = 1.0
+    several_counts: bool = False
+
+    def value(self, losses: Sequence[Tensor]) -> Tensor:
+        """The batch's loss, given the micro-batches'."""
+        total = 1.0 if self.is_sum else sum(self.weights)
+        # What weighs nothing may be no number: the mean loss of no tokens.
+        counted = [loss.float() * (w / total) for loss, w in zip(losses, self.weights, strict=True) if w]
+        return torch.stack(counted or list(losses)).sum(0)
+
+
+class LossSeeds:
+    """Weighs the micro-batches of one training step after the other, on the rank of the last stage.
+
+    Args:
+        setting: How losses are weighed.
+        group: Ranks with other samples and the same stage, whose gradients are averaged; None if there are none.
+        device: Of messages.
+    """
+
+    def __init__(self, setting: LossWeight, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.setting: LossWeight = setting
+        self._group = None if group is None or group.size() == 1 else group
+        self._ranks = 1 if self._group is None else self._group.size()
+        self._device = device
+        #: What a rank has counted in the step before, on average, and in the present one.
+        self._expected: Tensor | None = None
+        self._counted: Tensor | None = None
+        self.begin([])
+
+    def begin(self, parts: Sequence[MicroBatch], *, scale: float = 1.0, present: bool = True) -> None:
+        """A step begins. Not collective.
+
+        Args:
+            parts: Its micro-batches.
+            scale: Factor on all gradients.
+            present: Whether the batch counts.
+        """
+        self._parts, self._scale, self._present = parts, scale, present
+        self._expected, self._counted = self._counted, None
+        self._samples = float(sum(part.size for part in parts))
+        self._terms: list[list[Term]] = [[] for _ in parts]
+        self._forwards = self._backwards = 0
+        self._all_known = False
+        #: By key of a term: its factor, and what micro-batches have counted.
+        self._known: dict[str, tuple[Tensor, Tensor]] = {}
+        self._agreed, self._several = torch.tensor([[True], [False]], device=self._device)
+        self._correction = self._number(1.0)
+
+    def add(self, index: int, loss: Tensor | None) -> None:
+        """A forward is over. Not collective.
+
+        Args:
+            index: Of the micro-batch.
+            loss: Of the micro-batch, if it has one.
+        """
+        part = self._parts[index]
+        self._terms[index] = [] if loss is None else terms_of(loss, part.value, part.size, self.setting)
+        self._forwards += 1
+
+    def before_backward(self, index: int) -> None:
+        """The backward of a micro-batch comes next. Collective over the group in the first and last of a step.
+
+        Args:
+            index: Of the micro-batch.
+        """
+        self._backwards += 1
+        if self._backwards == 1:
+            self._all_known = self._forwards == len(self._parts)
+            if self._expected is None:
+                self._expected = self._guess(index)
+        if self._backwards == (1 if self._all_known else len(self._parts)):
+            self._settle()
+
+    def seed(self, index: int, loss: Tensor) -> tuple[Tensor, dict[Node, RemovableHandle]]:
+        """The gradient to begin a backward with. Not collective.
+
+        Args:
+            index: Of the micro-batch.
+            loss: Of the micro-batch.
+
+        Returns:
+            The gradient, and the hooks that scale it on its way, by node of the graph.
+        """
+        terms = self._terms[index]
+        factors = [self._factor(key, term, index) for key, term in _keyed(terms)]
+        handles = scale_gradients(terms, torch.stack(factors)) if factors else {}
+        return torch.full_like(loss, self._scale), handles
+
+    def finish(self) -> Weighing:
+        """All backwards are over. Not collective."""
+        weights = [part_weight(terms, part.size) for terms, part in zip(self._terms, self._parts, strict=True)]
+        is_sum = any(weight is None for weight in weights)
+        shares = tuple(1.0 if weight is None else float(weight) for weight in weights)
+        return Weighing(shares, is_sum, float(self._correction), bool(self._several))
+
+    # --- before all counts are known ----------------------------------------------------------------------------
+
+    def _factor(self, key: str, term: Term, index: int) -> Tensor:
+        """What the gradient of a term is multiplied with."""
+        if self._all_known:
+            return self._known_factor(term, key, self._parts[index].size)
+        if term.kind == "constant":
+            return 1.0 / self._correction if self._backwards == len(self._parts) else self._number(0.0)
+        if term.kind == "sum":
+            return self._number(self._ranks * self._present)
+        expected = self._number(1.0) if self._expected is None else self._expected
+        return self._own(index) * float(self._present) / expected
+
+    def _own(self, index: int) -> Tensor:
+        """What weighs a micro-batch's loss, if that is one count: the first one."""
+        first = _first_mean(self._terms[index])
+        return self._number(self._parts[index].size if first is None else first.count)
+
+    def _guess(self, index: int) -> Tensor:
+        """What a rank will count, going by one of its micro-batches. Collective over the group."""
+        own = self._own(index) * (self._samples / max(self._parts[index].size, 1))
+        counted = torch.stack([own, (own > 0).to(own)])
+        if self._group is not None:
+            dist.all_reduce(counted, group=self._group)
+        return torch.where(counted[1] > 0, counted[0] / counted[1], 1.0)
+
+    # --- when they are ------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Put together what micro-batches and ranks have counted. Collective over the group."""
+        found = [terms for terms in self._terms if terms]
+        sizes = [part.size for part in self._parts]
+        ratios = common_ratios(zip(self._terms, sizes, strict=True)) if _are_alike(found) else None
+        mark = signature([f"{ratio:.4g}" for ratio in ratios or []])
+        if not _are_alike(found):
+            for terms in found:
+                terms[:] = [replace(term, kind="other") if term.kind == "mean" else term for term in terms]
+        merged: dict[str, Term] = {}
+        for terms in found:
+            for key, term in _keyed(terms):
+                merged[key] = replace(term, count=merged[key].count + term.count) if key in merged else term
+        signs = (float(ratios is None), float(bool(ratios)), mark, mark**2)
+        balance = exchange(
+            list(merged.values()),
+            samples=self._samples,
+            present=self._present,
+            values=[Value(str(place), self._number(sign), None) for place, sign in enumerate(signs)],
+            group=self._group,
+            device=self._device,
+        )
+        several, ranks, marks, squares = balance.values
+        self._agreed = balance.agreed
+        self._several = (several > 0) | (marks**2 != squares * ranks) | ~balance.agreed
+        counts = [self._number(term.count) for term in merged.values()]
+        self._known = dict(zip(merged, zip(balance.factors, counts, strict=True), strict=True))
+        totals = [total for term, total in zip(merged.values(), balance.totals, strict=True) if term.kind == "mean"]
+        total = totals[0] if totals else balance.samples
+        average = total / self._ranks
+        expected = average if self._expected is None else self._expected
+        self._counted = torch.where(total > 0, average, expected)
+        if not self._all_known and any(term.kind in ("mean", "other") for term in merged.values()):
+            self._correction = torch.where(total > 0, expected / average, 1.0)
+
+    def _known_factor(self, term: Term, key: str, size: int) -> Tensor:
+        """What the gradient of a term is multiplied with, once counts are known."""
+        if term.kind == "constant":
+            return self._number(1.0 / sum(map(bool, self._terms)))
+        factor, counted = self._known[key]
+        if term.kind == "sum":
+            return factor
+        by_samples = self._number(size / self._samples)
+        if term.kind == "other":
+            return factor * by_samples
+        by_count = self._number(term.count) / torch.where(counted > 0, counted, 1.0)
+        return factor * torch.where(self._agreed, by_count, by_samples)
+
+    def _number(self, value: Tensor | float) -> Tensor:
+        return torch.as_tensor(value, dtype=torch.float64, device=self._device)
+
+
+def _keyed(terms: Sequence[Term]) -> list[tuple[str, Term]]:
+    """Terms with names that say which are the same in other micro-batches: each mean has its own, others their kind."""
+    names, means = [], 0
+    for term in terms:
+        means += term.kind == "mean"
+        names.append(f"mean {means} {term.what}" if term.kind == "mean" else term.kind)
+    return list(zip(names, terms, strict=True))
+
+
+def _are_alike(losses: Sequence[list[Term]]) -> bool:
+    """Whether losses consist of the same terms."""
+    return len({tuple(dict.fromkeys(name for name, _ in _keyed(_varying(terms)))) for terms in losses}) <= 1
+
+
+def _varying(terms: Sequence[Term]) -> list[Term]:
+    return [term for term in terms if term.kind != "constant"]
+
+
+def _first_mean(terms: Sequence[Term]) -> Term | None:
+    return next((term for term in terms if term.kind == "mean"), None)
+
+
+def _count(term: Term, samples: int) -> float:
+    return float(term.count) if term.kind == "mean" else float(samples)
+
+
+def common_ratios(losses: Iterable[tuple[Sequence[Term], int]]) -> list[float] | None:
+    """What the terms of a loss count for each item that the first of them counts.
+
+    Args:
+        losses: Terms and samples of micro-batches; goes through all of them.
+
+    Returns:
+        As many as the loss has terms, or none if nothing is counted; None if they are not the same everywhere, and no
+        one factor makes up for counts that are not known yet.
+    """
+    found: list[float] = []
+    differ = False
+    for terms, samples in losses:
+        varying = _varying(terms)
+        differ |= 0 < sum(term.kind == "sum" for term in varying) < len(varying)
+        counts = [_count(term, samples) for term in dict(_keyed(varying)).values()]
+        own = _count(_first_mean(varying) or varying[0], samples) if varying else 0.0
+        if own:
+            ratios = [count / own for count in counts]
+            found = found or ratios
+            differ |= len(found) != len(ratios) or not all(map(partial(math.isclose, rel_tol=1e-5), ratios, found))
+        else:
+            differ |= any(counts)
+    return None if differ else found
+
+
+def part_weight(terms: Sequence[Term], samples: int) -> Tensor | float | None:
+    """What weighs the loss of a micro-batch among others, None for a sum; samples where no one weight is right."""
+    try:
+        return weight_of(terms, float(samples))
+    except LookupError:
+        return float(samples)
