@@ -38,15 +38,19 @@ def raise_together(failure: Exception | None) -> None:
 
 
 def agree_on(recorded: Recorded) -> Recorded:
-    """The first rank's record: other samples may have led other pipelines to other cuts. Collective over the world."""
+    """The first rank's record: other samples may have led other pipelines to other cuts. Collective over the world.
+
+    Of losses it is that of a rank that has seen several counts, if there is one.
+    """
     made_plans = [*recorded.plans.items(), *([] if recorded.owners is None else [("owners", recorded.owners)])]
     plans = [(key, made.bounds, made.parameter_stages) for key, made in made_plans]
     own = recorded.microbatching
     cut = None if own is None else (sorted(own.whole), own.least)
     parts = (plans, recorded.rules, sorted(recorded.written), sorted(recorded.unstaged), sorted(recorded.steady), cut)
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(repr(parts).encode()).hexdigest())
-    if len(set(digests)) == 1:
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (hashlib.sha256(repr(parts).encode()).hexdigest(), recorded.loss))
+    recorded = replace(recorded, loss=max((loss for _, loss in everybody), key=lambda loss: loss.several_counts))
+    if len({digest for digest, _ in everybody}) == 1:
         return recorded
     # Settings may hold functions, which cannot travel, and are the same everywhere.
     box = [recorded if own is None else replace(recorded, microbatching=replace(own, settings=PipelineSettings()))]

@@ -364,6 +364,8 @@ class PipelineAxis(ParallelAxis):
 
     def _weigh_logged(self, microbatch: Any, samples: int, result: Any, logged: list[dict[str, Any]]) -> None:
         """Note what weighs logged values among those of other micro-batches, as far as their graphs show it."""
+        if not logged:
+            return
         loss = find_loss(result)
         setting = self._training_rules.loss_weight or self.context.loss_weight
         terms = [] if loss is None else terms_of(loss, microbatch, samples, setting)

@@ -136,7 +136,10 @@ class LossSeeds:
             loss: Of the micro-batch, if it has one.
         """
         part = self._parts[index]
-        self._terms[index] = [] if loss is None else terms_of(loss, part.value, part.size, self.setting)
+        terms = [] if loss is None else terms_of(loss, part.value, part.size, self.setting)
+        if self.setting == "ranks":
+            terms = [replace(term, count=1.0 / len(self._parts)) for term in terms]
+        self._terms[index] = terms
         self._forwards += 1
 
     def before_backward(self, index: int) -> None:
