@@ -18,17 +18,9 @@ from lightning_pardist.compat.metrics import set_forward_cache
 from lightning_pardist.engines.common.loss_balance import Value, exchange, scale_gradients
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term, couplings, find_terms, weight_of
-from lightning_pardist.engines.pipeline import UnevenBatchError, find_loss
+from lightning_pardist.engines.pipeline import find_loss
 from lightning_pardist.engines.pipeline.cut import BatchCut
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
-
-
-def samples_of(batch: Any) -> int | None:
-    """Samples in a batch; None if its tensors do not agree on them, or there are none."""
-    try:
-        return BatchCut().size_of(batch)
-    except UnevenBatchError:
-        return None
 
 
 def weight_of_logged(
@@ -151,7 +143,7 @@ class LossWeights:
             self._weigh(loss, [])
 
     def _weigh(self, loss: Tensor | None, noted: list[_Logged]) -> None:
-        samples = samples_of(self._batch)
+        samples = BatchCut().samples_of(self._batch)
         terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting)
         if loss is not None:
             self._tell(loss, terms)
@@ -206,7 +198,7 @@ class LossWeights:
                 weight = (
                     self._value_weights[each.name]
                     if self._value_weights
-                    else weight_of_logged(each.value, values, loss, terms, samples_of(self._batch))
+                    else weight_of_logged(each.value, values, loss, terms, BatchCut().samples_of(self._batch))
                 )
             except LookupError:
                 continue
@@ -247,7 +239,7 @@ class LossWeights:
         if len(self._said) > 1:
             return
         reasons = [term.nonlinear for term in terms if term.nonlinear]
-        reasons += couplings(loss, samples=samples_of(self._batch))
+        reasons += couplings(loss, samples=BatchCut().samples_of(self._batch))
         if reasons:
             rank_zero_warn(coupled_samples(self._trainer.lightning_module, reasons[0]))
 

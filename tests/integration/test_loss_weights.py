@@ -246,3 +246,7 @@ def _warned(sizes, given):
 def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
     said, *_ = run_ranks(2 * len(sizes), _warned, sizes, given)
     assert sum("compares samples" in each or "couples the samples" in each for each in said) == 1
+
+
+def test_whole_batches_without_a_count_go_by_samples():
+    _run("pp", world=4, sizes=UNEVEN, module={"loss": "per_sample"}, given=SCHEDULES["mp"])

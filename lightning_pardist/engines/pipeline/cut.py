@@ -96,6 +96,17 @@ class BatchCut:
         found = self._measured(batch)
         return None if found is None else found.size
 
+    def samples_of(self, batch: Any) -> int | None:
+        """Samples in a batch; None if its tensors do not agree on them, or there are none.
+
+        Args:
+            batch: As for :meth:`size_of`.
+        """
+        try:
+            return self.size_of(batch)
+        except UnevenBatchError:
+            return None
+
     def split(self, batch: Any, num_microbatches: int) -> list[MicroBatch]:
         """Cut a batch into parts whose sizes differ by at most one; fewer parts if it has fewer samples.
 
@@ -111,7 +122,7 @@ class BatchCut:
             ValueError: If an object holds tensors and cannot be taken apart.
         """
         if num_microbatches == 1:
-            return [MicroBatch(batch, 1)]
+            return [MicroBatch(batch, self.samples_of(batch) or 1)]
         found = self._measured(batch)
         if found is None or found.size < 2:
             return [MicroBatch(batch, 1)]
