@@ -57,7 +57,7 @@ class DataParallelDuties:
 
     def attach_first(self, trainer: pl.Trainer) -> None:
         """Before optimizers are made, which may ask for the number of steps. Not collective."""
-        if self._trains(trainer) and self.context.dims.batch_size > 1 and self.context.dims.pipeline_parallel == 1:
+        if self._trains(trainer) and self.context.dims.batch_size > 1:
             self.even_steps = EvenSteps(
                 trainer,
                 self.uneven_inputs,

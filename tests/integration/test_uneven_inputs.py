@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_pardist import DDPStrategy, FSDPStrategy, HybridStrategy, ZeroStrategy
+from lightning_pardist import DDPStrategy, FSDPStrategy, HybridStrategy, PipelineStrategy, ZeroStrategy
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -22,6 +22,7 @@ STRATEGIES = {
     "zero2": lambda **kwargs: ZeroStrategy(zero_stage=2, **kwargs),
     "zero3": FSDPStrategy,
     "tp": lambda **kwargs: HybridStrategy(tensor_parallel_size=2, **kwargs),
+    "pp": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, **kwargs),
 }
 
 
@@ -100,6 +101,18 @@ def _run(strategy, kind="sized", *, world=2, batches=BATCHES, wanted_batches=Non
 )
 def test_every_sample_counts_once(strategy, world, kind):
     _run(strategy, kind, world=world)
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+@pytest.mark.parametrize(
+    "given", [{}, {"data_parallel": "zero2"}, {"data_parallel": "zero3"}, {"schedule": "mp"}], ids=str
+)
+def test_every_sample_counts_once_in_pipelines(given, kind):
+    _run("pp", kind, world=4, given=given)
+
+
+def test_a_pipeline_may_be_through_first():
+    _run("pp", "stream", world=4, batches=(5, 2), accumulate_grad_batches=2)
 
 
 @pytest.mark.parametrize("kind", ["sized", "stream"])

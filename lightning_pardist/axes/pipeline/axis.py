@@ -446,11 +446,12 @@ class PipelineAxis(ParallelAxis):
     def _train(self, engine: PipelineEngine, run: Callable[[Any], Any], batch: Any) -> StepResult:
         scaler = self._scaler()
         scale = (1.0 if scaler is None else float(scaler.get_scale())) / self._trainer.accumulate_grad_batches
+        present = self.context.batch_counts is None or self.context.batch_counts() is not False
         # Lightning zeroes gradients between training_step and backward: those made here wait for backward.
         with self._data_engine_waits() as turns:
             earlier = engine.placement.take_gradients()
             try:
-                done = engine.train_step(run, batch, scale=scale, turns=turns)
+                done = engine.train_step(run, batch, scale=scale, turns=turns, present=present)
                 self._taken = engine.placement.take_gradients()
             finally:
                 engine.placement.add_gradients(earlier)
