@@ -282,7 +282,7 @@ class PipelineAxis(ParallelAxis):
                     " known how the numbers of micro-batches go together: means are taken, weighed as the loss is."
                 )
         explained = all(rules.is_explained for rules in self._rules.values())
-        if recorded.loss.coupled and explained and self.context.gradient_group.size() > 1:
+        if recorded.loss.coupled and explained and self.context.loss_group.size() > 1:
             rank_zero_warn(coupled_samples(self._trainer.lightning_module, recorded.loss.coupled))
 
     @property
@@ -292,7 +292,6 @@ class PipelineAxis(ParallelAxis):
     def _options(self, recorded: Recorded) -> PipelineOptions:
         settings, rules = self.settings, self._training_rules
         microbatching = recorded.microbatching or Microbatching(settings, self.group.size())
-        gradients = self.context.gradient_group
         return PipelineOptions(
             schedule=settings.schedule,
             num_microbatches=microbatching.most,
@@ -300,7 +299,7 @@ class PipelineAxis(ParallelAxis):
             loss_of=loss_of,
             loss_weight=rules.loss_weight or self.context.loss_weight,
             forwards_first=recorded.loss.several_counts and rules.loss_weight is None,
-            data_group=gradients if gradients.size() > 1 else None,
+            data_group=lambda: self.context.loss_group,
             count=microbatching.count,
             split=microbatching.split,
             share="all",

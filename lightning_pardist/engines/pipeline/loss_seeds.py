@@ -10,7 +10,7 @@ the last backward. A loss of several means with a count each has no such factor:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -95,14 +95,16 @@ class LossSeeds:
 
     Args:
         setting: How losses are weighed.
-        group: Ranks with other samples and the same stage, whose gradients are averaged; None if there are none.
+        group: Gives the ranks with other samples and the same stage whose losses make up that of the next step; None if
+            there are none.
         device: Of messages.
     """
 
-    def __init__(self, setting: LossWeight, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, setting: LossWeight, group: Callable[[], dist.ProcessGroup | None], device: torch.device
+    ) -> None:
         self.setting: LossWeight = setting
-        self._group = None if group is None or group.size() == 1 else group
-        self._ranks = 1 if self._group is None else self._group.size()
+        self._group_of = group
         self._device = device
         #: What a rank has counted in the step before, on average, and in the present one.
         self._expected: Tensor | None = None
@@ -117,6 +119,9 @@ class LossSeeds:
             scale: Factor on all gradients.
             present: Whether the batch counts.
         """
+        group = self._group_of()
+        self._group = None if group is None or group.size() == 1 else group
+        self._ranks = 1 if self._group is None else self._group.size()
         self._parts, self._scale, self._present = parts, scale, present
         self._expected, self._counted = self._counted, None
         self._samples = float(sum(part.size for part in parts))

@@ -51,7 +51,8 @@ class PipelineOptions:
         loss_of: Finds the loss in what the step returns.
         loss_weight: How the losses of micro-batches, and of other data ranks, make up the batch's.
         forwards_first: Whether all forwards of a training step come before its backwards, whatever the schedule.
-        data_group: Ranks with other samples and the same stages, whose gradients are averaged; None if there are none.
+        data_group: Gives the ranks with other samples and the same stages whose losses make up that of the next step;
+            None if there are none.
         count: Micro-batches of a batch, in place of ``num_microbatches``.
         split: Cuts a batch into so many micro-batches at most.
         share: What every rank learns of the step: the loss, or everything that the step returned.
@@ -67,7 +68,7 @@ class PipelineOptions:
     loss_of: Callable[[Any], torch.Tensor | None] = find_loss
     loss_weight: LossWeight = "auto"
     forwards_first: bool = False
-    data_group: dist.ProcessGroup | None = None
+    data_group: Callable[[], dist.ProcessGroup | None] = lambda: None
     count: Callable[[Any], int] | None = None
     split: Callable[[Any, int], list[MicroBatch]] = split_batch
     share: Share = "loss"

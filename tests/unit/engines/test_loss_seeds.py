@@ -82,7 +82,7 @@ def _whole(loss, scale=1.0):
 
 
 def _seeds(setting="auto"):
-    return LossSeeds(setting, None, torch.device("cpu"))
+    return LossSeeds(setting, lambda: None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("sizes", [[1] * 8, [3, 3, 2], [8]], ids=str)
