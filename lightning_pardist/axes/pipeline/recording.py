@@ -375,12 +375,20 @@ class StepRecorder:
     def _traced(self, sample: _Sample) -> StepRecord:
         training = sample.stage == RunningStage.TRAINING
         calls = CollectiveCalls(self.ranks)
+        loss: Tensor | None = None
+
+        def note_loss(record: dict[str, Any]) -> Tensor | None:
+            nonlocal loss
+            loss = loss_of(record)
+            return loss
+
         with self._running(sample) as run, ParameterWriteGuard(self.module) as kept, calls:
-            recorded = record_step(
-                self.module, run, sample.microbatch, grad=training, loss_of=partial(self._seen, sample)
-            )
+            recorded = record_step(self.module, run, sample.microbatch, grad=training, loss_of=note_loss)
             if kept.written:
                 self._refuse_changes(sample, run, kept.written)
+        # Behind the modes that watch the run, which take no numbers that operators have saved.
+        if training and loss is not None and loss.numel() == 1:
+            self._loss = LossMakeup.of(loss, sample.microbatch, sample.size, self.loss_weight)
         if calls.found:
             raise CannotPipelineError(
                 f"{STEPS[sample.stage]} calls a collective by itself ({', '.join(dict.fromkeys(calls.found))}): in a"
@@ -388,13 +396,6 @@ class StepRecorder:
                 " it in a hook (on_train_batch_end), or log with sync_dist=True."
             )
         return recorded
-
-    def _seen(self, sample: _Sample, record: dict[str, Any]) -> Tensor | None:
-        """The loss of a recorded run, whose graph shows what it is made of."""
-        loss = loss_of(record)
-        if sample.stage == RunningStage.TRAINING and loss is not None and loss.numel() == 1:
-            self._loss = LossMakeup.of(loss, sample.microbatch, sample.size, self.loss_weight)
-        return loss
 
     @torch.no_grad()
     def _refuse_changes(self, sample: _Sample, run: Callable[[Any], Any], written: Sequence[nn.Parameter]) -> None:
