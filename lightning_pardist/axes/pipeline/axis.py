@@ -349,9 +349,9 @@ class PipelineAxis(ParallelAxis):
             done = self._train(engine, run, batch)
         if engine.forwards_first and not first:
             rank_zero_warn(
-                f"The loss of {key[0]} has several counts, other than in its first batch. This step has been weighed by"
-                " samples. From the next on all forwards come before the backwards, which takes more memory;"
-                " loss_weight='tokens' or 'samples' weighs it by one count."
+                f"The loss of {key[0]} has several counts, other than in its first batch, and this step has been"
+                " weighed by one of them. From the next on all forwards come before the backwards, which takes more"
+                " memory; loss_weight='tokens' or 'samples' weighs it by one count always."
             )
         self.last_result = done
         results = [map_leaves(self._to_device, result) for result in done.results]
