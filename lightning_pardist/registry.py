@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning_pardist.compat.cluster_environment import choose_for
+from lightning_pardist.compat.cluster_environment import check_names, choose_for
+from lightning_pardist.compat.command_line import explain_errors
 from lightning_pardist.compat.on_import import after_import
 from lightning_pardist.compat.other_lightning import refuse_names
+from lightning_pardist.foreign_settings import advise, refuse_name
 
 if TYPE_CHECKING:
     from lightning_pardist.strategies.strategy import PardistStrategy
@@ -119,6 +122,7 @@ def register() -> None:
     that is waited for. Nothing is imported by this.
     """
     after_import("lightning.pytorch.trainer.connectors.accelerator_connector", _register)
+    after_import("lightning.pytorch.cli", _explain_errors)
     refuse_names(entry.name for entry in TABLE)
 
 
@@ -133,6 +137,12 @@ def _register(connectors: ModuleType) -> None:
         )
     names = {entry.name for entry in TABLE}
     choose_for(connectors, lambda flag: _is_strategy(flag) or flag in names, _find_environment)
+    check_names(connectors, partial(refuse_name, known=[entry.name for entry in TABLE]))
+
+
+def _explain_errors(cli: ModuleType) -> None:
+    classes = {entry.name: f"lightning_pardist.{entry.path.rpartition('.')[2]}" for entry in TABLE}
+    explain_errors(cli, partial(advise, classes=classes))
 
 
 def _find_environment() -> Any:

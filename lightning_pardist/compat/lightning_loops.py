@@ -25,6 +25,7 @@ _TRAINER = "lightning.pytorch.Trainer"
 _FIT = "lightning.pytorch.loops.fit_loop._FitLoop"
 _EPOCH = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 _EVALUATION = "lightning.pytorch.loops.evaluation_loop._EvaluationLoop"
+_PREDICTION = "lightning.pytorch.loops.prediction_loop._PredictionLoop"
 _COMBINED = "lightning.pytorch.utilities.CombinedLoader"
 _DATA = "lightning.pytorch.trainer.connectors.data_connector"
 _LOGGED = "lightning.pytorch.trainer.connectors.logger_connector.result"
@@ -56,6 +57,8 @@ NAMES = (
     Private(f"{_DATA}._DataConnector._requires_distributed_sampler", _EXACT, _HOOK),
     Private(f"{_DATA}._DataLoaderSource", _SAMPLE, "call the loader hooks of module and data module"),
     Private(f"{_DATA}._request_dataloader", _SAMPLE, "source.dataloader()"),
+    Private(f"{_PREDICTION}._return_predictions", "predictions of ranks by fork or spawn",
+            "a BasePredictionWriter callback", on_instances=True),
     Private(f"{_EVALUATION}._data_fetcher", "evaluation batches of a pipeline in flight", "eval_batches_in_flight=1"),
     Private(f"{_FIT}._combined_loader", _RESUME, "trainer.train_dataloader"),
     Private(f"{_FIT}._combined_loader_states_to_load", _RESUME, _HOOK),
@@ -113,6 +116,27 @@ LogMetadata = _Metadata
 LoggedMetric = _ResultMetric
 LoggedMetrics = _ResultCollection
 LogSync = _Sync
+
+
+def return_predictions(trainer: pl.Trainer, *, if_asked: bool) -> None:
+    """Let ``trainer.predict`` return predictions also where Lightning sees that ranks are started by fork or spawn.
+
+    Args:
+        trainer: Of this rank; its loop keeps doing so.
+        if_asked: Whether ``return_predictions=True`` is taken as well; Lightning refuses it.
+    """
+    kind: Any = type(trainer.predict_loop)
+
+    class Returning(kind):  # type: ignore[misc]
+        def _set(self, value: bool | None) -> None:
+            if value is None or (value and if_asked):
+                self._return_predictions = True
+            else:
+                kind.return_predictions.fset(self, value)
+
+        return_predictions = kind.return_predictions.setter(_set)
+
+    trainer.predict_loop.__class__ = Returning
 
 
 def method(of: Any, name: str) -> Callable[..., Any]:

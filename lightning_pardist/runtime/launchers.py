@@ -24,12 +24,10 @@ from typing import Any, Literal, Protocol
 
 import torch.multiprocessing as mp
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.multiprocessing.spawn import ProcessException
+from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 from typing_extensions import override
 
 from lightning_pardist.compat.lightning_functions import (
@@ -44,9 +42,14 @@ from lightning_pardist.compat.lightning_functions import (
     set_num_threads_if_needed,
     start_method,
 )
+from lightning_pardist.compat.lightning_loops import return_predictions
 from lightning_pardist.runtime.environments.launched import child_environment, launcher_pid, wants_full_tracebacks
 from lightning_pardist.runtime.failure_text import format_failure, is_refusal
-from lightning_pardist.runtime.watchdog import GRACE_S, FailureReport, PeerFailedError, Watchdog
+from lightning_pardist.runtime.returned_predictions import ReturnedPredictions
+from lightning_pardist.runtime.watchdog import GRACE_S, FailureReport, PeerFailedError, Watchdog, where
+
+#: The last line of a run that somebody has stopped by Ctrl-C.
+INTERRUPTED = "The run was interrupted (KeyboardInterrupt)."
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
@@ -88,14 +91,19 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks of this node, if that is ours to do, and call ``function`` on this one."""
         alone = self.num_processes * self.num_nodes == 1
-        if not alone and not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
-            children.adopt(self.procs)
-        elif (parent := launcher_pid()) is not None:
-            watch_parent(parent)
-        show_failures_last(is_first=self._global_rank == 0)
-        set_num_threads_if_needed(num_processes=self.num_processes)
-        return guarded(self._rank, function, *args, **kwargs)
+        try:
+            if not alone and not self.cluster_environment.creates_processes_externally:
+                self._call_children_scripts()
+                children.adopt(self.procs)
+            elif (parent := launcher_pid()) is not None:
+                watch_parent(parent)
+            show_failures_last(is_first=self._global_rank == 0)
+            set_num_threads_if_needed(num_processes=self.num_processes)
+            return guarded(self._rank, function, *args, **kwargs)
+        except KeyboardInterrupt:
+            # Wherever it came, also while another failure was being handled.
+            children.interrupt(is_first=self._global_rank == 0)
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the processes that were started: a Trainer may be saved as a whole."""
@@ -112,6 +120,14 @@ class ScriptLauncher(SubprocessScriptLauncher):
         for local_rank in range(1, self.num_processes):
             command, cwd = _command(local_rank)
             self.procs.append(subprocess.Popen(command, env=child_environment(local_rank), cwd=cwd))
+
+
+class StartedRankFailedError(PeerFailedError, ProcessRaisedException):
+    """A rank by spawn or fork failed; of torch's class as well, which programs that start such ranks expect."""
+
+    def __init__(self, report: FailureReport) -> None:
+        super().__init__(report)
+        self.msg, self.error_index, self.pid = str(self), max(0, report.rank), 0
 
 
 class MultiProcessLauncher(MultiProcessingLauncher):
@@ -132,13 +148,14 @@ class MultiProcessLauncher(MultiProcessingLauncher):
         """Start the ranks, call ``function`` on each, and return the first rank's result.
 
         Raises:
-            PeerFailedError: With the report of the rank that failed first.
+            StartedRankFailedError: With the report of the rank that failed first.
         """
-        if trainer is not None:
-            _warn_of_lost_predictions(trainer)
+        predicting = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
+        self._predictions = ReturnedPredictions() if predicting else None
         self._failures = mp.get_context(start_method(self)).SimpleQueue()
         try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            result = super().launch(function, *args, trainer=trainer, **kwargs)
+            return result if self._predictions is None else self._predictions.receive()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             if start_method(self) != "spawn" or "pickle" not in str(error):
                 raise
@@ -151,10 +168,17 @@ class MultiProcessLauncher(MultiProcessingLauncher):
             # It tells of the process that ended first, which need not be the one that failed first.
             if self._failures.empty():
                 raise
-            raise PeerFailedError(self._failures.get()) from None
+            raise StartedRankFailedError(self._failures.get()) from None
+        except KeyboardInterrupt:
+            children.interrupt(is_first=True)
+            for process in self.procs:
+                process.join(GRACE_S)
+            raise
         finally:
-            # It travels to new processes only, and would keep a Trainer from being saved.
-            del self._failures
+            # They travel to new processes only, and would keep a Trainer from being saved.
+            if self._predictions is not None:
+                self._predictions.close()
+            del self._failures, self._predictions
 
     @override
     def _wrapping_function(
@@ -169,7 +193,8 @@ class MultiProcessLauncher(MultiProcessingLauncher):
     ) -> None:
         def call(*call_args: Any, **call_kwargs: Any) -> Any:
             try:
-                return guarded(self._rank, function, *call_args, **call_kwargs)
+                result = guarded(self._rank, function, *call_args, **call_kwargs)
+                return result if self._predictions is None else self._send(trainer, result)
             except PeerFailedError:
                 raise
             except BaseException as exception:
@@ -178,7 +203,18 @@ class MultiProcessLauncher(MultiProcessingLauncher):
                 raise
 
         watch_parent(os.getppid())
+        if self._predictions is not None:
+            return_predictions(trainer, if_asked=start_method(self) == "fork")
         super()._wrapping_function(process_idx, trainer, call, args, kwargs, return_queue, global_states)
+
+    def _send(self, trainer: Any, predictions: Any) -> None:
+        if self._predictions is None or not trainer.predict_loop.return_predictions:
+            return
+        self._predictions.send(
+            predictions,
+            batch_rank=self._strategy.distributed_sampler_kwargs["rank"],
+            several_loaders=trainer.predict_loop.num_dataloaders > 1,
+        )
 
 
 def guarded(rank: Watched, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -190,8 +226,8 @@ def guarded(rank: Watched, function: Callable[..., Any], *args: Any, **kwargs: A
     try:
         result = function(*args, **kwargs)
     except (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException) as exception:
-        if isinstance(exception, KeyboardInterrupt):
-            children.interrupt(is_first=rank.global_rank == 0)
+        if isinstance(exception, KeyboardInterrupt) and rank.watchdog is not None:
+            rank.watchdog.tell(INTERRUPTED)
         rank.stop_watchdog()
         raise
     except BaseException as exception:
@@ -202,7 +238,7 @@ def guarded(rank: Watched, function: Callable[..., Any], *args: Any, **kwargs: A
         if first.rank == rank.global_rank:
             raise
         if first.says_the_same(exception):
-            exception.__dict__[_REPORTED] = True
+            exception.__dict__[_REPORTED] = first
             raise
         raise PeerFailedError(first) from None
     rank.stop_watchdog()
@@ -233,8 +269,12 @@ class Children:
     def interrupt(self, *, is_first: bool) -> None:
         """Somebody pressed Ctrl-C: Lightning ends the other ranks, and how they end is no news."""
         if is_first and not self.interrupted:
-            atexit.register(print, "The run was interrupted (KeyboardInterrupt).", file=sys.stderr, flush=True)
+            atexit.register(self._say_interrupted)
         self.interrupted = True
+
+    def _say_interrupted(self) -> None:
+        self.end(GRACE_S)
+        print(INTERRUPTED, file=sys.stderr, flush=True)
 
     def report_to(self, blame: Callable[[int, str], None]) -> None:
         """From now on tell ``blame`` (a watchdog's) which local rank died and how."""
@@ -250,6 +290,11 @@ class Children:
                 process.kill()
                 process.wait()
 
+    def has_shown(self, report: FailureReport) -> bool:
+        """Whether one of these processes, which has ended, has shown the failure that it reported."""
+        failed = (process for process in self._processes if process.returncode == 1)
+        return report.where in [where(process.pid) for process in failed]
+
     def _watch(self) -> None:
         known: set[int] = set()
         while len(known) < len(self._processes):
@@ -261,17 +306,24 @@ class Children:
                 if process.returncode:
                     self._died(index + 1, process)
 
+    def _ends_anyway(self) -> bool:
+        return self.failing or self.interrupted
+
     def _died(self, local_rank: int, process: subprocess.Popen[bytes]) -> None:
-        if self.failing or self.interrupted:
+        if self._ends_anyway():
             return
-        text = _obituary(local_rank, process)
+        interrupted = process.returncode == -signal.SIGINT
+        text = INTERRUPTED if interrupted else _obituary(local_rank, process)
         if self._blame is not None:
             # If the rank could report by itself, its report stands already and this one is not taken.
             self._blame(local_rank, text)
             return
         # No watchdog yet: the main thread waits for a rank that will never connect.
         time.sleep(1.0)
-        print(f"{text} Training had not begun. Its own output is above.", file=sys.stderr, flush=True)
+        if self._ends_anyway():
+            return
+        text = text if interrupted else f"{text} Training had not begun. Its own output is above."
+        print(text, file=sys.stderr, flush=True)
         self.end(GRACE_S)
         os._exit(1)
 
@@ -291,12 +343,12 @@ children = Children()
 
 
 _hook_installed = False
-#: On an exception that another rank has reported in the same words, and shows.
+#: On an exception: the report of another rank, in the same words.
 _REPORTED = "_pardist_reported"
 
 
-def _repeats(exception: BaseException) -> bool:
-    return bool(exception.__dict__.get(_REPORTED)) and not wants_full_tracebacks()
+def _shown_by_another_rank(exception: BaseException) -> FailureReport | None:
+    return None if wants_full_tracebacks() else exception.__dict__.get(_REPORTED)
 
 
 def show_failures_last(*, is_first: bool) -> None:
@@ -319,10 +371,15 @@ def show_failures_last(*, is_first: bool) -> None:
             text = str(exception) if is_first or exception.report.rank == 0 else str(exception).splitlines()[0]
             # Not sys.stderr: torch's own hook has put a collector there, that prefixes lines with this rank.
             print(text, file=sys.__stderr__, flush=True)
-        elif not is_refusal(exception) and not _repeats(exception):
+        elif is_refusal(exception):
+            # Every rank knows that it is one, and leaves it to the first.
+            if is_first:
+                print(format_failure(exception), file=sys.__stderr__, flush=True)
+        elif (report := _shown_by_another_rank(exception)) is None:
             show(kind, exception, trace)
-        elif is_first:
-            print(format_failure(exception), file=sys.__stderr__, flush=True)
+        elif is_first and not children.has_shown(report):
+            who = report.message().splitlines()[0].rstrip(":")
+            print(f"{who}, as this rank did; its own output shows it.", file=sys.__stderr__, flush=True)
 
     sys.excepthook = hook
 
@@ -364,15 +421,6 @@ def _obituary(local_rank: int, process: subprocess.Popen[bytes]) -> str:
     return f"{who} ended with exit code {code}."
 
 
-def _warn_of_lost_predictions(trainer: Any) -> None:
-    writes = any(isinstance(callback, BasePredictionWriter) for callback in trainer.callbacks)
-    if trainer.state.fn == TrainerFn.PREDICTING and not writes:
-        rank_zero_warn(
-            "trainer.predict returns None where ranks are started by fork or spawn (a notebook, say): predictions stay"
-            " in the ranks that made them. Write them with a BasePredictionWriter callback, or predict with devices=1."
-        )
-
-
 def _unpicklable(trainer: Any) -> str | None:
     """What pickle cannot take of that which a Trainer sends to new processes, by the user's names."""
     roots = [trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks]
@@ -404,5 +452,6 @@ def choose_start_method(asked: StartMethod | None) -> StartMethod:
     chosen: StartMethod = asked or ("fork" if IS_INTERACTIVE else "popen")
     available = ["popen", *(method for method in mp.get_all_start_methods() if method != "forkserver")]
     if chosen not in available:
-        raise ValueError(f"start_method={chosen!r} is not available here. Use one of {', '.join(available)}.")
+        what = "process forking" if chosen == "fork" else f"start_method={chosen!r}"
+        raise ValueError(f"{what} is not supported on this platform. Use start_method={' or '.join(available)}.")
     return chosen

@@ -183,7 +183,7 @@ class Watchdog:
             The first failure: this rank's own, or that of the rank that caused it.
         """
         self._failing.set()
-        own = self._own = FailureReport(self.rank, _where(), format_failure(exception))
+        own = self._own = FailureReport(self.rank, where(), format_failure(exception))
         try:
             if not is_echo(exception):
                 return self._publish(own)
@@ -210,9 +210,18 @@ class Watchdog:
             text: What was seen.
         """
         try:
-            self._publish(FailureReport(rank, _where(), text))
+            self._publish(FailureReport(rank, where(), text))
         except Exception:
             print(f"[rank {self.rank}] {text}", file=sys.stderr, flush=True)
+
+    def tell(self, text: str) -> None:
+        """Report why this rank ends, where anybody listens.
+
+        Args:
+            text: The reason.
+        """
+        with suppress(Exception):
+            self._publish(FailureReport(self.rank, where(), text))
 
     # --- the threads --------------------------------------------------------------------------------------------
 
@@ -399,5 +408,6 @@ def _seen(echo: FailureReport) -> str:
     return f"(Rank {echo.rank} saw: {echo.text.strip().splitlines()[-1]})"
 
 
-def _where() -> str:
-    return f"{socket.gethostname()}, pid {os.getpid()}"
+def where(pid: int | None = None) -> str:
+    """A process of this host, by default this one, as reports name it."""
+    return f"{socket.gethostname()}, pid {os.getpid() if pid is None else pid}"

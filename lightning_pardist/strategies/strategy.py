@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -42,6 +43,7 @@ from lightning_pardist.engines.common.loss_setting import LossWeight, check_loss
 from lightning_pardist.engines.common.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.ddp.buffers import broadcast_module
+from lightning_pardist.foreign_settings import refuse_unknown
 from lightning_pardist.mesh import DATA_AXES, ParallelDims
 from lightning_pardist.runtime.distributed_context import DistributedContext
 from lightning_pardist.runtime.launchers import (
@@ -129,6 +131,11 @@ class PardistStrategy(ParallelStrategy):
             ``"join"`` uses them all: a rank that has run out takes part with its last batch at weight zero, which
             adds nothing to gradients, logged values and metrics; hooks run for it as well. ``"drop"`` ends the epoch
             where one of the ranks has no further batch.
+        **unknown: Refused, with what takes the place of settings of Lightning's and DeepSpeed's strategies.
+
+    Raises:
+        ValueError: If a setting is out of range, or of another strategy.
+        TypeError: If there is no such setting.
     """
 
     def __init__(
@@ -153,7 +160,9 @@ class PardistStrategy(ParallelStrategy):
         resume: Resume = "auto",
         loss_weight: LossWeight = "auto",
         uneven_inputs: UnevenInputs = "join",
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self).__name__, unknown, _settings(type(self)))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -654,6 +663,9 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self.context.module is None:
+            # In the process that called for ranks, which connects nothing itself.
+            self.context.module = self.lightning_module
         self.states.load_module(checkpoint["state_dict"], strict=strict)
 
     @override
@@ -773,6 +785,12 @@ class PardistStrategy(ParallelStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Names are registered from the table in :mod:`lightning_pardist.registry`, not class by class."""
+
+
+def _settings(strategy: type) -> list[str]:
+    """Names of the settings of a strategy's class."""
+    makers = [inspect.signature(base.__init__) for base in strategy.__mro__ if issubclass(base, PardistStrategy)]
+    return [name for maker in makers for name in maker.parameters if name not in ("self", "kwargs", "unknown")]
 
 
 # Lightning asks `isinstance(strategy, DDPStrategy)` where it means "runs a plain module on several ranks": to allow a

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import RunningStage
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from typing_extensions import override
 
 from lightning_pardist.compat.lightning_functions import dataloader_arguments, reinstantiate, update_dataloader
 from lightning_pardist.compat.lightning_loops import (
@@ -40,8 +42,10 @@ from lightning_pardist.compat.pytree import tree_unflatten
 _EXACT_STAGES = (RunningStage.SANITY_CHECKING, RunningStage.VALIDATING, RunningStage.TESTING)
 
 
-class ShardSampler(Sampler[int]):
+class ShardSampler(UnrepeatedDistributedSampler):
     """Every ``num_replicas``-th index of another sampler, none repeated and none dropped.
+
+    Of the class that Lightning's own strategies use for the same, so that programs which ask for it find it.
 
     Args:
         sampler: The indices of one process, the same on every rank.
@@ -53,24 +57,27 @@ class ShardSampler(Sampler[int]):
     def __init__(
         self, sampler: Sequence[int] | Sampler[int], *, num_replicas: int, rank: int, limit: int | None = None
     ) -> None:
+        # Lightning's own refuses to have no sample on a rank.
+        DistributedSampler.__init__(self, sampler, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]
         self.sampler = sampler
-        self.num_replicas = num_replicas
-        self.rank = rank
         total = len(sampler)  # type: ignore[arg-type]
-        self.total = total if limit is None else min(total, limit)
+        self.total_size = total if limit is None else min(total, limit)
+        self.num_samples = _share(self.total_size, rank, num_replicas)
 
     def __iter__(self) -> Iterator[int]:
         for position, index in enumerate(self.sampler):
-            if position >= self.total:
+            if position >= self.total_size:
                 return
             if position % self.num_replicas == self.rank:
                 yield index
 
     def __len__(self) -> int:
-        return _share(self.total, self.rank, self.num_replicas)
+        return self.num_samples
 
+    @override
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to the sampler underneath, if it wants it."""
+        super().set_epoch(epoch)
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
 
@@ -85,11 +92,11 @@ class EvenBatchSampler(BatchSampler):
     def __init__(self, sampler: ShardSampler, batch_size: int) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
         self.shard = sampler
-        most = math.ceil(sampler.total / sampler.num_replicas)
+        most = math.ceil(sampler.total_size / sampler.num_replicas)
         self.num_batches = math.ceil(most / batch_size)
         self.sizes = _batch_sizes(len(sampler), self.num_batches, batch_size)
         self.filler_batches = self.num_batches - len(self.sizes)
-        lengths = [_share(sampler.total, rank, sampler.num_replicas) for rank in range(sampler.num_replicas)]
+        lengths = [_share(sampler.total_size, rank, sampler.num_replicas) for rank in range(sampler.num_replicas)]
         self._real_batches = [len(_batch_sizes(length, self.num_batches, batch_size)) for length in lengths]
 
     def ranks_with_batch(self, batch_idx: int) -> list[int]:
@@ -257,7 +264,7 @@ class ExactEvaluation:
         shard = ShardSampler(order, num_replicas=self.num_replicas, rank=self.rank, limit=limit)
         args, kwargs = dataloader_arguments(dataloader, shard, mode)
         kwargs["drop_last"] = False
-        fewest, most = shard.total // self.num_replicas, math.ceil(shard.total / self.num_replicas)
+        fewest, most = shard.total_size // self.num_replicas, math.ceil(shard.total_size / self.num_replicas)
         if math.ceil(fewest / batch_size) != math.ceil(most / batch_size):
             kwargs.update(batch_sampler=EvenBatchSampler(shard, batch_size), sampler=None, shuffle=False, batch_size=1)
         return reinstantiate(dataloader, *args, **kwargs)  # type: ignore[no-any-return]

@@ -1,5 +1,12 @@
 """What a job prints when it ends early: one rank says why, in one sentence where the package refuses."""
 
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
 from tests.helpers.scripts import ROOT, run_script
 
 TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
@@ -32,7 +39,58 @@ def test_a_spawned_run_can_be_saved_and_its_optimizer_restored(tmp_path):
     assert "state 2" in finished.output, finished.output
 
 
-def test_predictions_that_stay_in_ranks_are_said(tmp_path):
+def test_predictions_come_back_from_forked_ranks(tmp_path):
     finished = run_script(SPAWNED, "pardist_ddp_fork", "predict", str(tmp_path))
-    assert "BasePredictionWriter" in finished.output, finished.output
+    assert "the batches of 2 ranks in turns" in finished.output, finished.output
+    assert "predicted 32 samples" in finished.output, finished.output
+
+
+def test_predictions_that_cannot_come_back_are_said(tmp_path):
+    finished = run_script(SPAWNED, "pardist_ddp_fork", "predict functions", str(tmp_path))
+    assert finished.output.count("cannot be pickled") == 1, finished.output
     assert "predicted None" in finished.output
+
+
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_a_failure_of_all_ranks_is_shown_once(late):
+    finished = run_script(TRAIN, "pardist_ddp", "2", "late all", late)
+    assert finished.code == 1
+    assert finished.output.count("ValueError: a mistake on every rank") == 1, finished.output
+    assert finished.output.strip().splitlines()[-1].endswith("ValueError: a mistake on every rank"), finished.output
+
+
+def _interrupt(strategy, rank, *, start="fit"):
+    """Press Ctrl-C, as a terminal does it for all processes, when a rank says that it sleeps; return the output."""
+    process = subprocess.Popen(
+        [sys.executable, TRAIN, strategy, "2", "sleep" if start == "fit" else "sleep before", rank],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        lines = iter(process.stdout.readline, "")
+        before = []
+        for line in lines:
+            before.append(line)
+            if line.strip() == "sleeping":
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        return "".join([*before, process.communicate(timeout=60)[0]]), process.returncode
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("strategy", "start"),
+    [("pardist_ddp", "fit"), ("pardist_ddp", "before"), ("pardist_ddp_fork", "fit"), ("pardist_ddp_spawn", "fit")],
+)
+def test_an_interrupted_run_says_so_last(strategy, start, rank):
+    if start == "before" and rank == "0":
+        pytest.skip("nothing was started yet")
+    output, code = _interrupt(strategy, rank, start=start)
+    assert code not in (0, -9), output
+    assert "SIGKILL" not in output, output
+    assert output.strip().splitlines()[-1] == "The run was interrupted (KeyboardInterrupt).", output

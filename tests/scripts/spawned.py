@@ -14,12 +14,13 @@ class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(8, 3)
+        self.functions = False
 
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def predict_step(self, batch, batch_idx):
-        return self.net(batch[0])
+        return (lambda: 0) if self.functions else self.net(batch[0])
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.1)
@@ -50,11 +51,13 @@ def main() -> None:
         # As Lightning's tests do in the calling process.
         checkpoint = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
         trainer.optimizers = [module.configure_optimizers()]
+        trainer.strategy.load_model_state_dict(checkpoint)
         trainer.strategy.load_optimizer_state_dict(checkpoint)
         print("state", len(trainer.optimizers[0].state))
-    if what == "predict":
+    if what.startswith("predict"):
+        module.functions = what == "predict functions"
         outputs = trainer.predict(module, loader)
-        print("predicted", outputs if outputs is None else sum(len(output) for output in outputs))
+        print("predicted", outputs if outputs is None else f"{sum(map(len, outputs))} samples")
 
 
 if __name__ == "__main__":

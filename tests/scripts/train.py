@@ -34,9 +34,11 @@ class Module(pl.LightningModule):
                 time.sleep(600)
             if self.fault == "desync":
                 torch.distributed.barrier()
+            if self.fault == "late all":
+                time.sleep(2)
         if batch_idx == 3 and self.fault == "stuck":
             torch.distributed.recv(torch.zeros(1), src=1 - self.global_rank)
-        if batch_idx == 3 and self.fault == "all":
+        if batch_idx == 3 and self.fault in ("all", "late all"):
             raise ValueError("a mistake on every rank")
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
@@ -48,6 +50,9 @@ def main() -> None:
     strategy, devices, fault, fault_rank = (*sys.argv[1:], "none", "0")[:4]
     if fault == "import" and os.environ.get("LOCAL_RANK") == fault_rank:
         raise ImportError("no such module on this rank")
+    if fault == "sleep before" and os.environ.get("LOCAL_RANK") == fault_rank:
+        print("sleeping", flush=True)
+        time.sleep(600)
     timeout_s = 8.0 if fault == "hang" else 60.0
     heartbeat_timeout_s = 5.0 if fault in ("desync", "stop", "stuck") else 60.0
     if strategy == "pardist_ddp":

@@ -22,6 +22,7 @@ LAYERS = [
     "engines",
     "checkpoint",
     "settings.py",
+    "foreign_settings.py",
     "local_tensors.py",
     "collectives.py",
     "mesh.py",

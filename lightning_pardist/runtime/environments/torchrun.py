@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -62,7 +64,7 @@ class TorchrunEnvironment(ExternalEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare the Trainer's numbers with torchrun's. Fewer hosts than ``num_nodes`` are a warning: jobs shrink.
+        """Compare the Trainer's numbers with torchrun's. An elastic job may have fewer hosts, and says so.
 
         Raises:
             ValueError: With what was set, what was found and the line to change.
@@ -73,12 +75,14 @@ class TorchrunEnvironment(ExternalEnvironment):
                 f"Trainer(devices={num_devices}), but torchrun started {here} rank(s) on this host. Set"
                 f" devices={here}, or `torchrun --nproc-per-node={num_devices}`."
             )
-        if nodes > num_nodes:
+        shrinks = nodes < num_nodes and _is_elastic()
+        if nodes != num_nodes and not shrinks:
+            hint = f", or --nnodes=1:{num_nodes} where hosts may come and go" if nodes < num_nodes else ""
             raise ValueError(
-                f"Trainer(num_nodes={num_nodes}), but torchrun runs on {nodes} hosts. Set num_nodes={nodes}, or"
-                f" `torchrun --nnodes={num_nodes}`."
+                f"Trainer(num_nodes={num_nodes}), but torchrun runs on {nodes} host(s). Set num_nodes={nodes}, or"
+                f" `torchrun --nnodes={num_nodes}`{hint}."
             )
-        if nodes < num_nodes and self.global_rank() == 0:
+        if shrinks and self.global_rank() == 0:
             warnings.warn(
                 f"Trainer(num_nodes={num_nodes}), but torchrun runs on {nodes} host(s): training goes on with"
                 f" {self.world_size()} ranks, and the global batch is smaller by as much, unless the callback"
@@ -107,6 +111,15 @@ class TorchrunEnvironment(ExternalEnvironment):
     @override
     def job_key(self) -> str | None:
         return f"torchrun-{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}"
+
+
+def _is_elastic() -> bool:
+    """Whether the agent was started for a range of hosts, by its option or by its variable."""
+    given = f"--nnodes={os.environ.get('PET_NNODES', '')}"
+    with suppress(OSError):
+        given += "\0" + Path(f"/proc/{os.getppid()}/cmdline").read_text()
+    ranges = re.findall(r"--nnodes[=\0](\d+):(\d+)", given)
+    return any(int(least) < int(most) for least, most in ranges)
 
 
 def _agent_holds_store() -> bool:

@@ -51,7 +51,7 @@ SCHEDULER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER
 @pytest.fixture
 def variables(monkeypatch):
     """Set a process' variables to these and no others that count."""
-    prefixes = ("SLURM", "PMI", "OMPI", "MPI_", "TORCHELASTIC", "PARDIST", "MASTER")
+    prefixes = ("SLURM", "PMI", "OMPI", "MPI_", "TORCHELASTIC", "PET_", "PARDIST", "MASTER")
     for name in list(os.environ):
         if name.startswith(prefixes) or name in TORCHRUN:
             monkeypatch.delenv(name)
@@ -180,7 +180,8 @@ def test_requeue_without_scontrol_says_so(variables):
         (BATCH, 4, 1, r"runs python without srun"),
         (BATCH, 2, 2, r"num_nodes=2.*Put `srun` in front"),
         (TORCHRUN, 4, 1, r"Trainer\(devices=4\), but torchrun started 2 rank.*--nproc-per-node=4"),
-        (TORCHRUN | {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, 2, 1, r"torchrun runs on 2 hosts.*num_nodes=2"),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, 2, 1, r"torchrun runs on 2 host.*num_nodes=2"),
+        (TORCHRUN, 2, 2, r"Trainer\(num_nodes=2\), but torchrun runs on 1 host.*num_nodes=1, or `torchrun --nnodes=2`"),
         (OPEN_MPI, 2, 1, r"started 4 ranks, 4 of them on this host. Set devices=4"),
         (SCHEDULER, 2, 2, r"makes 4 ranks, but world_size=2"),
     ],
@@ -238,8 +239,8 @@ def test_environment_given_by_hand_is_kept(variables):
     assert trainer.strategy.cluster_environment is plain
 
 
-def test_torchrun_with_fewer_hosts_warns(variables):
-    variables(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"})
+def test_an_elastic_job_with_fewer_hosts_warns(variables):
+    variables(TORCHRUN | {"PET_NNODES": "1:4", "RANK": "0", "LOCAL_RANK": "0"})
     with pytest.warns(UserWarning, match="the global batch is smaller"):
         TorchrunEnvironment().validate_settings(num_devices=2, num_nodes=4)
 

@@ -1,0 +1,137 @@
+"""Settings of Lightning's and DeepSpeed's strategies that ours do not have, each with what takes its place."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+
+_NOT_NEEDED = "Leave it out: it is not needed here."
+_DEEPSPEED_OFFLOAD = 'Use strategy="pardist_zero2_offload" or "pardist_zero3_offload", or offload="cpu".'
+_DEEPSPEED = "Leave it out, or read the whole configuration by ZeroStrategy.from_deepspeed_config."
+_SCALER = "Give it to the Trainer's precision plugin, or leave it out."
+
+#: What to do instead, by the name of the setting.
+ADVICE: Mapping[str, str] = {
+    # DDPStrategy
+    "find_unused_parameters": "Leave it out: parameters that take no part in a step need no flag here.",
+    "gradient_as_bucket_view": _NOT_NEEDED,
+    "static_graph": _NOT_NEEDED,
+    "bucket_cap_mb": "Use bucket_size_mb.",
+    "ddp_comm_hook": 'Use gradient_compression="bf16", "fp16" or "powersgd" of DDPStrategy.',
+    "ddp_comm_state": "Use gradient_compression=PowerSGD(...) of DDPStrategy.",
+    "ddp_comm_wrapper": 'Use gradient_compression="bf16" or "fp16" of DDPStrategy.',
+    "model_averaging_period": 'Use strategy="pardist_local_sgd", whose sync_every is the period.',
+    "timeout": "Use timeout_s, in seconds.",
+    # FSDPStrategy
+    "sharding_strategy": 'Use strategy="pardist_fsdp" for FULL_SHARD, "pardist_zero2" for SHARD_GRAD_OP,'
+    ' "pardist_hsdp" for HYBRID_SHARD and "pardist_ddp" for NO_SHARD.',
+    "auto_wrap_policy": 'Leave it out: units are found. FSDPStrategy(units={"Block"}) names them by class.',
+    "cpu_offload": 'Use offload="cpu".',
+    "mixed_precision": "Use the Trainer's precision, or mp_policy of FSDPStrategy.",
+    "activation_checkpointing_policy": 'Use activation_checkpointing=["Block"], names of classes, or "auto".',
+    "state_dict_type": 'Use checkpoint="full" or "sharded".',
+    "device_mesh": "Use data_shard_size of FSDPStrategy, or the degrees of HybridStrategy: the mesh is made from them.",
+    "use_orig_params": "Leave it out: modules keep their own parameters.",
+    "sync_module_states": "Leave it out: every rank begins with the first one's parameters.",
+    "limit_all_gathers": _NOT_NEEDED,
+    "forward_prefetch": _NOT_NEEDED,
+    "backward_prefetch": _NOT_NEEDED,
+    # ModelParallelStrategy
+    "data_parallel_size": "Leave it out: what the other degrees leave of the ranks is data parallel.",
+    "save_distributed_checkpoint": 'Use checkpoint="sharded" or "full".',
+    # DeepSpeedStrategy
+    "stage": 'Use strategy="pardist_zero1", "pardist_zero2" or "pardist_zero3", or zero_stage=1 or 2 of ZeroStrategy.',
+    "zero_optimization": 'Use strategy="pardist_zero1", "pardist_zero2" or "pardist_zero3".',
+    "config": "Use ZeroStrategy.from_deepspeed_config(config), or `pardist fit --deepspeed-config FILE`.",
+    "offload_optimizer": _DEEPSPEED_OFFLOAD,
+    "offload_parameters": _DEEPSPEED_OFFLOAD,
+    "offload_optimizer_device": _DEEPSPEED_OFFLOAD,
+    "offload_params_device": _DEEPSPEED_OFFLOAD,
+    "remote_device": _DEEPSPEED_OFFLOAD,
+    "nvme_path": "Use offload= with the path of a folder on a local disk.",
+    "cpu_checkpointing": 'Use activation_checkpointing="auto".',
+    "partition_activations": 'Use activation_checkpointing="auto".',
+    "reduce_bucket_size": "Use bucket_size_mb of ZeroStrategy.",
+    "allgather_bucket_size": "Use bucket_size_mb of ZeroStrategy.",
+    "overlap_comm": "Use overlap of ZeroStrategy.",
+    "load_full_weights": "Leave it out: every strategy loads full and sharded checkpoints.",
+    **dict.fromkeys(
+        ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"), _SCALER
+    ),
+    **dict.fromkeys(
+        (
+            *("params_buffer_count", "params_buffer_size", "max_in_cpu", "optimizer_buffer_count", "block_size"),
+            *("queue_depth", "single_submit", "overlap_events", "thread_count", "pin_memory", "sub_group_size"),
+            *("contiguous_gradients", "allgather_partitions", "reduce_scatter", "zero_allow_untested_optimizer"),
+            *("logging_batch_size_per_gpu", "logging_level", "contiguous_memory_optimization"),
+            *("synchronize_checkpoint_boundary", "exclude_frozen_parameters"),
+        ),
+        _DEEPSPEED,
+    ),
+}
+
+
+def refuse_unknown(owner: str, settings: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse settings that a strategy does not have.
+
+    Args:
+        owner: Name of the strategy's class.
+        settings: Names that it was given and does not have.
+        known: Names that it has.
+
+    Raises:
+        ValueError: With what takes the place of the first one, where another strategy has it.
+        TypeError: For any other name, with the one that was probably meant.
+    """
+    for name in settings:
+        if name in ADVICE:
+            raise ValueError(f"{owner} has no setting {name!r}. {ADVICE[name]}")
+        close = difflib.get_close_matches(name, list(known), n=1)
+        raise TypeError(f"{owner} has no setting {name!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+
+
+def refuse_name(name: str, known: Iterable[str]) -> None:
+    """Refuse a name of a strategy that looks like one of ours and is none.
+
+    Args:
+        name: What ``Trainer(strategy=...)`` got.
+        known: The names that we have.
+
+    Raises:
+        ValueError: With the name that was probably meant, and all others.
+    """
+    names = list(known)
+    if not name.startswith("pardist") or name in names:
+        return
+    longer = sorted((known for known in names if name.startswith(known)), key=len)
+    close = longer[-1:] or difflib.get_close_matches(name, names, n=1)
+    setting = next((setting for setting in ADVICE if longer and setting in name), None)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    advice = f"{setting}: {ADVICE[setting]} " if setting is not None else ""
+    raise ValueError(f"strategy={name!r} is unknown. {hint}{advice}This package has {', '.join(names)}.")
+
+
+def advise(message: str, classes: Mapping[str, str]) -> str | None:
+    """What to do about a command line that was refused because of a strategy's setting, None if it was not.
+
+    Args:
+        message: What the parser says.
+        classes: Import path of the class behind each registered name.
+    """
+    if "pardist" not in message:
+        return None
+    names = re.findall(r"Option '(\w+)' is not accepted", message) or re.findall(r"NestedArg\(key='(\w+)'", message)
+    if not names:
+        return None
+    name = names[0]
+    if name in ADVICE:
+        return f"Strategies of lightning_pardist have no setting {name!r}. {ADVICE[name]}"
+    chosen = re.search(r"path string: (pardist_\w+)", message)
+    if chosen is None or chosen[1] not in classes:
+        return None
+    path = classes[chosen[1]]
+    return (
+        f"Settings belong to a class, not to a name: use --trainer.strategy {path} --trainer.strategy.{name} in place"
+        f" of --trainer.strategy {chosen[1]}."
+    )
