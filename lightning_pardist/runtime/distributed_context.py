@@ -16,7 +16,13 @@ from lightning_pardist.compat.default_group import DefaultGroup
 from lightning_pardist.mesh import JobMeshes, ParallelDims
 from lightning_pardist.runtime.environments.find import rendezvous_endpoint
 from lightning_pardist.runtime.launchers import children
-from lightning_pardist.runtime.process_group import check_backend, destroy_alone, init_process_group, job_store
+from lightning_pardist.runtime.process_group import (
+    check_backend,
+    destroy_alone,
+    forget_interface,
+    init_process_group,
+    job_store,
+)
 from lightning_pardist.runtime.watchdog import Watchdog
 from lightning_pardist.settings import positive
 
@@ -137,6 +143,7 @@ class DistributedContext:
     def close(self) -> None:
         """The run has ended on this rank. Not collective: a group of several ranks lives as long as the process."""
         self.stop_watchdog()
+        forget_interface()
         if self._owns_group:
             destroy_alone()
             _forget_past_meshes()

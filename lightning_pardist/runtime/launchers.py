@@ -245,11 +245,32 @@ def guarded(rank: Watched, function: Callable[..., Any], *args: Any, **kwargs: A
     return result
 
 
+class _Poll(threading.Thread):
+    """Calls a function until it returns True, beside whatever the process does; may be stopped, and holds nobody."""
+
+    def __init__(self, name: str, function: Callable[[], bool], *, every_s: float) -> None:
+        super().__init__(name=name, daemon=True)
+        self._function = function
+        self._every_s = every_s
+        self._over = threading.Event()
+
+    @override
+    def run(self) -> None:
+        while not self._over.wait(self._every_s) and not self._function():
+            pass
+
+    def stop(self) -> None:
+        """End it."""
+        self._over.set()
+        self.join()
+
+
 class Children:
     """The ranks that this process started, over all Trainers of the script."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._known: set[int] = set()
         self._blame: Callable[[int, str], None] | None = None
         #: Whether this process is ending because of an exception, which it shows itself.
         self.failing = False
@@ -264,7 +285,7 @@ class Children:
         self._processes.extend(processes)
         if first:
             atexit.register(self._at_exit)
-            threading.Thread(target=self._watch, name="pardist-children", daemon=True).start()
+            _Poll("pardist-children", self._look, every_s=_POLL_S).start()
 
     def interrupt(self, *, is_first: bool) -> None:
         """Somebody pressed Ctrl-C: Lightning ends the other ranks, and how they end is no news."""
@@ -295,16 +316,14 @@ class Children:
         failed = (process for process in self._processes if process.returncode == 1)
         return report.where in [where(process.pid) for process in failed]
 
-    def _watch(self) -> None:
-        known: set[int] = set()
-        while len(known) < len(self._processes):
-            time.sleep(_POLL_S)
-            for index, process in enumerate(self._processes):
-                if index in known or process.poll() is None:
-                    continue
-                known.add(index)
-                if process.returncode:
-                    self._died(index + 1, process)
+    def _look(self) -> bool:
+        for index, process in enumerate(self._processes):
+            if index in self._known or process.poll() is None:
+                continue
+            self._known.add(index)
+            if process.returncode:
+                self._died(index + 1, process)
+        return len(self._known) == len(self._processes)
 
     def _ends_anyway(self) -> bool:
         return self.failing or self.interrupted
@@ -394,13 +413,13 @@ def watch_parent(pid: int) -> None:
         return
     _parent_watched = True
 
-    def watch() -> None:
-        while os.getppid() == pid:
-            time.sleep(1.0)
+    def look() -> bool:
+        if os.getppid() == pid:
+            return False
         print(f"Process {os.getpid()} ends because process {pid}, which started it, is gone.", file=sys.__stderr__)
         os._exit(1)
 
-    threading.Thread(target=watch, name="pardist-parent", daemon=True).start()
+    _Poll("pardist-parent", look, every_s=1.0).start()
 
 
 def _command(local_rank: int) -> tuple[Any, str | None]:
@@ -452,6 +471,8 @@ def choose_start_method(asked: StartMethod | None) -> StartMethod:
     chosen: StartMethod = asked or ("fork" if IS_INTERACTIVE else "popen")
     available = ["popen", *(method for method in mp.get_all_start_methods() if method != "forkserver")]
     if chosen not in available:
-        what = "process forking" if chosen == "fork" else f"start_method={chosen!r}"
-        raise ValueError(f"{what} is not supported on this platform. Use start_method={' or '.join(available)}.")
+        use = f"Use start_method={' or '.join(available)}."
+        if chosen == "fork":
+            raise ValueError(f"start_method='fork': process forking is not supported on this platform. {use}")
+        raise ValueError(f"start_method={chosen!r} is not available here. {use}")
     return chosen

@@ -92,8 +92,9 @@ def init_process_group(
                 f"A process group with rank {dist.get_rank()} of {dist.get_world_size()} exists already, but the"
                 f" Trainer needs rank {rank} of {world_size}. Destroy it first, or set devices and num_nodes to match."
             )
-        if _store is None and world_size > 1:
-            _store = default_store()
+        if world_size > 1:
+            _store = _store or default_store()
+            name_interface(meeting)
         return
     if world_size == 1:
         # Nobody to meet: no port, no environment variable, and destroy_alone() leaves no trace.
@@ -105,9 +106,7 @@ def init_process_group(
         _store = store or open_store(meeting, rank=rank, world_size=world_size, timeout=wait)
         atexit.register(_destroy)
         _await_everybody(_store, world_size, wait)
-    # gloo looks its own host's name up, which may stand for another network, or for loopback alone.
-    if (interface := interface_towards(meeting)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    name_interface(meeting)
     dist.init_process_group(
         backend,
         store=PrefixStore(f"pardist/group/{next(_generation)}", _store),
@@ -116,6 +115,29 @@ def init_process_group(
         timeout=timeout,
         device_id=device_id,
     )
+
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_named_interface = False
+
+
+def name_interface(meeting: RendezvousEndpoint) -> None:
+    """Tell gloo, for all groups until :func:`forget_interface`, which network leads to the other ranks.
+
+    It would look its own host's name up, which may stand for another network, or for loopback alone.
+    """
+    global _named_interface
+    if _INTERFACE not in os.environ and (interface := interface_towards(meeting)) is not None:
+        os.environ[_INTERFACE] = interface
+        _named_interface = True
+
+
+def forget_interface() -> None:
+    """Leave the process' environment as :func:`name_interface` found it."""
+    global _named_interface
+    if _named_interface:
+        os.environ.pop(_INTERFACE, None)
+        _named_interface = False
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from lightning_pardist.axes.base import RunContext
 from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among
 from lightning_pardist.engines.ddp import BufferSync
 from lightning_pardist.trainer.evaluation import ExactEvaluation
-from lightning_pardist.trainer.logged_results import EpochResults
+from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
 from lightning_pardist.trainer.loss_weights import LossWeights
 from lightning_pardist.trainer.patch_stack import PatchStack
 from lightning_pardist.trainer.uneven_inputs import EvenSteps, UnevenInputs
@@ -87,6 +87,8 @@ class DataParallelDuties:
                 value_weights=context.value_weights,
             )
             self._attached.attach(self.loss_weights)
+        if self.sync_metrics or context.dims.batch_size == 1:
+            self._attached.attach(no_sync_advice())
         if context.dims.batch_size == 1 or module is None:
             return
         group = context.batch_group

@@ -64,7 +64,8 @@ class ShardSampler(UnrepeatedDistributedSampler):
         self.total_size = total if limit is None else min(total, limit)
         self.num_samples = _share(self.total_size, rank, num_replicas)
 
-    def __iter__(self) -> Iterator[int]:
+    @override
+    def __iter__(self) -> Iterator[int]:  # type: ignore[override]
         for position, index in enumerate(self.sampler):
             if position >= self.total_size:
                 return

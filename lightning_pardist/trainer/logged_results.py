@@ -15,8 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning_utilities.core.rank_zero import WarningCache
 from torch import nn
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_pardist.compat.lightning_loops import (
     GET_MONITOR_VALUE,
@@ -30,6 +33,7 @@ from lightning_pardist.compat.lightning_loops import (
     wants_sync,
 )
 from lightning_pardist.compat.metrics import computed_of, set_computed, set_update_count
+from lightning_pardist.trainer.patch_stack import Patch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +171,18 @@ class EpochResults:
             original()
 
         setattr(self._connector, name, wrapped)
+
+
+class _WithoutAdvice(WarningCache):
+    @override
+    def warn(self, message: str, *args: Any, **kwargs: Any) -> None:
+        if "sync_dist=True" not in message:
+            super().warn(message, *args, **kwargs)
+
+
+def no_sync_advice() -> Patch:
+    """Keeps Lightning from advising ``sync_dist=True`` for epoch values that are combined, or equal, without it."""
+    return Patch(result, "warning_cache", _WithoutAdvice(result.warning_cache))
 
 
 def _wants_combining(item: LoggedMetric) -> bool:

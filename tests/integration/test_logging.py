@@ -1,10 +1,14 @@
 """``self.log`` in its variants: epoch values are those of one process, whatever the ranks logged."""
 
+import warnings
+
+import lightning_pardist  # isort: skip
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -205,3 +209,28 @@ def test_sync_batchnorm_of_unequal_batches(dim, precision, rtol):
     results = run_ranks(2, _sync_bn, dim, precision)
     assert_close(results[1], results[0], rtol=0)
     assert_close(results[0], want, rtol=rtol)
+
+
+def _advice(strategy, **settings):
+    warning_cache.clear()
+    if settings:
+        strategy = lightning_pardist.DDPStrategy(**settings)
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Logs(), datamodule=Both(points(BATCH * 4)))
+    return [text for warning in caught if "sync_dist=True" in (text := str(warning.message))]
+
+
+@pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero3", "pardist_tp"])
+def test_no_advice_to_combine_what_is_combined_or_equal(strategy):
+    assert run_ranks(2, _advice, strategy) == [[], []]
+
+
+def _unsynced():
+    return _advice("", sync_metrics=False)
+
+
+def test_advice_to_combine_what_is_not():
+    # The first rank speaks for all.
+    assert len(run_ranks(2, _unsynced)[0]) > 3

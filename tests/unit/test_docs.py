@@ -33,8 +33,8 @@ STRATEGY_PAGES = {
 }
 #: What the Trainer gives a strategy, or a strategy gives its base.
 _NOT_SETTINGS = {
-    "self", "kwargs", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
-    "data", "tensor", "pipeline", "axes",
+    "self", "kwargs", "unknown", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io",
+    "precision_plugin", "data", "tensor", "pipeline", "axes",
 }  # fmt: skip
 
 
