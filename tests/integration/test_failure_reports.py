@@ -68,6 +68,8 @@ def _interrupt(strategy, rank, *, start="fit"):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Whoever runs the tests in the background may ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         lines = iter(process.stdout.readline, "")
