@@ -64,6 +64,9 @@ class SampleBatches:
         self._trainer = trainer
         self._batches: dict[RunningStage, list[Any]] = {}
         self._sources: list[DataLoaderSource] = []
+        self._drawn: dict[RunningStage, _Drawn] = {}
+        #: Training loaders that begin their first iteration by themselves.
+        self._untouched: list[DataLoader[Any]] = []
         #: For the loaders that the Trainer sets up next, in their order.
         self._coming: deque[_Taken | None] = deque()
         self._in_trial = False
@@ -96,6 +99,8 @@ class SampleBatches:
             before, state.stage = state.stage, stage
             try:
                 with undisturbed_random():
+                    if self._follows_training(stage):
+                        self._draw_as_training()
                     self._batches[stage] = self._take(stage)
             finally:
                 state.stage = before
@@ -125,6 +130,24 @@ class SampleBatches:
         finally:
             self._in_trial = False
 
+    def _follows_training(self, stage: RunningStage) -> bool:
+        """Whether the Trainer asks for a stage's loaders behind those of training, with whose random numbers drawn."""
+        trainer = self._trainer
+        checked_first = trainer.num_sanity_val_steps and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        return (
+            trainer.state.fn == TrainerFn.FITTING
+            and stage == RunningStage.VALIDATING
+            and not checked_first
+            and RunningStage.TRAINING in self._drawn
+        )
+
+    def _draw_as_training(self) -> None:
+        """Draw what the Trainer's setup of the training loaders does: an iterator of each draws a seed for workers."""
+        self._drawn[RunningStage.TRAINING].repeat()
+        for loader in self._untouched:
+            if loader.generator is None:
+                torch.empty((), dtype=torch.int64).random_()
+
     def _take(self, stage: RunningStage) -> list[Any]:
         if stage == RunningStage.TRAINING and data_fetcher(self._trainer.fit_loop) is not None:
             # Set up already, for estimated_stepping_batches in the module's setup hook say.
@@ -132,7 +155,7 @@ class SampleBatches:
         source = _source(self._trainer, stage)
         if source.instance is None or not source.is_defined():
             return []
-        drawn = _Drawn()
+        drawn = self._drawn[stage] = _Drawn()
         loaders = request_dataloader(source)
         drawn.end()
         if loaders is None:
@@ -144,6 +167,9 @@ class SampleBatches:
             found = [self._first_of(loader) for loader in combined.flattened]
         except NoSampleError as problem:
             raise NoSampleError(f"{source.name}: {problem}") from problem
+        if stage == RunningStage.TRAINING:
+            pairs = zip(combined.flattened, found, strict=True)
+            self._untouched = [one for one, (_, taken) in pairs if taken is None and isinstance(one, DataLoader)]
         self._answer(source, loaders, [taken for _, taken in found], drawn)
         firsts = [batch for batch, _ in found]
         if combine_mode(combined) == "sequential":
