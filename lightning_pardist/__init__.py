@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_pardist.engines.ddp import PowerSGD
     from lightning_pardist.engines.pipeline import CannotPipelineError, MicroBatch
     from lightning_pardist.mesh import ParallelDims
+    from lightning_pardist.planner import plan
     from lightning_pardist.runtime.environments.manual import ManualEnvironment
     from lightning_pardist.runtime.environments.mpi import MPIEnvironment
     from lightning_pardist.runtime.environments.slurm import SLURMEnvironment
@@ -57,6 +58,7 @@ _HOMES = {
     "TensorParallelStrategy": "lightning_pardist.strategies.tensor",
     "TorchrunEnvironment": "lightning_pardist.runtime.environments.torchrun",
     "ZeroStrategy": "lightning_pardist.strategies.zero",
+    "plan": "lightning_pardist.planner",
     "load_from_checkpoint": "lightning_pardist.trainer.checkpoint_loading",
 }
 
@@ -106,4 +108,5 @@ __all__ = [
     "ZeroStrategy",
     "__version__",
     "load_from_checkpoint",
+    "plan",
 ]

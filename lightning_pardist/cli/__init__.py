@@ -17,6 +17,7 @@ from lightning_pardist._version import __version__
 
 _USAGE = """\
 usage: pardist {fit,validate,test,predict} --model CLASS [--data CLASS] [-c CONFIG] [--trainer.strategy NAME] ...
+       pardist plan --model CLASS --data CLASS --devices N [--num-nodes N] [--device NAME | PROFILE.json] ...
        pardist strategies
        pardist inspect CHECKPOINT [--tensors] [--check]
        pardist convert FOLDER FILE.ckpt | FILE.ckpt FOLDER [--overwrite]
@@ -25,6 +26,7 @@ usage: pardist {fit,validate,test,predict} --model CLASS [--data CLASS] [-c CONF
 
 fit, validate, test and predict take --deepspeed-config FILE, which stands for --trainer.strategy and what else of the
 Trainer the file sets, and every option of LightningCLI; `pardist fit --help` lists them.
+plan says which strategy fits and is fastest on devices that need not be there; `pardist plan --help` lists its options.
 strategies lists the registered strategies, what each splits and when to choose it.
 inspect says what is inside a checkpoint of either form; convert writes it in the other one.
 doctor, started like the training (srun, torchrun, mpirun), shows what each rank sees and says whether it could start.
@@ -33,6 +35,7 @@ Exit status: 0; 1 if a command fails or finds a fault; 2 if something that was a
 """
 #: Where each command is; imported when it is called.
 _COMMANDS = {
+    "plan": "lightning_pardist.cli.plan:main",
     "strategies": "lightning_pardist.cli.strategies:main",
     "inspect": "lightning_pardist.cli.checkpoints:inspect",
     "convert": "lightning_pardist.cli.checkpoints:convert",

@@ -9,8 +9,10 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lightning_pardist.registry import TABLE
@@ -72,6 +74,48 @@ def train(arguments: Sequence[str], *, from_process: bool) -> int:
     except _RefusedError as error:
         return _refused(error)
     return 0
+
+
+def module_and_data(arguments: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
+    """What ``--model``, ``--data`` and ``-c`` stand for, without a Trainer. No memory is taken for the module.
+
+    Args:
+        arguments: As those of ``pardist fit``, without the command.
+
+    Returns:
+        The module, whose parameters have no values; the data; settings of the Trainer that were given.
+
+    Raises:
+        ValueError: If an option is refused, with a sentence; or no data was given.
+    """
+    from lightning_pardist.planner.skipped_kernels import SkippedKernels
+
+    try:
+        made = _Planned(
+            run=False, args=list(arguments), save_config_callback=None, parser_kwargs={"exit_on_error": False}
+        )
+        config = made.config
+        if config.get("data") is None:
+            raise _RefusedError("There is no batch: name a LightningDataModule by --data.")
+        data = config.pop("data")
+        with SkippedKernels():
+            module = made.parser.instantiate_classes(config).model
+        parser = LightningArgumentParser(exit_on_error=False)
+        parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
+        given = parser.parse_object({"data": data})
+        return module, parser.instantiate_classes(given).data, dict(config.trainer)
+    except (_RefusedError, argparse.ArgumentError) as error:
+        raise ValueError(_shortened(str(error))) from error
+
+
+class _Planned(_CLI):
+    """Parses; makes neither module nor Trainer."""
+
+    def instantiate_classes(self) -> None:
+        self.config_init = self.config
+
+    def _add_instantiators(self) -> None:
+        """Nothing is made here."""
 
 
 def _refused(error: Exception) -> int:

@@ -26,6 +26,7 @@ __all__ = [
 _STUBS = "values that a pipeline stage does not have"
 _FAKE = "look for it in torch.fx.experimental or torch.export"
 _FOLLOWED = "finding out which values depend on which"
+_COUNTED = "counting bytes and operators of a step that is planned"
 NAMES = (
     Private("torch._subclasses.fake_tensor.DataDependentOutputException", _STUBS, _FAKE),
     Private("torch._subclasses.fake_tensor.DynamicOutputShapeException", _STUBS, _FAKE),
@@ -35,13 +36,46 @@ NAMES = (
     Private("torch._ops.OpOverload._schema", "knowing which arguments an operator writes to",
             "torch.library.get_kernel or the operator's name"),
     Private("torch.ops.aten._to_copy", _FOLLOWED, "the operator that Tensor.to() calls"),
+    Private("torch.utils._python_dispatch._disable_current_modes", _COUNTED, "no_dispatch() of FakeTensorMode"),
+    Private("torch.utils._python_dispatch.is_traceable_wrapper_subclass", _COUNTED, "isinstance(tensor, DTensor)"),
+    Private("torch.ops.aten._unsafe_view", _COUNTED, "the operator behind matmul() that shares memory unsaid"),
+    Private("torch.ops.aten._local_scalar_dense", "answering .item() of a fake tensor", "what Tensor.item() calls"),
     Private("torch.ops.aten._pack_padded_sequence", _STUBS, "the operator that pack_padded_sequence() calls"),
 )  # fmt: skip
 
 to_copy: Any = torch.ops.aten._to_copy.default
+local_scalar: Any = torch.ops.aten._local_scalar_dense.default
+rnn_layer: Any = torch.ops.aten.mkldnn_rnn_layer.default
+unsafe_view: Any = torch.ops.aten._unsafe_view.default
 pack_padded_sequence: Any = torch.ops.aten._pack_padded_sequence.default
 
 
 def schema_of(operator: Any) -> Any:
     """An operator's arguments and results, and which it writes to."""
     return operator._schema
+
+
+def no_modes() -> Any:
+    """A context in which operators run as if no dispatch mode were on."""
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that the living views of one storage share."""
+    return key_of(tensor.untyped_storage())
+
+
+def key_of(storage: torch.UntypedStorage) -> int:
+    """The same number, of the storage itself."""
+    return int(storage._cdata)
+
+
+def is_inplace_view(operator: Any) -> bool:
+    """Whether an operator changes a tensor's size or strides in place, and none of its values."""
+    return torch.Tag.inplace_view in operator.tags
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor wraps others, as a DTensor does: it has the size of the whole, and no memory of its own."""
+    found: bool = torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+    return found

@@ -92,7 +92,7 @@ def init_process_group(
                 f"A process group with rank {dist.get_rank()} of {dist.get_world_size()} exists already, but the"
                 f" Trainer needs rank {rank} of {world_size}. Destroy it first, or set devices and num_nodes to match."
             )
-        if world_size > 1:
+        if world_size > 1 and dist.get_backend() != "fake":
             _store = _store or default_store()
             name_interface(meeting)
         return

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.collectives import all_gather_flat
+from lightning_pardist.compat.fake_group import backend_of
 
 #: Tags of messages on the group's connections, which users' own messages (0 and up) hardly have.
 _GATHER_TAG, _SCATTER_TAG = 1_634_235, 1_634_236
@@ -28,7 +29,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 def exchanges_directly(tensor: Tensor, group: dist.ProcessGroup) -> bool:
     """Whether ranks of ``group`` exchange slices of ``tensor`` by sends and receives, see [Note: gloo]."""
     # A group may have a backend for each kind of device: "cpu:gloo,cuda:nccl".
-    return tensor.device.type == "cpu" and "gloo" in dist.get_backend(group)
+    return tensor.device.type == "cpu" and "gloo" in backend_of(group)
 
 
 class SliceExchange(dist.Work):

@@ -1,0 +1,89 @@
+"""``pardist plan``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+#: What of a configuration's trainer changes a step.
+_TRAINER = ("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plan the training of a module, and print what came out.
+
+    Args:
+        arguments: After ``pardist plan``.
+
+    Returns:
+        The exit status: 2 if nothing can be planned as asked, or nothing fits.
+    """
+    parser = argparse.ArgumentParser(
+        "pardist plan",
+        description="Memory and time of every strategy on devices that need not be there.",
+        epilog="The module and its data are given as to `pardist fit`: --model my.Module [--model.width 8] --data"
+        " my.Data [-c config.yaml]; of a configuration's trainer precision, accumulation and clipping count.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--devices", type=_count, required=True, help="what Trainer(devices=) will be")
+    parser.add_argument("--num-nodes", type=_count, default=1, help="what Trainer(num_nodes=) will be")
+    parser.add_argument(
+        "--device", default="h100", help="a100, h100, h200, b200, mi300x, l40s, cpu, or a profile's .json"
+    )
+    parser.add_argument("--memory-gb", type=float, help="memory of a device, in place of the profile's")
+    parser.add_argument("--strategies", help="names, separated by commas; by default those whose engines differ")
+    parser.add_argument("--precision", help="what Trainer(precision=) will be")
+    parser.add_argument("--json", metavar="FILE", help="write everything to a file")
+    parser.add_argument("--explain", type=int, metavar="ROW", help="explain a row of the table")
+    found, rest = parser.parse_known_args(list(arguments))
+
+    from lightning_pardist.cli.train import module_and_data
+    from lightning_pardist.planner import PlanError, ProfileError, plan
+    from lightning_pardist.planner.profiles import find_profile
+
+    # As `python script.py` does, and a console script does not.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        profile = find_profile(found.device, memory_gb=found.memory_gb)
+        module, data, trainer = module_and_data(rest)
+        settings: dict[str, Any] = {name: trainer[name] for name in _TRAINER if trainer.get(name) is not None}
+        if found.precision is not None:
+            settings["precision"] = found.precision
+        names = found.strategies.split(",") if found.strategies else None
+        made = plan(
+            module,
+            data,
+            devices=found.devices,
+            num_nodes=found.num_nodes,
+            device=profile,
+            strategies=names,
+            **settings,
+        )
+    except (PlanError, ProfileError, ValueError) as error:
+        return _refused(str(error))
+    if found.json:
+        try:
+            made.save(found.json)
+        except OSError as error:
+            return _refused(f"{found.json} cannot be written: {error.strerror}.")
+    print(made)
+    if found.explain is not None:
+        if not 0 <= found.explain < len(made.rows):
+            return _refused(f"--explain {found.explain} is not a row of the table: use 0 to {len(made.rows) - 1}.")
+        print(f"\n{made.explain(found.explain)}")
+    return 0 if made.best is not None else _refused(made.why_nothing_fits())
+
+
+def _refused(message: str) -> int:
+    print(f"pardist plan: {message}", file=sys.stderr)
+    return 2
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)

@@ -1,0 +1,87 @@
+"""What could be chosen: strategies with their degrees of parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_pardist.registry import TABLE, Entry
+
+#: Names whose engines run differently: others are the same with another start, compression or offload.
+DEFAULT = (
+    "pardist_ddp",
+    "pardist_zero1",
+    "pardist_zero2",
+    "pardist_zero3",
+    "pardist_hsdp",
+    "pardist_tp",
+)
+#: Names that can be planned. Stages of a pipeline, islands and steps on the host are not followed yet.
+PLANNED = (*DEFAULT, "pardist_fsdp", "pardist_tp_ddp", "pardist_tp_zero3")
+_LARGEST_TENSOR_GROUP = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train.
+
+    Attributes:
+        strategy: Registered name.
+        settings: Arguments of its class beside the name's own.
+    """
+
+    strategy: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def entry(self) -> Entry:
+        """The name's row in the table."""
+        return next(entry for entry in TABLE if entry.name == self.strategy)
+
+    def make(self) -> Any:
+        """The strategy, for a plan: the process' allocator stays as it is."""
+        entry = self.entry
+        return entry.make(**{**entry.preset, **self.settings, "keep_freed_memory": False})
+
+    @property
+    def line(self) -> str:
+        """What to pass as ``strategy=`` to a Trainer."""
+        if not self.settings:
+            return repr(self.strategy)
+        entry = self.entry
+        settings = {**entry.preset, **self.settings}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return f"lightning_pardist.{entry.path.rpartition('.')[2]}({arguments})"
+
+    def __str__(self) -> str:
+        if not self.settings:
+            return self.strategy
+        return f"{self.strategy}({', '.join(f'{name}={value}' for name, value in self.settings.items())})"
+
+
+def enumerate_candidates(names: Sequence[str], *, devices: int, num_nodes: int) -> Iterator[Candidate]:
+    """Every candidate of some names on so many ranks, the plainest first.
+
+    Args:
+        names: Registered names; what a name leaves open is varied.
+        devices: Ranks a node.
+        num_nodes: Nodes.
+    """
+    for name in names:
+        if name == "pardist_hsdp" and num_nodes == 1:
+            continue
+        if name != "pardist_tp":
+            yield Candidate(name)
+            continue
+        for size in range(2, min(devices, _LARGEST_TENSOR_GROUP) + 1):
+            if devices % size:
+                continue
+            yield Candidate(name, {"tensor_parallel_size": size})
+            if devices * num_nodes > size:
+                yield Candidate(name, {"tensor_parallel_size": size, "data_parallel": "zero3"})
+
+
+def with_checkpointing(candidate: Candidate) -> Candidate:
+    """The same, keeping the inputs of the model's repeated blocks only."""
+    return Candidate(candidate.strategy, {**candidate.settings, "activation_checkpointing": "auto"})

@@ -1,0 +1,277 @@
+"""What a rank holds, computes and sends, operator by operator: of real tensors, and of tensors without memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pardist.compat.fake_group import group_by_name
+from lightning_pardist.compat.fake_tensors import TorchDispatchMode, is_wrapper, key_of, schema_of, storage_key
+from lightning_pardist.engines.pipeline.flops import count_flops
+from lightning_pardist.planner.arguments import tensors_in
+
+#: Kinds of memory, in the order in which they are shown.
+KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """One storage.
+
+    Attributes:
+        size: Bytes, as of now.
+        kind: One of :data:`KINDS`.
+        key: Under which the ledger knows it.
+    """
+
+    size: int
+    kind: str
+    key: int
+
+
+@dataclass(slots=True)
+class Operator:
+    """One computation.
+
+    Attributes:
+        name: Of the operator.
+        flops: A multiply-add counts as two.
+        moved: Bytes read and written.
+        dtype: Of the numbers that it computes with.
+        reads: Storages that it reads.
+        writes: Storages that it writes.
+    """
+
+    name: str
+    flops: int
+    moved: int
+    dtype: torch.dtype
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Message:
+    """One collective, or one message to or from another rank.
+
+    Attributes:
+        name: Of the operator.
+        ranks: Global ranks that take part.
+        size: Bytes of the largest tensor list that it is given: what an all-gather ends with, and a reduce-scatter
+            starts with.
+        touches: Storages that it reads and writes.
+        peer: Of a single message the other rank, in the group; -1 of a collective.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    size: int
+    touches: tuple[int, ...]
+    peer: int = -1
+
+
+@dataclass
+class Held:
+    """Bytes by kind at one moment.
+
+    Attributes:
+        by_kind: Of each of :data:`KINDS`.
+        peak: All of them together.
+    """
+
+    by_kind: dict[str, int]
+    peak: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.peak = sum(self.by_kind.values())
+
+
+#: A change of memory is a block and bytes.
+Event = Operator | Message | tuple[Block, int]
+
+
+class Ledger(TorchDispatchMode):
+    """Counts every storage that comes and goes on this thread, and lists what is computed and sent.
+
+    Attributes:
+        now: Bytes of all storages that are there.
+        recording: Whether events are kept.
+        events: Operators, messages, and changes of memory as ``(block, bytes)``, in the order in which they came.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.recording = False
+        self.events: list[Event] = []
+        self._blocks: dict[int, Block] = {}
+
+    def __enter__(self) -> Ledger:
+        # fully_shard frees and allocates by resizing.
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            block = self._note_storage(storage)
+            if block.kind == "activations":
+                block.kind = "other"
+            return result
+
+        self._resize = resize
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were made before."""
+        for tensor in tensors:
+            self._note(tensor)
+
+    def name(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what tensors are, of those of which nothing better is known."""
+        for tensor in tensors:
+            block = self._note(tensor)
+            if block is not None and block.kind in ("activations", "other"):
+                block.kind = kind
+
+    def rest_is(self, kind: str) -> None:
+        """Say what everything is that is there and has not been named."""
+        for block in self._blocks.values():
+            if block.kind == "activations":
+                block.kind = kind
+
+    def start(self) -> None:
+        """Keep events from now on."""
+        self.events = [(block, block.size) for block in self._blocks.values()]
+        self.recording = True
+
+    def stop(self) -> None:
+        """Keep no more events."""
+        self.recording = False
+
+    def at_peak(self) -> tuple[Held, int]:
+        """What was held when it was most, and the index of the event that led there."""
+        now = most = where = 0
+        for index, event in enumerate(self.events):
+            if isinstance(event, tuple):
+                now += event[1]
+                if now > most:
+                    most, where = now, index
+        kinds = dict.fromkeys(KINDS, 0)
+        for event in self.events[: where + 1]:
+            if isinstance(event, tuple):
+                kinds[event[0].kind] += event[1]
+        return Held(kinds), where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = tensors_in(args, kwargs)
+        if any(is_wrapper(leaf) for leaf in inputs):
+            # A DTensor turns to operators on its local part, which come here.
+            return NotImplemented
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tensors_in(result) if not is_wrapper(leaf)]
+        for leaf in outputs:
+            self._note(leaf)
+        if self.recording:
+            if func.namespace in ("c10d", "_c10d_functional"):
+                self._send(func, args, inputs, outputs)
+            else:
+                self._compute(func, args, kwargs, result, inputs, outputs)
+        return result
+
+    def _compute(
+        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        reads = tuple({storage_key(leaf): None for leaf in inputs})
+        writes = tuple({storage_key(leaf): None for leaf in outputs})
+        if not schema_of(func).is_mutable and all(key in reads for key in writes):
+            return
+        if func in _FREE:
+            return
+        moved = sum(leaf.numel() * leaf.element_size() for leaf in (*inputs, *outputs))
+        dtype = next((leaf.dtype for leaf in (*outputs, *inputs) if leaf.is_floating_point()), torch.int64)
+        flops = count_flops(func, args, kwargs, result)
+        self.events.append(Operator(str(func), flops, moved, dtype, reads, writes))
+
+    def _send(self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        name = func.overloadpacket.__name__
+        if name == "wait_tensor":
+            return
+        group = next((found for leaf in args if (found := _group(leaf)) is not None), None)
+        if group is None:
+            return
+        written = {id(leaf) for leaf in outputs}
+        size = max(_bytes(outputs), _bytes(leaf for leaf in inputs if id(leaf) not in written))
+        touches = tuple({storage_key(leaf): None for leaf in (*inputs, *outputs)})
+        peer = next((leaf for leaf in args if isinstance(leaf, int)), -1) if name in ("send", "recv_") else -1
+        ranks = tuple(dist.get_process_group_ranks(group))
+        for key in touches if name not in ("send", "recv_") else ():
+            block = self._blocks.get(key)
+            if block is not None and block.kind == "activations":
+                block.kind = "other"
+        self.events.append(Message(name, ranks, size, touches, peer))
+
+    def _note(self, tensor: Tensor) -> Block | None:
+        if is_wrapper(tensor) or tensor.is_meta or tensor.layout != torch.strided:
+            return None
+        return self._note_storage(tensor.untyped_storage())
+
+    def _note_storage(self, storage: torch.UntypedStorage) -> Block:
+        key = key_of(storage)
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = Block(0, "activations", key)
+            weakref.finalize(storage, self._forget, key).atexit = False
+        change = storage.nbytes() - block.size
+        if change:
+            block.size += change
+            self._changed(block, change)
+        return block
+
+    def _forget(self, key: int) -> None:
+        block = self._blocks.pop(key, None)
+        if block is not None and block.size:
+            self._changed(block, -block.size)
+
+    def _changed(self, block: Block, change: int) -> None:
+        self.now += change
+        if self.recording:
+            self.events.append((block, change))
+
+
+_FREE = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors)
+
+
+def _group(argument: Any) -> Any:
+    if isinstance(argument, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(argument)
+        except (RuntimeError, TypeError):
+            return None
+    if isinstance(argument, str):
+        try:
+            return group_by_name(argument)
+        except (RuntimeError, ValueError, LookupError):
+            return None
+    return None

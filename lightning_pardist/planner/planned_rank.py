@@ -1,0 +1,221 @@
+"""One rank of many runs two training steps of a Trainer with a real strategy, and nobody else does."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_pardist.compat.fake_group import alone_among
+from lightning_pardist.compat.pytree import tree_map_only
+from lightning_pardist.mesh import ParallelDims
+from lightning_pardist.planner.ledger import Event, Held
+from lightning_pardist.planner.skipped_kernels import SkippedKernels
+from lightning_pardist.planner.step_ledger import StepLedger
+from lightning_pardist.strategies.strategy import PardistStrategy
+from lightning_pardist.trainer.sample_batches import undisturbed_random
+
+#: Buffers up to so many elements are copied with their values.
+_SMALL_BUFFER = 1 << 20
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank did in its second step, when optimizer state exists.
+
+    Attributes:
+        dims: Degrees of parallelism.
+        rank: Which of the ranks it was.
+        held: Bytes by kind when they were most.
+        peak_in: What the step was at then: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        events: Operators, messages and changes of memory, in order.
+        looked_at: Where user code looked at values that were not known.
+    """
+
+    dims: ParallelDims
+    rank: int
+    held: Held
+    peak_in: str
+    events: list[Event]
+    looked_at: list[str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of a job.
+
+    Attributes:
+        rank: Which it is.
+        devices: Ranks a node.
+        num_nodes: Nodes.
+        stands_for: Backend of the job's collectives: ``"gloo"`` or ``"nccl"``.
+    """
+
+    rank: int
+    devices: int
+    num_nodes: int
+    stands_for: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.devices * self.num_nodes
+
+
+def trace_rank(
+    module: pl.LightningModule,
+    batch: Any,
+    strategy: Callable[[], PardistStrategy],
+    place: Place,
+    *,
+    trainer_settings: Mapping[str, Any] | None = None,
+) -> RankTrace:
+    """Run two steps of one rank, whose kernels compute nothing. Not collective; changes nothing of the module.
+
+    Args:
+        module: As it is before training, with values or on ``meta``.
+        batch: What this rank gets in a step, on the host.
+        strategy: Makes the strategy.
+        place: The rank.
+        trainer_settings: Further arguments of the Trainer, such as ``precision``.
+
+    Raises:
+        ValueError: From the strategy, if it refuses the module or a setting; whatever else its start raises.
+    """
+    accumulated = int((trainer_settings or {}).get("accumulate_grad_batches", 1))
+    group = alone_among(place.world_size, rank=place.rank, stands_for=place.stands_for)
+    with _undisturbed(), group, SkippedKernels() as skipped:
+        watch = StepLedger()
+        trainer = pl.Trainer(
+            strategy=strategy(),
+            accelerator="cpu",
+            devices=place.devices,
+            num_nodes=place.num_nodes,
+            plugins=[_PlannedEnvironment(place)],
+            callbacks=[watch],
+            max_steps=2,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **(trainer_settings or {}),
+        )
+        trainer.fit(without_values(module, skipped), train_dataloaders=_Batches(batch, 2 * accumulated))
+    if watch.held is None:
+        raise ValueError("The Trainer ended before its second step: nothing is known of one.")
+    dims = trainer.strategy.dims  # type: ignore[attr-defined]
+    return RankTrace(dims, place.rank, watch.held, watch.peak_in, watch.events, list(skipped.looked_at))
+
+
+def without_values(module: pl.LightningModule, skipped: SkippedKernels) -> pl.LightningModule:
+    """A copy whose parameters nobody has written to, inside :class:`SkippedKernels`."""
+    memo: dict[int, Any] = {}
+    for param in module.parameters():
+        empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
+        memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+    for buffer in module.buffers():
+        if buffer.is_meta or buffer.numel() > _SMALL_BUFFER:
+            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    skipped.forget(memo.values())
+    return copy.deepcopy(module, memo)
+
+
+class _Batches:
+    """A loader of equal batches."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self._batch = batch
+        self._count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return (tree_map_only(Tensor, torch.clone, self._batch) for _ in range(len(self)))
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class _PlannedEnvironment(ClusterEnvironment):
+    """Tells a Trainer which rank it is."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return False
+
+    @override
+    def world_size(self) -> int:
+        return self._place.world_size
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """The plan's number stands."""
+
+    @override
+    def global_rank(self) -> int:
+        return self._place.rank
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """The plan's number stands."""
+
+    @override
+    def local_rank(self) -> int:
+        return self._place.rank % self._place.devices
+
+    @override
+    def node_rank(self) -> int:
+        return self._place.rank // self._place.devices
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """What a Trainer does to its process is undone, and nothing is said."""
+    hook, threads = sys.excepthook, torch.get_num_threads()
+    rank = getattr(rank_zero_only, "rank", None)
+    before = logging.root.manager.disable
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed_random())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        stack.callback(logging.disable, before)
+        try:
+            yield
+        finally:
+            sys.excepthook = hook
+            torch.set_num_threads(threads)
+            if rank is not None:
+                rank_zero_only.rank = rank  # type: ignore[attr-defined]

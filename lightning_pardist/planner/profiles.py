@@ -1,0 +1,184 @@
+"""What devices can do: figures of data sheets, or measured by ``pardist doctor --save``.
+
+A data sheet's figure is a peak. What a program reaches of it is an efficiency, which is assumed unless a profile was
+measured, and marked so wherever it is shown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+
+class ProfileError(ValueError):
+    """There is no such device, or a profile cannot be used; the message is a sentence."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How ranks are connected.
+
+    Attributes:
+        latency_s: Seconds that a message of no size takes.
+        bytes_per_s: One device sends so many, in one direction.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """One kind of device, and the links between several.
+
+    Attributes:
+        name: Of the device.
+        memory_bytes: Of one device.
+        flops: Floating point operations a second by dtype (``"float32"``, ``"bfloat16"``), dense.
+        bytes_per_s: Of its memory.
+        inside: The link inside a node.
+        between: The link between nodes.
+        host_s_per_operator: Seconds that Python takes to issue one operator.
+        asynchronous: Whether the device works while the host goes on.
+        backend: Of its collectives: ``"nccl"`` or ``"gloo"``.
+        reserved_bytes: Memory that a context, libraries and fragmentation take.
+        matmul_efficiency: Share of ``flops`` that matrix products reach.
+        memory_efficiency: Share of ``bytes_per_s`` that other operators reach.
+        link_efficiency: Share of a link's bandwidth that collectives reach.
+        is_measured: Whether rates are measured (then efficiencies are 1), and not a data sheet's.
+        sources: Where the numbers are from.
+    """
+
+    name: str
+    memory_bytes: float
+    flops: Mapping[str, float]
+    bytes_per_s: float
+    inside: Link
+    between: Link
+    host_s_per_operator: float = 8e-6
+    asynchronous: bool = True
+    backend: str = "nccl"
+    reserved_bytes: float = 1.5e9
+    matmul_efficiency: float = 0.65
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.75
+    is_measured: bool = False
+    sources: tuple[str, ...] = field(default=())
+
+    def flops_of(self, dtype: str) -> float:
+        """Operations a second of matrix products of a dtype; those of fp32 where it is not listed."""
+        return self.flops.get(dtype, self.flops["float32"]) * self.matmul_efficiency
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as :meth:`read` takes them."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, path: str | Path) -> DeviceProfile:
+        """A profile that was saved.
+
+        Raises:
+            ProfileError: If the file cannot be read or is not a profile, with what is wrong.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ProfileError(f"The device profile {path} cannot be read: {error.strerror}.") from None
+        except ValueError as error:
+            raise ProfileError(f"The device profile {path} is not JSON: {error}.") from None
+        if not isinstance(content, dict):
+            raise ProfileError(f"The device profile {path} is a {type(content).__name__}, not an object of settings.")
+        known = {each.name for each in fields(cls)}
+        needed = ("name", "memory_bytes", "flops", "bytes_per_s", "inside", "between")
+        if missing := [name for name in needed if name not in content]:
+            raise ProfileError(f"The device profile {path} lacks {', '.join(missing)}.")
+        if unknown := sorted(set(content) - known):
+            raise ProfileError(f"The device profile {path} has {', '.join(unknown)}, which no profile has.")
+        try:
+            links = {name: Link(**content[name]) for name in ("inside", "between")}
+            flops = {str(name): float(value) for name, value in content["flops"].items()}
+            made = cls(**{**content, **links, "flops": flops, "sources": tuple(content.get("sources", ()))})
+            numbers = [made.memory_bytes, made.bytes_per_s, *flops.values()]
+            numbers += [made.inside.bytes_per_s, made.between.bytes_per_s]
+            if "float32" not in flops or not all(float(number) > 0 for number in numbers):
+                raise ValueError("rates and sizes must be above zero, float32 among them")
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ProfileError(f"The device profile {path} is not one: {error}.") from None
+        return made
+
+
+_NODE_400G = "8 network cards of 400 Gb/s for 8 devices, as in DGX H100: 50 GB/s a device"
+_LATENCY = "latencies, efficiencies, host time an operator and reserved memory: assumed"
+_INSIDE_LATENCY, _BETWEEN_LATENCY = 5e-6, 15e-6
+
+_TABLE: dict[str, DeviceProfile] = {
+    "a100": DeviceProfile(
+        "A100 SXM 80 GB", 80e9, {"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12, "float16": 312e12}, 2.039e12,
+        Link(_INSIDE_LATENCY, 300e9), Link(_BETWEEN_LATENCY, 25e9),
+        sources=("NVIDIA A100 data sheet (dense; NVLink 600 GB/s both ways)",
+                 "8 network cards of 200 Gb/s for 8 devices, as in DGX A100: 25 GB/s a device", _LATENCY),
+    ),
+    "h100": DeviceProfile(
+        "H100 SXM", 80e9, {"float32": 67e12, "tf32": 494.5e12, "bfloat16": 989.5e12, "float16": 989.5e12}, 3.35e12,
+        Link(_INSIDE_LATENCY, 450e9), Link(_BETWEEN_LATENCY, 50e9),
+        sources=("NVIDIA H100 data sheet (half of the figures with sparsity; NVLink 900 GB/s both ways)", _NODE_400G,
+                 _LATENCY),
+    ),
+    "h200": DeviceProfile(
+        "H200 SXM", 141e9, {"float32": 67e12, "tf32": 494.5e12, "bfloat16": 989.5e12, "float16": 989.5e12}, 4.8e12,
+        Link(_INSIDE_LATENCY, 450e9), Link(_BETWEEN_LATENCY, 50e9),
+        sources=("NVIDIA H200 data sheet (half of the figures with sparsity; NVLink 900 GB/s both ways)", _NODE_400G,
+                 _LATENCY),
+    ),
+    "b200": DeviceProfile(
+        "B200", 180e9, {"float32": 75e12, "tf32": 1.1e15, "bfloat16": 2.25e15, "float16": 2.25e15}, 8e12,
+        Link(_INSIDE_LATENCY, 900e9), Link(_BETWEEN_LATENCY, 50e9),
+        sources=("NVIDIA DGX B200 and HGX B200 data sheets (an eighth of a system, half of the figures with sparsity;"
+                 " NVLink 1.8 TB/s both ways)", _NODE_400G, _LATENCY),
+    ),
+    "mi300x": DeviceProfile(
+        "MI300X", 192e9, {"float32": 163.4e12, "tf32": 653.7e12, "bfloat16": 1307.4e12, "float16": 1307.4e12}, 5.3e12,
+        Link(_INSIDE_LATENCY, 448e9), Link(_BETWEEN_LATENCY, 50e9),
+        sources=("AMD Instinct MI300X data sheet (dense; Infinity Fabric 896 GB/s both ways)", _NODE_400G, _LATENCY),
+    ),
+    "l40s": DeviceProfile(
+        "L40S", 48e9, {"float32": 91.6e12, "tf32": 183e12, "bfloat16": 362e12, "float16": 362e12}, 864e9,
+        Link(_INSIDE_LATENCY, 32e9), Link(_BETWEEN_LATENCY, 25e9),
+        sources=("NVIDIA L40S data sheet (dense; PCIe 4.0 x16, 64 GB/s both ways)", "between nodes: assumed 200 Gb/s",
+                 _LATENCY),
+    ),
+    "cpu": DeviceProfile(
+        "CPU", 16e9, {"float32": 50e9, "bfloat16": 50e9, "float64": 25e9}, 10e9,
+        Link(50e-6, 2e9), Link(100e-6, 1e9),
+        host_s_per_operator=5e-6, asynchronous=False, backend="gloo", reserved_bytes=0.5e9,
+        sources=("all numbers assumed: one core of no machine in particular",),
+    ),
+}  # fmt: skip
+
+
+def find_profile(device: str | Path | DeviceProfile, *, memory_gb: float | None = None) -> DeviceProfile:
+    """The profile of a device.
+
+    Args:
+        device: A name (``"h100"``), a path of a saved profile, or a profile.
+        memory_gb: In place of the device's memory, in 10^9 bytes.
+
+    Raises:
+        ProfileError: If there is no such device, or the file is no profile.
+    """
+    if isinstance(device, DeviceProfile):
+        found = device
+    elif str(device).lower() in _TABLE:
+        found = _TABLE[str(device).lower()]
+    elif str(device).endswith(".json"):
+        found = DeviceProfile.read(device)
+    else:
+        near = difflib.get_close_matches(str(device).lower(), _TABLE, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        names = ", ".join(_TABLE)
+        raise ProfileError(f"There is no device {str(device)!r}.{hint} Use one of {names}, or a profile's .json file.")
+    return found if memory_gb is None else replace(found, memory_bytes=memory_gb * 1e9)

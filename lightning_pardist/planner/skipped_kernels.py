@@ -1,0 +1,266 @@
+"""Training steps whose operators return tensors of the right shape and compute nothing.
+
+Every tensor is a real one on the CPU, so that engines, autograd and user code cannot tell the difference. But kernels
+do not run, and memory that nobody writes to is address space only: a system gives a page when it is first written to.
+What operators return is asked of torch's fake tensors, once for each combination of shapes.
+
+Code that looks at values (``lengths.tolist()``, ``mask.any()``) mostly looks at the batch, or at numbers that were put
+into a tensor a moment ago. So an operator runs for real while all that it reads is known and small. What comes of
+parameters is not known, and a look at it gets an answer that keeps a step going: 1 for numbers, no for questions, yes
+for "are they equal" and "are they all". That user code did so is noted.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pardist.compat.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_inplace_view,
+    is_wrapper,
+    local_scalar,
+    no_modes,
+    rnn_layer,
+    schema_of,
+    storage_key,
+    unsafe_view,
+)
+from lightning_pardist.planner.arguments import map_leaves, tensors_in
+
+_aten = torch.ops.aten
+#: Operators on more elements do not run, whatever is known.
+_LARGEST = 1 << 20
+#: Up to so many elements that are not known are written, for code that reads memory past torch.
+_FILLED = 1024
+_QUESTIONS = {_aten.equal.default: True, _aten.allclose.default: True, _aten.is_nonzero.default: False}
+_ALL = (_aten.all.default, _aten.all.dim, _aten.isclose.default, _aten.isfinite.default)
+_OVERWRITING = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default)
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_OWN_CODE = ("torch", "lightning", "lightning_pardist", "torchmetrics", "contextlib", "functools")
+
+
+class SkippedKernels(TorchDispatchMode):
+    """Inside, operators return tensors of the right shape, and compute only what is small and known.
+
+    Attributes:
+        looked_at: Where user code looked at values that are not known: file and line.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked_at: dict[str, None] = {}
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._unknown: dict[int, bool] = {}
+        self._results: dict[Any, Any] = {}
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Say that nobody has written values into these tensors."""
+        for tensor in tensors:
+            self._is_unknown(tensor, True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = tensors_in(args, kwargs)
+        if any(isinstance(leaf, FakeTensor) for leaf in inputs):
+            return func(*args, **kwargs)
+        if any(is_wrapper(leaf) for leaf in inputs):
+            # A DTensor turns to operators on its local part, which come here.
+            return NotImplemented
+        if func.namespace in _COLLECTIVES:
+            return self._communicate(func, args, kwargs, inputs)
+        known = not any(storage_key(leaf) in self._unknown for leaf in inputs)
+        if func is local_scalar:
+            return func(*args, **kwargs) if known else self._answer(inputs[0])
+        if func in _QUESTIONS and not known:
+            self._note_look()
+            return _QUESTIONS[func]
+        if _is_view(func):
+            return func(*args, **kwargs)
+        small = sum(leaf.numel() for leaf in inputs) <= _LARGEST
+        if any(leaf.is_meta for leaf in inputs) or kwargs.get("device") == _META:
+            return func(*args, **kwargs)
+        if known and small and (inputs or self._makes_little(func, args, kwargs)):
+            result = func(*args, **kwargs)
+            if func.overloadpacket.__name__ in _EMPTY:
+                self.forget([result])
+            return result
+        overwritten = func in _OVERWRITING and small and self._covers(inputs[0])
+        if overwritten and not any(storage_key(leaf) in self._unknown for leaf in inputs[1:]):
+            self._unknown.pop(storage_key(inputs[0]), None)
+            return func(*args, **kwargs)
+        return self._skip(func, args, kwargs, inputs)
+
+    # --- operators that do not run ------------------------------------------------------------------------------
+
+    def _skip(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        key = (func, _key(args), _key(kwargs))
+        form = self._results.get(key)
+        if form is None:
+            form = self._results[key] = self._form(func, args, kwargs)
+        if schema_of(func).is_mutable:
+            self.forget(_written(func, args, kwargs))
+        yes = func in _ALL
+
+        def make(leaf: Any) -> Any:
+            if isinstance(leaf, _Input):
+                return inputs[leaf.index]
+            if isinstance(leaf, _Output):
+                made = torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype)
+                self._is_unknown(made, yes)
+                if made.numel() <= _FILLED:
+                    made.fill_(1 if yes or made.dtype != torch.bool else 0)
+                return made
+            return leaf
+
+        return map_leaves(make, form)
+
+    def _form(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Sizes and strides of what an operator returns, by torch's fake tensors."""
+        fakes: list[Any] = []
+        asked = func is rnn_layer
+
+        def fake(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                made = torch.zeros_like(made) if asked else made
+                fakes.append(made)
+                return made
+            return leaf
+
+        # Fake tensors do not know of the workspace that this one keeps for backward, so it runs once.
+        with no_modes(), nullcontext() if asked else self._fake_mode:
+            result = func(*map_leaves(fake, args), **map_leaves(fake, kwargs))
+        places = {id(made): index for index, made in enumerate(fakes)}
+
+        def described(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) in places:
+                return _Input(places[id(leaf)])
+            return _Output(tuple(leaf.size()), tuple(leaf.stride()), leaf.dtype)
+
+        return map_leaves(described, result)
+
+    # --- what is known ------------------------------------------------------------------------------------------
+
+    def _is_unknown(self, tensor: Tensor, yes: bool) -> None:
+        key = storage_key(tensor)
+        if key not in self._unknown:
+            weakref.finalize(tensor.untyped_storage(), self._unknown.pop, key, None).atexit = False
+        self._unknown[key] = yes
+
+    def _makes_little(self, func: Any, args: Any, kwargs: Any) -> bool:
+        key = (func, _key(args), _key(kwargs))
+        form = self._results.get(key)
+        if form is None:
+            form = self._results[key] = self._form(func, args, kwargs)
+        sizes: list[int] = []
+        map_leaves(lambda leaf: sizes.append(_numel(leaf.size) if isinstance(leaf, _Output) else 0), form)
+        return max(sizes, default=0) <= _LARGEST
+
+    @staticmethod
+    def _covers(tensor: Tensor) -> bool:
+        return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+    def _answer(self, tensor: Tensor) -> Any:
+        self._note_look()
+        if tensor.dtype == torch.bool:
+            return self._unknown[storage_key(tensor)]
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _note_look(self) -> None:
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            package = frame.f_globals.get("__name__", "").partition(".")[0]
+            if package == "lightning_pardist" and "planner" not in frame.f_code.co_filename:
+                return
+            if package not in _OWN_CODE:
+                self.looked_at[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None
+                return
+            frame = frame.f_back
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        """Other ranks are taken to have what this one has."""
+        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name in ("allreduce_", "broadcast_", "barrier", "wait_tensor", "all_reduce", "all_reduce_", "broadcast"):
+            return result
+        outputs = _written(func, args, kwargs) or tensors_in(result)
+        sources = [leaf for leaf in inputs if not any(leaf is other for other in outputs)]
+        one = sources[0] if len(sources) == 1 else None
+        if one is not None and (storage_key(one) in self._unknown or not one.numel()):
+            one = None
+        for leaf in outputs:
+            small = leaf.numel() <= _LARGEST and leaf.is_contiguous()
+            if one is not None and small and leaf.numel() % one.numel() == 0:
+                with no_modes(), torch.no_grad():
+                    leaf.view(-1, one.numel()).copy_(one.reshape(1, -1))
+                self._unknown.pop(storage_key(leaf), None)
+            else:
+                self.forget([leaf])
+        return result
+
+
+class _Input:
+    """An argument comes back."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Output:
+    """A tensor that an operator makes."""
+
+    def __init__(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.size, self.stride, self.dtype = size, stride, dtype
+
+
+_META = torch.device("meta")
+_views: dict[Any, bool] = {}
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operator gives another form to memory, and leaves what is in it alone."""
+    found = _views.get(func)
+    if found is None:
+        schema = schema_of(func)
+        views = not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
+        found = _views[func] = views or func is unsafe_view or is_inplace_view(func)
+    return found
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for index, argument in enumerate(schema_of(func).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += tensors_in(written)
+    return found
+
+
+def _key(value: Any) -> Any:
+    """Something that equal calls have in common; 1, 1.0 and True are different."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(each)) for name, each in value.items())
+    return type(value), value
+
+
+def _numel(size: tuple[int, ...]) -> int:
+    total = 1
+    for each in size:
+        total *= each
+    return total

@@ -1,0 +1,114 @@
+"""A callback that keeps a ledger of a Trainer's second step, whether its tensors have values or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_pardist.compat.dtensor import local_tensor_of
+from lightning_pardist.compat.pytree import tree_leaves
+from lightning_pardist.planner.ledger import Event, Held, Ledger
+
+
+class StepLedger(pl.Callback):
+    """Counts from the start of a run, and keeps what happens in its second step: by then optimizer state exists.
+
+    Attributes:
+        held: Bytes by kind when they were most in that step, once it is over.
+        peak_in: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        events: What happened in the step.
+    """
+
+    def __init__(self) -> None:
+        self.held: Held | None = None
+        self.peak_in = ""
+        self.events: list[Event] = []
+        self._ledger: Ledger | None = None
+        self._batches = 0
+        self._marks: list[tuple[int, str]] = []
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._ledger = Ledger().__enter__()
+        self._ledger.note([*pl_module.parameters(), *pl_module.buffers()])
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+        if self._ledger is None or self._batches != trainer.accumulate_grad_batches + 1:
+            return
+        self._name(trainer)
+        self._ledger.rest_is("other")
+        self._ledger.note(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        self._ledger.start()
+        self._mark("forward")
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._mark("backward")
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self._mark("optimizer")
+        if self._ledger is not None and self._ledger.recording:
+            self._name(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._ledger is None or self._batches != 2 * trainer.accumulate_grad_batches:
+            return
+        self._ledger.stop()
+        self._name(trainer)
+        self.events = self._ledger.events
+        self.held, where = self._ledger.at_peak()
+        self.peak_in = next((name for at, name in reversed(self._marks) if at <= where), "forward")
+
+    def _mark(self, name: str) -> None:
+        if self._ledger is not None and self._ledger.recording:
+            self._marks.append((len(self._ledger.events), name))
+
+    def _close(self) -> None:
+        if self._ledger is not None:
+            self._ledger.__exit__(None, None, None)
+            self._ledger = None
+
+    @torch.no_grad()
+    def _name(self, trainer: pl.Trainer) -> None:
+        """Say of what is there what it is."""
+        if self._ledger is None:
+            return
+        params = list(trainer.lightning_module.parameters())
+        for optimizer in trainer.optimizers:
+            params += [param for group in optimizer.param_groups for param in group["params"]]
+        engine = getattr(trainer.strategy, "data_engine", None)
+        grads = [param.grad for param in params] if engine is None else engine.local_grads(params)
+        state = [
+            value
+            for optimizer in trainer.optimizers
+            for values in optimizer.state.values()
+            for value in (values.values() if isinstance(values, dict) else ())
+            if isinstance(value, Tensor)
+        ]
+        for kind, tensors in (("parameters", params), ("gradients", grads), ("optimizer", state)):
+            self._ledger.name([_local(tensor) for tensor in tensors if tensor is not None], kind)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,145 @@
+"""The planner: one rank of each strategy's real engines, whose kernels do not run."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_pardist
+from lightning_pardist.cli import main
+from lightning_pardist.planner import DeviceProfile, PlanError, ProfileError, find_profile, plan
+from lightning_pardist.planner.ledger import Message, Operator
+from lightning_pardist.planner.skipped_kernels import SkippedKernels
+from lightning_pardist.planner.step_time import message_seconds, time_step
+from tests.helpers.models import Classifier
+
+BATCH = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
+
+
+class SecondOrder(Classifier):
+    """An optimizer that no part of a parameter is enough for."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+def make_plan(**kwargs):
+    return plan(Classifier(optimizer="adam"), BATCH, **{"devices": 4, "device": "h100"} | kwargs)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return make_plan(strategies=["pardist_ddp", "pardist_zero2", "pardist_zero3", "pardist_tp"])
+
+
+def test_kernels_do_not_run_and_what_is_known_is_computed():
+    layer = nn.Linear(4096, 4096)
+    with SkippedKernels() as skipped:
+        skipped.forget(layer.parameters())
+        lengths = torch.tensor([3, 1, 2])
+        assert lengths.sort(descending=True).values.tolist() == [3, 2, 1]
+        assert (lengths > 2).nonzero().tolist() == [[0]]
+        out = layer(torch.zeros(8192, 4096)).relu()
+        assert out.shape == (8192, 4096)
+        assert not skipped.looked_at
+        assert out.mean().item() == 1.0
+        assert torch.isfinite(out).all()
+        assert len(skipped.looked_at) == 2
+        out.sum().backward()
+    assert layer.weight.grad.shape == layer.weight.shape
+
+
+def test_states_are_those_of_the_formulas(planned):
+    psi = 4 * sum(param.numel() for param in Classifier().parameters())
+    by_name = {
+        row.candidate.strategy: row.memory for row in planned.rows if "data_parallel" not in row.candidate.settings
+    }
+    assert by_name["pardist_ddp"]["parameters"] == psi
+    assert by_name["pardist_ddp"]["optimizer"] == pytest.approx(2 * psi, rel=0.01)
+    # Parts of a bucket are padded to the ranks, and Adam counts steps.
+    assert by_name["pardist_zero2"]["parameters"] == pytest.approx(psi, rel=0.01)
+    assert by_name["pardist_zero2"]["optimizer"] == pytest.approx(2 * psi / 4, rel=0.05)
+    assert by_name["pardist_zero3"]["parameters"] == pytest.approx(psi / 4, rel=0.05)
+    for memory in by_name.values():
+        assert memory["peak"] == sum(size for kind, size in memory.items() if kind != "peak")
+
+
+def test_a_rank_sends_what_the_formula_says(planned):
+    psi = 4 * sum(param.numel() for param in Classifier().parameters())
+    ddp = next(row for row in planned.rows if row.candidate.strategy == "pardist_ddp")
+    assert ddp.sent["data_replicate"] == pytest.approx(2 * psi * 3 / 4, rel=0.2)
+
+
+def test_a_plan_has_the_form_that_is_promised(planned, tmp_path):
+    planned.save(tmp_path / "plan.json")
+    found = json.loads((tmp_path / "plan.json").read_text())["candidates"]
+    assert len(found) == len(planned.rows) >= 4
+    for row in found:
+        assert {"strategy", "settings", "degrees", "memory", "sent", "seconds", "fits", "reason"} <= set(row)
+        assert {"parameters", "gradients", "optimizer", "activations", "other", "peak"} == set(row["memory"])
+        assert {"compute", "communication", "idle", "step"} == set(row["seconds"])
+    assert planned.best is planned.rows[0]
+    assert planned.best.fits
+    assert "Trainer(strategy=" in str(planned)
+    assert "peak" in planned.explain(0)
+    assert "against" in planned.diff(0, 1)
+    assert not torch.distributed.is_initialized()
+
+
+def test_what_a_strategy_refuses_is_refused_in_its_words():
+    found = plan(SecondOrder(), BATCH, devices=2, strategies=["pardist_ddp", "pardist_zero2"])
+    (refused,) = found.refused
+    assert refused.candidate.strategy == "pardist_zero2"
+    assert "LBFGS" in refused.reason
+
+
+def test_what_does_not_fit_says_what_would():
+    found = make_plan(strategies=["pardist_ddp"], memory_gb=1.0)
+    assert found.best is None
+    assert "too much" in found.rows[0].reason
+    assert "pardist_ddp" in found.why_nothing_fits()
+
+
+@pytest.mark.parametrize("batch", [None, [], {"text": "words"}])
+def test_a_batch_without_tensors_is_refused(batch):
+    with pytest.raises(PlanError, match="batch"):
+        plan(Classifier(), batch, devices=2)
+
+
+def test_devices_and_profiles(tmp_path):
+    with pytest.raises(ProfileError, match="Did you mean 'h100'"):
+        find_profile("h10")
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(find_profile("a100").to_json()))
+    assert DeviceProfile.read(path) == find_profile("a100")
+    for broken in ("{", "[]", "{}", '{"name": "x"}'):
+        path.write_text(broken)
+        with pytest.raises(ProfileError):
+            find_profile(str(path))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--device", "h10"], ["--model", "tests.helpers.models.Classifier"], ["--device", "missing.json"]]
+)
+def test_bad_input_is_one_sentence_and_status_2(arguments, capsys):
+    assert main(["plan", "--devices", "2", *arguments]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("pardist plan: ")
+    assert "\n" not in said
+
+
+def test_messages_overlap_with_what_does_not_need_them():
+    profile = find_profile("cpu")
+    message = Message("allreduce_", (0, 1), 10_000_000, (1,))
+    long = Operator("mm", int(1e9), 0, torch.float32, (2,), (2,))
+    needs = Operator("add", 0, 0, torch.float32, (1,), (1,))
+    alone = message_seconds(message, profile, ranks_per_node=2)
+    assert time_step([message, needs], profile, ranks_per_node=2).communication == pytest.approx(alone, rel=0.1)
+    assert time_step([message, long, needs], profile, ranks_per_node=2).communication == 0.0
+    across = message_seconds(message, profile, ranks_per_node=1)
+    assert across > alone
+
+
+def test_the_name_is_public():
+    assert lightning_pardist.plan is plan
