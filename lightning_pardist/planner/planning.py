@@ -391,7 +391,7 @@ def _with_reason(row: Row, best: Row | None, profile: DeviceProfile) -> Row:
 
 def _against(row: Row, best: Row) -> str:
     """Where a row loses time against the best."""
-    lost = best.samples_per_s / row.samples_per_s - 1 if row.samples_per_s else 0.0
+    lost = 1 - row.samples_per_s / best.samples_per_s if best.samples_per_s else 0.0
     if lost < _SAME:
         return f"as fast, and holds {'more' if row.memory['peak'] > best.memory['peak'] else 'as much or less'}"
     changes = {
@@ -403,7 +403,7 @@ def _against(row: Row, best: Row) -> str:
     replicas, of = row.dims.batch_size, best.dims.batch_size
     fewer = f", on {replicas} batches at a time in place of {of}" if replicas < of else ""
     longer = f": {most} ({_s(changes[most])} a step){fewer}" if changes[most] > 0 else fewer
-    return f"{lost:.0%} less a second{longer}"
+    return f"{lost:.0%} fewer samples a second{longer}"
 
 
 def _sent_by_axis(events: Sequence[Event], dims: ParallelDims, rank: int) -> dict[str, float]:
