@@ -304,7 +304,7 @@ class ParallelAxis:
         """Run backward from a step's loss."""
         run()
 
-    def start_training(self, trainer: pl.Trainer) -> None:
+    def start_training(self) -> None:
         """The first step comes next, and everything has been loaded. Not collective."""
 
     @property

@@ -100,6 +100,7 @@ class LocalSGDAxis(ParallelAxis):
 
     @override
     def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._trainer = trainer
         self._steps = {}
         self._outer = None
         if self.outer_momentum or self.outer_lr != 1:
@@ -109,8 +110,7 @@ class LocalSGDAxis(ParallelAxis):
             self._names = {param: name for name, param in module.named_parameters()}
 
     @override
-    def start_training(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
+    def start_training(self) -> None:
         self._steps = {}
         self._was_synchronous = self._is_synchronous
         if self._outer is not None:

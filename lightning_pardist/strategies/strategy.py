@@ -619,9 +619,8 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        if self.lightning_module is not None:
-            for axis in self.axes:
-                axis.start_training(self.lightning_module.trainer)
+        for axis in self.axes:
+            axis.start_training()
         rank_zero_info(self.describe())
 
     # --- checkpoints --------------------------------------------------------------------------------------------

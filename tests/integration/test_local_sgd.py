@@ -162,6 +162,30 @@ def test_post_local_sgd_begins_as_ddp(inside, ranks):
         assert_close(got, want)
 
 
+class Counting(Regressor):
+    """A mean over what is not ignored, of which islands have different numbers."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self.head(self.layers(x)), (y[:, 0] > 0.8).long(), ignore_index=0)
+
+
+def _counting(strategy, devices):
+    torch.manual_seed(3)
+    module = Counting("adamw")
+    strategy = LocalSGDStrategy(start_local_step=STEPS) if strategy is None else strategy
+    quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False).fit(
+        module, datamodule=Data(_dataset())
+    )
+    return snapshot(module)
+
+
+def test_losses_are_weighed_over_islands_that_average_gradients():
+    want = _counting("auto", 1)
+    for got in run_ranks(2, _counting, None, 2):
+        assert_close(got, want)
+
+
 def test_post_local_sgd():
     want = _simulate(2, "adamw", 2, start=3)
     for got in run_ranks(2, _fit, "ddp", 2, "adamw", 2, {"start_local_step": 3}):
