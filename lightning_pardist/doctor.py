@@ -16,6 +16,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +27,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pardist.compat.process_groups import Store
 from lightning_pardist.mesh import ParallelDims
+from lightning_pardist.planner.measuring import measure_alone, measure_rank
+from lightning_pardist.planner.profiles import DeviceProfile
 from lightning_pardist.registry import TABLE
 from lightning_pardist.runtime.environments.facts import Facts, gather_facts
 from lightning_pardist.runtime.environments.find import find
@@ -52,6 +55,7 @@ class Options:
         sizes: Settings of the strategy, such as ``{"tensor_parallel_size": 2}``.
         timeout_s: Seconds to wait for other ranks, per step.
         megabytes: Size of the messages that measure bandwidth.
+        save: Where to write the profile of devices and links; None measures none.
     """
 
     strategy: str | None = None
@@ -61,6 +65,7 @@ class Options:
     sizes: dict[str, int] = field(default_factory=dict)
     timeout_s: float = 60.0
     megabytes: float = 16.0
+    save: str | None = None
 
     def make_strategy(self) -> PardistStrategy:
         """The strategy that the Trainer gets.
@@ -110,6 +115,10 @@ class _Examination:
         alone = facts.world_size == 1 or not self._environment.creates_processes_externally
         if alone or self._meeting is None:
             _show([facts], {}, {}, _compare([facts]), facts.problems, self._not_examined(alone))
+            if self._options.save is not None:
+                # Two ranks at least: one sees no link.
+                ranks = torch.cuda.device_count() if torch.cuda.is_available() else 2
+                self._write(measure_alone(max(self._options.devices or ranks, 1)))
             return 1 if facts.problems else 0
         try:
             return self._with_others(self._meeting)
@@ -149,7 +158,7 @@ class _Examination:
         problems += [f"rank {facts.rank}: {problem}" for facts in everyone for problem in facts.problems]
         measured: dict[str, tuple[float, float]] = {}
         if not problems:
-            measured = self._measure(meeting, store)
+            measured = self._measure(meeting, store, [facts.host for facts in everyone])
         if rank == 0:
             _show(everyone, skews, measured, _compare(everyone, skews), problems, self._not_examined(alone=False))
         # The first rank holds the store: it ends last.
@@ -202,7 +211,7 @@ class _Examination:
                 )
         return found
 
-    def _measure(self, meeting: RendezvousEndpoint, store: Store) -> dict[str, tuple[float, float]]:
+    def _measure(self, meeting: RendezvousEndpoint, store: Store, hosts: list[str]) -> dict[str, tuple[float, float]]:
         """Seconds of a small all-reduce, and bytes a second of a large one, of the slowest group of each axis."""
         options, facts = self._options, self._facts
         dims = self._dims or options.make_strategy().resolve_dims(facts.world_size)
@@ -231,7 +240,16 @@ class _Examination:
             slowest = torch.tensor([small, -rate], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             found[axis] = (float(slowest[0]), -float(slowest[1]))
+        if options.save is not None:
+            profile = measure_rank(device, ranks_per_node=max(1, sum(other == facts.host for other in hosts)))
+            if facts.rank == 0:
+                self._write(profile)
         return found
+
+    def _write(self, profile: DeviceProfile) -> None:
+        path = Path(str(self._options.save))
+        path.write_text(json.dumps(profile.to_json(), indent=2) + "\n")
+        print(f"The profile of {profile.name} is in {path}: pardist plan --device {path}")
 
 
 def _as_the_trainer_would(options: Options) -> tuple[ParallelDims | None, ClusterEnvironment, str]:

@@ -32,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(f"--{name.replace('_', '-')}", type=_count, help=f"what the strategy's {name} will be")
     parser.add_argument("--timeout", type=_positive, default=60.0, help="seconds to wait for other ranks, per step")
     parser.add_argument("--megabytes", type=_positive, default=16.0, help="size of the messages that measure bandwidth")
+    parser.add_argument("--save", metavar="FILE", help="measure devices and links, for `pardist plan --device FILE`")
     found = parser.parse_args(list(arguments))
 
     from lightning_pardist.doctor import Options, examine
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
             sizes={name: size for name in _SIZES if (size := getattr(found, name)) is not None},
             timeout_s=found.timeout,
             megabytes=found.megabytes,
+            save=found.save,
         )
     )
 

@@ -43,6 +43,7 @@ class DeviceProfile:
         inside: The link inside a node.
         between: The link between nodes.
         host_s_per_operator: Seconds that Python takes to issue one operator.
+        operator_s: Seconds that an operator takes however small it is.
         asynchronous: Whether the device works while the host goes on.
         backend: Of its collectives: ``"nccl"`` or ``"gloo"``.
         reserved_bytes: Memory that a context, libraries and fragmentation take.
@@ -60,6 +61,7 @@ class DeviceProfile:
     inside: Link
     between: Link
     host_s_per_operator: float = 8e-6
+    operator_s: float = 0.0
     asynchronous: bool = True
     backend: str = "nccl"
     reserved_bytes: float = 1.5e9

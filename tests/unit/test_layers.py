@@ -11,8 +11,8 @@ MAY_IMPORT_LIGHTNING = ("strategies", "axes", "trainer", "runtime", "callbacks",
 #: A layer may import itself and what stands behind it; a file that is named has a place of its own.
 LAYERS = [
     "cli",
-    "planner",
     "doctor.py",
+    "planner",
     "registry.py",
     "callbacks",
     "strategies",
