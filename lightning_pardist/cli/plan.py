@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 #: What of a configuration's trainer changes a step.
@@ -36,6 +37,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--memory-gb", type=float, help="memory of a device, in place of the profile's")
     parser.add_argument("--strategies", help="names, separated by commas; by default those whose engines differ")
     parser.add_argument("--precision", help="what Trainer(precision=) will be")
+    parser.add_argument("--global-batch", type=_count, help="samples of a step over all ranks; by default a batch each")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures to a file")
+    parser.add_argument("--check", metavar="STRATEGY", help="only go through a start and two steps of one strategy")
+    parser.add_argument("--diff", type=int, nargs=2, metavar="ROW", help="where the second row gains and loses")
     parser.add_argument("--json", metavar="FILE", help="write everything to a file")
     parser.add_argument("--explain", type=int, metavar="ROW", help="explain a row of the table")
     found, rest = parser.parse_known_args(list(arguments))
@@ -54,6 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         if found.precision is not None:
             settings["precision"] = found.precision
         names = found.strategies.split(",") if found.strategies else None
+        if found.check is not None:
+            names = [found.check]
         made = plan(
             module,
             data,
@@ -61,20 +68,27 @@ def main(arguments: Sequence[str]) -> int:
             num_nodes=found.num_nodes,
             device=profile,
             strategies=names,
+            global_batch=found.global_batch,
             **settings,
         )
     except (PlanError, ProfileError, ValueError) as error:
         return _refused(str(error))
-    if found.json:
+    for path, content in ((found.json, made.to_json_text), (found.html, made.to_html)):
         try:
-            made.save(found.json)
+            if path:
+                Path(path).write_text(content())
         except OSError as error:
-            return _refused(f"{found.json} cannot be written: {error.strerror}.")
+            return _refused(f"{path} cannot be written: {error.strerror}.")
     print(made)
-    if found.explain is not None:
-        if not 0 <= found.explain < len(made.rows):
-            return _refused(f"--explain {found.explain} is not a row of the table: use 0 to {len(made.rows) - 1}.")
-        print(f"\n{made.explain(found.explain)}")
+    asked = {"--explain": [found.explain], "--diff": found.diff or [None]}
+    for option, rows in asked.items():
+        if rows == [None]:
+            continue
+        if not all(0 <= row < len(made.rows) for row in rows):
+            return _refused(f"{option} {' '.join(map(str, rows))}: the table has rows 0 to {len(made.rows) - 1}.")
+        print(f"\n{made.explain(*rows) if option == '--explain' else made.diff(*rows)}")
+    if found.check is not None:
+        print(f"{found.check} starts, and takes two steps, on {found.devices} x {found.num_nodes} ranks.")
     return 0 if made.best is not None else _refused(made.why_nothing_fits())
 
 

@@ -156,6 +156,13 @@ def _overridden(outer: FrameType | None) -> FrameType | None:
 _attached: list[DefaultGroup] = []
 
 
+def exchange_attached(others: list[DefaultGroup]) -> list[DefaultGroup]:
+    """Let others answer in place of those that do, who are returned: for a thread with process groups of its own."""
+    before = list(_attached)
+    _attached[:] = others
+    return before
+
+
 @contextmanager
 def in_step() -> Iterator[None]:
     """Around user code of a step, its backward included: the default group is that of the batch. Not collective."""

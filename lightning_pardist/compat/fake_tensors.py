@@ -21,6 +21,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "UncompiledMode",
 ]
 
 _STUBS = "values that a pipeline stage does not have"
@@ -40,8 +41,18 @@ NAMES = (
     Private("torch.utils._python_dispatch.is_traceable_wrapper_subclass", _COUNTED, "isinstance(tensor, DTensor)"),
     Private("torch.ops.aten._unsafe_view", _COUNTED, "the operator behind matmul() that shares memory unsaid"),
     Private("torch.ops.aten._local_scalar_dense", "answering .item() of a fake tensor", "what Tensor.item() calls"),
+    Private("torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo", _COUNTED, "leave it out"),
     Private("torch.ops.aten._pack_padded_sequence", _STUBS, "the operator that pack_padded_sequence() calls"),
 )  # fmt: skip
+
+
+class UncompiledMode(TorchDispatchMode):
+    """A mode for code that is not compiled: torch.compile is not told so again at each operator, which takes long."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 to_copy: Any = torch.ops.aten._to_copy.default
 local_scalar: Any = torch.ops.aten._local_scalar_dense.default

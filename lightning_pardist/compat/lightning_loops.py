@@ -90,6 +90,7 @@ NAMES = (
     Private("lightning.pytorch.LightningModule._on_before_batch_transfer", _SAMPLE, "call the module's hooks"),
     Private("lightning.pytorch.LightningModule._trainer", "modules without a Trainer", "module.trainer, which raises"),
     Private("lightning.pytorch.LightningModule._current_fx_name", "self.log in a trial run", "do not log there"),
+    Private("lightning.pytorch.LightningModule._fabric", "copying a module without its run", "leave it out"),
     Private("lightning.pytorch.LightningModule._device_mesh", "self.device_mesh in configure_model", _BETTER),
     Private("lightning.pytorch.LightningModule._compiler_ctx", "refusing a module that is compiled as a whole",
             "isinstance(module, OptimizedModule)", on_instances=True),
@@ -323,6 +324,11 @@ def current_hook(module: pl.LightningModule) -> str | None:
 def set_current_hook(module: pl.LightningModule, name: str | None) -> None:
     """Let ``self.log`` take itself to be called from this hook."""
     module._current_fx_name = name
+
+
+def belongings(module: pl.LightningModule) -> tuple[Any, ...]:
+    """What a module refers to that is its run's and not its own."""
+    return module._trainer, module._device_mesh, module._fabric
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: Any) -> None:

@@ -11,14 +11,22 @@ from torch import Tensor
 def tensors_in(*values: Any) -> list[Tensor]:
     """All tensors, in order."""
     found: list[Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(values: Any, found: list[Tensor]) -> None:
+    # For each operator of a step: the common types first.
     for value in values:
+        kind = type(value)
+        if kind is int or kind is float or kind is bool or value is None:
+            continue
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_in(*value)
+            _collect(value, found)
         elif isinstance(value, dict):
-            found += tensors_in(*value.values())
-    return found
+            _collect(value.values(), found)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_pardist.registry import TABLE, Entry
 
-#: Names whose engines run differently: others are the same with another start, compression or offload.
+#: Names whose engines run differently: others are the same with another start or other degrees.
 DEFAULT = (
     "pardist_ddp",
     "pardist_zero1",
@@ -16,10 +16,21 @@ DEFAULT = (
     "pardist_zero3",
     "pardist_hsdp",
     "pardist_tp",
+    "pardist_pp",
+    "pardist_pp_interleaved",
+    "pardist_3d",
 )
-#: Names that can be planned. Stages of a pipeline, islands and steps on the host are not followed yet.
-PLANNED = (*DEFAULT, "pardist_fsdp", "pardist_tp_ddp", "pardist_tp_zero3")
+#: Names that can be planned. Islands, compression and steps on the host are not followed yet.
+PLANNED = (
+    *DEFAULT,
+    "pardist_fsdp",
+    "pardist_tp_ddp",
+    "pardist_tp_zero3",
+    "pardist_pp_gpipe",
+    "pardist_pp_zb",
+)
 _LARGEST_TENSOR_GROUP = 8
+_LARGEST_PIPELINE = 16
 
 
 @dataclass(frozen=True)
@@ -68,18 +79,29 @@ def enumerate_candidates(names: Sequence[str], *, devices: int, num_nodes: int) 
         devices: Ranks a node.
         num_nodes: Nodes.
     """
+    world_size = devices * num_nodes
     for name in names:
-        if name == "pardist_hsdp" and num_nodes == 1:
+        if name == "pardist_hsdp" and num_nodes == 1 and len(names) > 1:
             continue
-        if name != "pardist_tp":
+        if name == "pardist_tp":
+            yield from _tensor(name, devices, world_size)
+        elif name.startswith("pardist_pp"):
+            sizes = [size for size in range(2, min(world_size, _LARGEST_PIPELINE) + 1) if world_size % size == 0]
+            for size in sizes:
+                yield Candidate(name, {"pipeline_parallel_size": size})
+            if not sizes:
+                yield Candidate(name)
+        elif name != "pardist_3d" or world_size >= 4 or len(names) == 1:
             yield Candidate(name)
+
+
+def _tensor(name: str, devices: int, world_size: int) -> Iterator[Candidate]:
+    for size in range(2, min(devices, _LARGEST_TENSOR_GROUP) + 1):
+        if devices % size:
             continue
-        for size in range(2, min(devices, _LARGEST_TENSOR_GROUP) + 1):
-            if devices % size:
-                continue
-            yield Candidate(name, {"tensor_parallel_size": size})
-            if devices * num_nodes > size:
-                yield Candidate(name, {"tensor_parallel_size": size, "data_parallel": "zero3"})
+        yield Candidate(name, {"tensor_parallel_size": size})
+        if world_size > size:
+            yield Candidate(name, {"tensor_parallel_size": size, "data_parallel": "zero3"})
 
 
 def with_checkpointing(candidate: Candidate) -> Candidate:

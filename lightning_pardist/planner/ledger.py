@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.compat.fake_group import group_by_name
-from lightning_pardist.compat.fake_tensors import TorchDispatchMode, is_wrapper, key_of, schema_of, storage_key
+from lightning_pardist.compat.fake_tensors import UncompiledMode, is_wrapper, key_of, schema_of, storage_key
 from lightning_pardist.engines.pipeline.flops import count_flops
 from lightning_pardist.planner.arguments import tensors_in
 
@@ -96,7 +98,7 @@ class Held:
 Event = Operator | Message | tuple[Block, int]
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(UncompiledMode):
     """Counts every storage that comes and goes on this thread, and lists what is computed and sent.
 
     Attributes:
@@ -111,26 +113,29 @@ class Ledger(TorchDispatchMode):
         self.recording = False
         self.events: list[Event] = []
         self._blocks: dict[int, Block] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __enter__(self) -> Ledger:
-        # fully_shard frees and allocates by resizing.
-        resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            block = self._note_storage(storage)
-            if block.kind == "activations":
-                block.kind = "other"
-            return result
-
-        self._resize = resize
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        _ledgers.setdefault(threading.get_ident(), []).append(self)
+        if torch.UntypedStorage.resize_ is not _resize_noted:
+            torch.UntypedStorage.resize_ = _resize_noted  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        mine = _ledgers[threading.get_ident()]
+        mine.remove(self)
+        if not mine:
+            del _ledgers[threading.get_ident()]
+        if not _ledgers:
+            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size, or none: ``fully_shard`` frees and allocates so."""
+        block = self._note_storage(storage)
+        if block.kind == "activations":
+            block.kind = "other"
 
     def note(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were made before."""
@@ -232,14 +237,17 @@ class Ledger(TorchDispatchMode):
         block = self._blocks.get(key)
         if block is None:
             block = self._blocks[key] = Block(0, "activations", key)
-            weakref.finalize(storage, self._forget, key).atexit = False
+            self._watched[key] = weakref.ref(storage, partial(self._forget, key))
         change = storage.nbytes() - block.size
         if change:
             block.size += change
             self._changed(block, change)
         return block
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, gone: Any) -> None:
+        if self._watched.get(key) is not gone:
+            return
+        del self._watched[key]
         block = self._blocks.pop(key, None)
         if block is not None and block.size:
             self._changed(block, -block.size)
@@ -248,6 +256,18 @@ class Ledger(TorchDispatchMode):
         self.now += change
         if self.recording:
             self.events.append((block, change))
+
+
+_resize = torch.UntypedStorage.resize_
+#: Those that are counting, by thread.
+_ledgers: dict[int, list[Ledger]] = {}
+
+
+def _resize_noted(storage: torch.UntypedStorage, size: int) -> Any:
+    result = _resize(storage, size)
+    for ledger in _ledgers.get(threading.get_ident(), ()):
+        ledger.resized(storage)
+    return result
 
 
 _FREE = (

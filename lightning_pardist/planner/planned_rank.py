@@ -6,23 +6,28 @@ import copy
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_pardist.compat.fake_group import alone_among
+from lightning_pardist.compat.fake_group import alone_among, several_alone
+from lightning_pardist.compat.lightning_loops import belongings
 from lightning_pardist.compat.pytree import tree_map_only
 from lightning_pardist.mesh import ParallelDims
+from lightning_pardist.planner.exchange import Exchange, Stuck, Turns
 from lightning_pardist.planner.ledger import Event, Held
-from lightning_pardist.planner.skipped_kernels import SkippedKernels
+from lightning_pardist.planner.skipped_kernels import Forms, SkippedKernels
 from lightning_pardist.planner.step_ledger import StepLedger
 from lightning_pardist.strategies.strategy import PardistStrategy
 from lightning_pardist.trainer.sample_batches import undisturbed_random
@@ -41,6 +46,7 @@ class RankTrace:
         held: Bytes by kind when they were most.
         peak_in: What the step was at then: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         events: Operators, messages and changes of memory, in order.
+        before_optimizer: How many of them come before the optimizer's step.
         looked_at: Where user code looked at values that were not known.
     """
 
@@ -49,6 +55,7 @@ class RankTrace:
     held: Held
     peak_in: str
     events: list[Event]
+    before_optimizer: int
     looked_at: list[str]
 
 
@@ -81,6 +88,7 @@ def trace_rank(
     place: Place,
     *,
     trainer_settings: Mapping[str, Any] | None = None,
+    forms: Forms | None = None,
 ) -> RankTrace:
     """Run two steps of one rank, whose kernels compute nothing. Not collective; changes nothing of the module.
 
@@ -90,14 +98,83 @@ def trace_rank(
         strategy: Makes the strategy.
         place: The rank.
         trainer_settings: Further arguments of the Trainer, such as ``precision``.
+        forms: What operators return, shared with other traces.
 
     Raises:
         ValueError: From the strategy, if it refuses the module or a setting; whatever else its start raises.
     """
-    accumulated = int((trainer_settings or {}).get("accumulate_grad_batches", 1))
-    group = alone_among(place.world_size, rank=place.rank, stands_for=place.stands_for)
-    with _undisturbed(), group, SkippedKernels() as skipped:
-        watch = StepLedger()
+    if dist.is_initialized():
+        # In a thread there is another record of process groups.
+        return trace_ranks(module, batch, strategy, [place], trainer_settings=trainer_settings, forms=forms)[0]
+    with _undisturbed():
+        return _traced(module, batch, strategy, place, trainer_settings or {}, forms, None)
+
+
+def trace_ranks(
+    module: pl.LightningModule,
+    batch: Any,
+    strategy: Callable[[], PardistStrategy],
+    places: Sequence[Place],
+    *,
+    trainer_settings: Mapping[str, Any] | None = None,
+    forms: Forms | None = None,
+) -> list[RankTrace]:
+    """The same for ranks that send each other what they cannot do without: the stages of a pipeline.
+
+    Args:
+        module: See :func:`trace_rank`.
+        batch: The batch that all of them work on.
+        strategy: Makes a strategy for each.
+        places: The ranks.
+        trainer_settings: See :func:`trace_rank`.
+        forms: See :func:`trace_rank`.
+
+    Raises:
+        ValueError: As :func:`trace_rank`.
+        Stuck: If they wait for each other for ever.
+    """
+    settings, ranks = trainer_settings or {}, [place.rank for place in places]
+    turns, box = Turns(len(places)), dict[Any, deque[Any]]()
+    found: dict[int, RankTrace] = {}
+    failures: list[BaseException] = []
+
+    def run(index: int) -> None:
+        turns.enter(index)
+        failed = False
+        try:
+            exchange = Exchange(ranks[index], ranks, turns, box)
+            found[index] = _traced(module, batch, strategy, places[index], settings, forms, exchange)
+        except BaseException as error:
+            failed = True
+            failures.append(error)
+        finally:
+            turns.leave(index, failed=failed)
+
+    with _undisturbed(), several_alone(places[0].stands_for), SkippedKernels():
+        threads = [Thread(target=run, args=(index,), daemon=True) for index in range(len(places))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise next((error for error in failures if not isinstance(error, Stuck)), failures[0])
+    return [found[index] for index in range(len(places))]
+
+
+def _traced(
+    module: pl.LightningModule,
+    batch: Any,
+    strategy: Callable[[], PardistStrategy],
+    place: Place,
+    settings: Mapping[str, Any],
+    forms: Forms | None,
+    exchange: Exchange | None,
+) -> RankTrace:
+    accumulated = int(settings.get("accumulate_grad_batches", 1))
+    broadcast = None if exchange is None else exchange.broadcast
+    group = alone_among(place.world_size, rank=place.rank, stands_for=place.stands_for, broadcast=broadcast)
+    with group, SkippedKernels(forms, exchange) as skipped:
+        watch = StepLedger(ends=True)
         trainer = pl.Trainer(
             strategy=strategy(),
             accelerator="cpu",
@@ -113,13 +190,41 @@ def trace_rank(
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **(trainer_settings or {}),
+            **settings,
         )
         trainer.fit(without_values(module, skipped), train_dataloaders=_Batches(batch, 2 * accumulated))
     if watch.held is None:
         raise ValueError("The Trainer ended before its second step: nothing is known of one.")
     dims = trainer.strategy.dims  # type: ignore[attr-defined]
-    return RankTrace(dims, place.rank, watch.held, watch.peak_in, watch.events, list(skipped.looked_at))
+    return RankTrace(
+        dims, place.rank, watch.held, watch.peak_in, watch.events, watch.before_optimizer, list(skipped.looked_at)
+    )
+
+
+def dims_of(strategy: PardistStrategy, place: Place) -> ParallelDims:
+    """The degrees of parallelism that a strategy would have in a job.
+
+    Args:
+        strategy: As it would be given to a Trainer.
+        place: One of the job's ranks.
+
+    Raises:
+        ValueError: If they do not fit the ranks.
+    """
+    strategy.num_nodes = place.num_nodes
+    strategy.parallel_devices = [torch.device("cpu")] * place.devices
+    return strategy.resolve_dims(place.world_size)
+
+
+def stage_places(dims: ParallelDims, first: Place) -> list[Place]:
+    """One rank of each stage of a job's first pipeline; the first rank alone where there is none.
+
+    Args:
+        dims: The job's degrees.
+        first: Its first rank.
+    """
+    apart = dims.world_size // dims.size("outer_parallel", "pipeline_parallel")
+    return [replace(first, rank=stage * apart) for stage in range(dims.pipeline_parallel)]
 
 
 def without_values(module: pl.LightningModule, skipped: SkippedKernels) -> pl.LightningModule:
@@ -132,6 +237,8 @@ def without_values(module: pl.LightningModule, skipped: SkippedKernels) -> pl.Li
         if buffer.is_meta or buffer.numel() > _SMALL_BUFFER:
             memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     skipped.forget(memo.values())
+    # A module that is about to be trained refers to its Trainer and its ranks.
+    memo |= {id(own): None for own in belongings(module) if own is not None}
     return copy.deepcopy(module, memo)
 
 
@@ -210,7 +317,7 @@ def _undisturbed() -> Iterator[None]:
         stack.enter_context(undisturbed_random())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
+        logging.disable(logging.ERROR)
         stack.callback(logging.disable, before)
         try:
             yield

@@ -16,15 +16,17 @@ import sys
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.compat.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
+    UncompiledMode,
     is_inplace_view,
     is_wrapper,
     local_scalar,
@@ -35,33 +37,46 @@ from lightning_pardist.compat.fake_tensors import (
     unsafe_view,
 )
 from lightning_pardist.planner.arguments import map_leaves, tensors_in
+from lightning_pardist.planner.exchange import Exchange
 
 _aten = torch.ops.aten
 #: Operators on more elements do not run, whatever is known.
 _LARGEST = 1 << 20
 #: Up to so many elements that are not known are written, for code that reads memory past torch.
 _FILLED = 1024
+#: The same for parts of larger tensors.
+_PART = 64
 _QUESTIONS = {_aten.equal.default: True, _aten.allclose.default: True, _aten.is_nonzero.default: False}
 _ALL = (_aten.all.default, _aten.all.dim, _aten.isclose.default, _aten.isfinite.default)
 _OVERWRITING = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default)
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+#: Sizes and strides of what operators return, by operator and arguments.
+Forms = dict[Any, Any]
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_OWN_CODE = ("torch", "lightning", "lightning_pardist", "torchmetrics", "contextlib", "functools")
+_OWN_CODE = ("torch", "lightning", "lightning_pardist", "torchmetrics", "contextlib", "functools", "threading")
 
 
-class SkippedKernels(TorchDispatchMode):
+class SkippedKernels(UncompiledMode):
     """Inside, operators return tensors of the right shape, and compute only what is small and known.
+
+    Args:
+        forms: What operators return, by their arguments; found so far and shared with other traces.
+        exchange: Delivers messages between ranks that are traced together.
 
     Attributes:
         looked_at: Where user code looked at values that are not known: file and line.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forms: Forms | None = None, exchange: Exchange | None = None) -> None:
         super().__init__()
         self.looked_at: dict[str, None] = {}
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # What it would remember is remembered here, for all traces.
+        self._fake_mode.cache_enabled = False
         self._unknown: dict[int, bool] = {}
-        self._results: dict[Any, Any] = {}
+        self._exchange = exchange
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._results: Forms = {} if forms is None else forms
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """Say that nobody has written values into these tensors."""
@@ -85,7 +100,10 @@ class SkippedKernels(TorchDispatchMode):
             self._note_look()
             return _QUESTIONS[func]
         if _is_view(func):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if not known:
+                self._fill_parts(result, inputs)
+            return result
         small = sum(leaf.numel() for leaf in inputs) <= _LARGEST
         if any(leaf.is_meta for leaf in inputs) or kwargs.get("device") == _META:
             return func(*args, **kwargs)
@@ -99,6 +117,17 @@ class SkippedKernels(TorchDispatchMode):
             self._unknown.pop(storage_key(inputs[0]), None)
             return func(*args, **kwargs)
         return self._skip(func, args, kwargs, inputs)
+
+    @staticmethod
+    def _fill_parts(result: Any, inputs: list[Tensor]) -> None:
+        """Write the answers into small parts of large tensors, which ``tolist()`` reads past torch."""
+        if inputs and inputs[0].numel() <= _FILLED:
+            return
+        for leaf in tensors_in(result):
+            if leaf.numel() <= _PART:
+                with no_modes():
+                    # Past the count of changes that autograd keeps.
+                    leaf.data.fill_(leaf.dtype != torch.bool)
 
     # --- operators that do not run ------------------------------------------------------------------------------
 
@@ -156,8 +185,13 @@ class SkippedKernels(TorchDispatchMode):
     def _is_unknown(self, tensor: Tensor, yes: bool) -> None:
         key = storage_key(tensor)
         if key not in self._unknown:
-            weakref.finalize(tensor.untyped_storage(), self._unknown.pop, key, None).atexit = False
+            self._watched[key] = weakref.ref(tensor.untyped_storage(), partial(self._gone, key))
         self._unknown[key] = yes
+
+    def _gone(self, key: int, storage: Any) -> None:
+        if self._watched.get(key) is storage:
+            del self._watched[key]
+            self._unknown.pop(key, None)
 
     def _makes_little(self, func: Any, args: Any, kwargs: Any) -> bool:
         key = (func, _key(args), _key(kwargs))
@@ -190,9 +224,12 @@ class SkippedKernels(TorchDispatchMode):
             frame = frame.f_back
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """Other ranks are taken to have what this one has."""
+        """Other ranks are taken to have what this one has, but for those that are traced together with it."""
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        if self._exchange is not None and name in ("send", "recv_"):
+            self._deliver(name, args)
+            return result
         if name in ("allreduce_", "broadcast_", "barrier", "wait_tensor", "all_reduce", "all_reduce_", "broadcast"):
             return result
         outputs = _written(func, args, kwargs) or tensors_in(result)
@@ -209,6 +246,23 @@ class SkippedKernels(TorchDispatchMode):
             else:
                 self.forget([leaf])
         return result
+
+    def _deliver(self, name: str, args: Any) -> None:
+        (tensors, group, peer, tag), exchange = args[:4], self._exchange
+        other = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))[peer]
+        for tensor in tensors:
+            if exchange is None or not exchange.knows(other):
+                self.forget([tensor] if name == "recv_" else [])
+            elif name == "send":
+                known = storage_key(tensor) not in self._unknown and tensor.numel() <= _LARGEST
+                with no_modes(), torch.no_grad():
+                    exchange.put(other, tag, tensor.clone() if known else None)
+            elif (content := exchange.take(other, tag)) is None:
+                self.forget([tensor])
+            else:
+                with no_modes(), torch.no_grad():
+                    tensor.copy_(content)
+                self._unknown.pop(storage_key(tensor), None)
 
 
 class _Input:
@@ -256,7 +310,8 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     if isinstance(value, dict):
         return tuple((name, _key(each)) for name, each in value.items())
-    return type(value), value
+    # Sizes do not depend on the value of a factor.
+    return type(value) if type(value) is float else (type(value), value)
 
 
 def _numel(size: tuple[int, ...]) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -18,16 +19,22 @@ from lightning_pardist.planner.ledger import Event, Held, Ledger
 class StepLedger(pl.Callback):
     """Counts from the start of a run, and keeps what happens in its second step: by then optimizer state exists.
 
+    Args:
+        ends: Whether the module is not used after the run.
+
     Attributes:
         held: Bytes by kind when they were most in that step, once it is over.
         peak_in: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         events: What happened in the step.
+        before_optimizer: How much of that before the optimizer's step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends: bool = False) -> None:
+        self._ends = ends
         self.held: Held | None = None
         self.peak_in = ""
         self.events: list[Event] = []
+        self.before_optimizer = 0
         self._ledger: Ledger | None = None
         self._batches = 0
         self._marks: list[tuple[int, str]] = []
@@ -79,6 +86,16 @@ class StepLedger(pl.Callback):
         self.events = self._ledger.events
         self.held, where = self._ledger.at_peak()
         self.peak_in = next((name for at, name in reversed(self._marks) if at <= where), "forward")
+        ends = (at for at, name in self._marks if name == "optimizer")
+        self.before_optimizer = next(ends, len(self.events))
+        if self.peak_in != "optimizer" and trainer.strategy.context.runs_a_step > 1:  # type: ignore[attr-defined]
+            self.peak_in = "forward and backward of micro-batches"
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._ends:
+            # Nobody needs the module whole again.
+            trainer.state.status = TrainerStatus.INTERRUPTED
 
     def _mark(self, name: str) -> None:
         if self._ledger is not None and self._ledger.recording:

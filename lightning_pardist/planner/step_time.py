@@ -1,22 +1,42 @@
-"""How long a traced step takes on a device, and what it waits for.
+"""How long traced steps take on a device, and what they wait for.
 
 Each operator takes the longer of its arithmetic and its memory traffic (a roofline), each message the latency and
-bandwidth of the link that its slowest pair of ranks has. Then the order in which the rank issued them is played: the
+bandwidth of the link that its slowest pair of ranks has. Then the order in which a rank issued them is played: the
 host issues one after the other, the device computes in order, messages of one group go one behind the other beside
 that, and whatever touches memory that a message is still on waits for it. So buckets that leave during backward and
 units gathered ahead overlap as far as the order lets them.
+
+Stages of a pipeline are played together, each in the order in which it really ran, in the way of Varuna's simulator
+(arXiv 2111.04007): what a stage receives is there when the stage before it has computed and sent it. So uneven stages,
+and whatever the schedule is, count as they are.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from lightning_pardist.planner.ledger import Event, Message, Operator
 from lightning_pardist.planner.profiles import DeviceProfile, Link
+
+
+class Span(NamedTuple):
+    """Something that takes time.
+
+    Attributes:
+        kind: ``"compute"``, ``"send"`` or ``"wait"``.
+        begin: Seconds from the step's beginning.
+        end: Until when.
+    """
+
+    kind: str
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -25,16 +45,19 @@ class StepTime:
 
     Attributes:
         compute: The device computes.
-        communication: It waits for messages, after all overlap.
-        idle: It waits for the host to issue operators.
+        communication: It waits for collectives, after all overlap.
+        idle: It waits for the host to issue operators, or for other stages.
         hidden: Messages that were on their way while it computed.
-        step: From the start to the end: the sum of the first three.
+        stages: The part of ``idle`` in which it waits for other stages of a pipeline.
+        spans: When it computed, sent and waited, neighbours of one kind taken together.
     """
 
     compute: float
     communication: float
     idle: float
     hidden: float
+    stages: float = 0.0
+    spans: tuple[Span, ...] = ()
 
     @property
     def step(self) -> float:
@@ -43,52 +66,167 @@ class StepTime:
 
 
 def time_step(events: Sequence[Event], profile: DeviceProfile, *, ranks_per_node: int) -> StepTime:
-    """Play the order of a step.
+    """Play the order of one rank's step.
 
     Args:
-        events: Of one rank's step.
+        events: Of its step.
         profile: The device.
         ranks_per_node: Ranks ``0 .. ranks_per_node - 1`` are on the first node, and so on.
     """
-    host = device = compute = waited = on_wire = 0.0
-    groups: dict[tuple[int, ...], float] = {}
-    done: dict[int, float] = {}
-    for event in events:
-        if isinstance(event, Operator):
-            host += profile.host_s_per_operator
-            took = operator_seconds(event, profile)
-            ready = max((done.get(key, 0.0) for key in (*event.reads, *event.writes)), default=0.0)
-            start = max(host, device)
-            waited += max(0.0, ready - start)
-            device = max(start, ready) + took
-            compute += took
-            for key in event.writes:
-                done[key] = device
-            if not profile.asynchronous:
-                host = device
-        elif isinstance(event, Message):
-            host += profile.host_s_per_operator
-            took = message_seconds(event, profile, ranks_per_node=ranks_per_node)
-            ready = max((done.get(key, 0.0) for key in event.touches), default=0.0)
-            end = max(host, ready, groups.get(event.ranks, 0.0)) + took
-            groups[event.ranks] = end
-            on_wire += took
+    return time_ranks({0: events}, profile, ranks_per_node=ranks_per_node)[0]
+
+
+def time_ranks(
+    steps: dict[int, Sequence[Event]], profile: DeviceProfile, *, ranks_per_node: int
+) -> dict[int, StepTime]:
+    """Play the steps of ranks that send each other messages. All of them end with the last.
+
+    Args:
+        steps: Events by global rank.
+        profile: The device.
+        ranks_per_node: See :func:`time_step`.
+    """
+    wires: dict[tuple[int, int], deque[float]] = {}
+    players = {rank: _Player(rank, events, profile, ranks_per_node, wires) for rank, events in steps.items()}
+    waiting = set(players)
+    for rank in players:
+        for other in players:
+            wires[rank, other] = deque()
+    moved = True
+    while waiting and moved:
+        moved = False
+        for rank in sorted(waiting):
+            moved = players[rank].go_on() or moved
+            if players[rank].is_done:
+                waiting.discard(rank)
+    end = max(player.end for player in players.values())
+    return {rank: player.result(end) for rank, player in players.items()}
+
+
+class _Player:
+    """One rank: see :func:`time_ranks`."""
+
+    def __init__(
+        self,
+        rank: int,
+        events: Sequence[Event],
+        profile: DeviceProfile,
+        ranks_per_node: int,
+        wires: dict[tuple[int, int], deque[float]],
+    ) -> None:
+        self._rank, self._events, self._profile, self._wires = rank, events, profile, wires
+        self._ranks_per_node = ranks_per_node
+        self._next = 0
+        self._host = self._device = self._compute = self._waited = self._for_stages = self._on_wire = 0.0
+        self._groups: dict[object, float] = {}
+        self._done: dict[int, float] = {}
+        #: Memory that a message of another stage was last written to.
+        self._received: set[int] = set()
+        self._spans: list[Span] = []
+
+    @property
+    def is_done(self) -> bool:
+        return self._next == len(self._events)
+
+    @property
+    def end(self) -> float:
+        return max([self._device, self._host, *self._groups.values()])
+
+    def go_on(self) -> bool:
+        """Play events until one needs a message that has not been sent; whether there were any."""
+        before = self._next
+        while self._next < len(self._events):
+            event = self._events[self._next]
+            if isinstance(event, Operator):
+                self._operate(event)
+            elif isinstance(event, Message) and not self._send(event):
+                break
+            self._next += 1
+        return self._next > before
+
+    def result(self, end: float) -> StepTime:
+        own = self.end
+        waited = self._waited + max(0.0, own - max(self._device, self._host))
+        stages = self._for_stages + end - own
+        idle = max(0.0, end - self._compute - waited)
+        return StepTime(self._compute, waited, idle, max(0.0, self._on_wire - waited), stages, tuple(self._spans))
+
+    def _operate(self, event: Operator) -> None:
+        profile = self._profile
+        self._host += profile.host_s_per_operator
+        took = operator_seconds(event, profile)
+        ready, last = 0.0, -1
+        for key in (*event.reads, *event.writes):
+            if (at := self._done.get(key, 0.0)) > ready:
+                ready, last = at, key
+        start = max(self._host, self._device)
+        if ready > start:
+            if last in self._received:
+                self._for_stages += ready - start
+            else:
+                self._waited += ready - start
+            self._note("wait", start, ready)
+        start = max(start, ready)
+        self._device = start + took
+        self._compute += took
+        self._note("compute", start, self._device)
+        for key in event.writes:
+            self._done[key] = self._device
+            self._received.discard(key)
+        if not profile.asynchronous:
+            self._host = self._device
+
+    def _send(self, event: Message) -> bool:
+        """Play a message; False if it waits for its sender."""
+        single = event.peer >= 0
+        other = event.ranks[event.peer] if single else -1
+        receives = single and event.name != "send"
+        wire = self._wires.get((other, self._rank)) if receives else None
+        if wire is not None and not wire:
+            return False
+        self._host += self._profile.host_s_per_operator
+        took = message_seconds(event, self._profile, ranks_per_node=self._ranks_per_node, rank=self._rank)
+        ready = max((self._done.get(key, 0.0) for key in event.touches), default=0.0)
+        stream: object = (other, event.name) if single else event.ranks
+        start = max(self._host, ready, self._groups.get(stream, 0.0))
+        if wire is not None:
+            start = max(start, wire.popleft())
+        end = start + took
+        if single and not receives:
+            if (out := self._wires.get((self._rank, other))) is not None:
+                out.append(start)
+        else:
             for key in event.touches:
-                done[key] = end
-    end = max([device, host, *groups.values()])
-    waited += max(0.0, end - max(device, host))
-    return StepTime(compute, waited, max(0.0, end - compute - waited), max(0.0, on_wire - waited))
+                self._done[key] = end
+                (self._received.add if receives else self._received.discard)(key)
+        if not receives:
+            self._groups[stream] = end
+            self._on_wire += took
+            self._note("send", start, end)
+        return True
+
+    def _note(self, kind: str, begin: float, end: float) -> None:
+        spans = self._spans
+        if spans and spans[-1].kind == kind and begin - spans[-1].end <= 0.02 * (end - spans[-1].begin):
+            spans[-1] = spans[-1]._replace(end=end)
+        elif end > begin:
+            spans.append(Span(kind, begin, end))
+
+
+def without_spans(time: StepTime) -> StepTime:
+    """The same without a timeline."""
+    return replace(time, spans=())
 
 
 def operator_seconds(operator: Operator, profile: DeviceProfile) -> float:
     """Seconds of one operator on the device."""
-    moving = operator.moved / (profile.bytes_per_s * profile.memory_efficiency)
+    moving = profile.operator_s + operator.moved / (profile.bytes_per_s * profile.memory_efficiency)
     if not operator.flops:
         return moving
     dtype = str(operator.dtype).removeprefix("torch.")
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest" and "tf32" in profile.flops:
         dtype = "tf32"
-    return max(moving, operator.flops / profile.flops_of(dtype))
+    return max(moving, profile.operator_s + operator.flops / profile.flops_of(dtype))
 
 
 def link_of(ranks: Sequence[int], profile: DeviceProfile, *, ranks_per_node: int) -> Link:
@@ -96,20 +234,23 @@ def link_of(ranks: Sequence[int], profile: DeviceProfile, *, ranks_per_node: int
     return profile.inside if len({rank // ranks_per_node for rank in ranks}) == 1 else profile.between
 
 
-def message_seconds(message: Message, profile: DeviceProfile, *, ranks_per_node: int) -> float:
+def message_seconds(message: Message, profile: DeviceProfile, *, ranks_per_node: int, rank: int | None = None) -> float:
     """Seconds of one message from its start to its end: a ring's bandwidth, a tree's latency.
 
     An all-reduce of s bytes over n ranks sends 2 s (n - 1) / n, an all-gather, reduce-scatter or all-to-all half of
     that, each after log2 n (an all-reduce twice as many) hops of latency.
     """
-    link = link_of(message.ranks, profile, ranks_per_node=ranks_per_node)
+    single = message.peer >= 0
+    ends = message.ranks if not single or rank is None else (rank, message.ranks[message.peer])
+    link = link_of(ends, profile, ranks_per_node=ranks_per_node)
     size = len(message.ranks)
     if size == 1:
         return 0.0
-    hops = 1 if message.peer >= 0 else math.ceil(math.log2(size))
+    hops = 1 if single else math.ceil(math.log2(size))
     if "reduce" in message.name and not _halves(message):
         hops *= 2
-    return hops * link.latency_s + sent_bytes(message) / (link.bytes_per_s * profile.link_efficiency)
+    sent = float(message.size) if single else sent_bytes(message)
+    return hops * link.latency_s + sent / (link.bytes_per_s * profile.link_efficiency)
 
 
 def sent_bytes(message: Message) -> float:

@@ -1,6 +1,7 @@
 """The planner: one rank of each strategy's real engines, whose kernels do not run."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lightning_pardist.cli import main
 from lightning_pardist.planner import DeviceProfile, PlanError, ProfileError, find_profile, plan
 from lightning_pardist.planner.ledger import Message, Operator
 from lightning_pardist.planner.skipped_kernels import SkippedKernels
-from lightning_pardist.planner.step_time import message_seconds, time_step
+from lightning_pardist.planner.step_time import message_seconds, time_ranks, time_step
 from tests.helpers.models import Classifier
 
 BATCH = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
@@ -139,6 +140,64 @@ def test_messages_overlap_with_what_does_not_need_them():
     assert time_step([message, long, needs], profile, ranks_per_node=2).communication == 0.0
     across = message_seconds(message, profile, ranks_per_node=1)
     assert across > alone
+
+
+def test_stages_of_a_pipeline_run_together_and_wait_for_each_other():
+    found = make_plan(devices=2, strategies=["pardist_pp", "pardist_pp_gpipe"])
+    by_name = {row.candidate.strategy: row for row in found.rows}
+    assert set(by_name) == {"pardist_pp", "pardist_pp_gpipe"}, found
+    psi = 4 * sum(param.numel() for param in Classifier().parameters())
+    for row in found.rows:
+        assert row.dims.pipeline_parallel == 2
+        assert len(row.timelines) == 2
+        assert 0 < row.idle_share < 1
+        assert row.sent["pipeline_parallel"] > 0
+        assert row.memory["parameters"] < psi
+        assert row.memory["optimizer"] == pytest.approx(2 * row.memory["parameters"], rel=0.05)
+    assert by_name["pardist_pp_gpipe"].memory["activations"] >= by_name["pardist_pp"].memory["activations"]
+
+
+def test_a_global_batch_is_divided(planned):
+    found = make_plan(strategies=["pardist_ddp", "pardist_tp"], global_batch=16)
+    per_rank = {row.dims.batch_size: row.samples for row in found.rows}
+    assert per_rank[4] == 4
+    assert per_rank[1] == 16
+    assert make_plan(strategies=["pardist_ddp"], global_batch=32).rows[0].time == next(
+        row.time for row in planned.rows if row.candidate.strategy == "pardist_ddp"
+    )
+    odd = make_plan(strategies=["pardist_ddp", "pardist_tp"], global_batch=2)
+    assert any("cannot be divided" in each.reason for each in odd.refused)
+
+
+def test_what_if_needs_no_trace_and_says_what_it_cannot(planned):
+    small = planned.what_if(memory_gb=1.0)
+    assert small.best is None
+    assert {row.memory["peak"] for row in small.rows} == {row.memory["peak"] for row in planned.rows}
+    fast = planned.what_if(links=100.0)
+    assert sum(row.time.communication for row in fast.rows) < sum(row.time.communication for row in planned.rows)
+    assert planned.what_if(device="b200").device.name == "B200"
+    with pytest.raises(ValueError, match="gloo"):
+        planned.what_if(device="cpu")
+
+
+def test_a_page_needs_nothing_else(planned):
+    page = planned.to_html()
+    assert page.count("<svg") >= 3
+    assert "http" not in page.replace("http-equiv", "")
+    assert "pardist_zero2" in page
+    assert "<svg" in planned._repr_html_()
+    devices, rates = zip(*planned.scaling(), strict=True)
+    assert devices[:3] == (1, 2, 4)
+    assert list(rates) == sorted(rates)
+
+
+def test_stages_are_played_together():
+    profile = replace(find_profile("cpu"), host_s_per_operator=0.0)
+    work = Operator("mm", int(1e9), 0, torch.float32, (1,), (1,))
+    sends, receives = Message("send", (0, 1), 8, (1,), 1), Message("recv_", (0, 1), 8, (1,), 0)
+    times = time_ranks({0: [work, sends], 1: [receives, work]}, profile, ranks_per_node=2)
+    assert times[0].step == times[1].step == pytest.approx(2 * times[0].compute, rel=0.1)
+    assert times[1].stages == pytest.approx(times[0].compute, rel=0.1)
 
 
 def test_the_name_is_public():

@@ -1,0 +1,328 @@
+"""What a plan says: rows, the best first, with reasons, explanations, differences and answers to "what if"."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_pardist.mesh import ParallelDims
+from lightning_pardist.planner.candidates import Candidate
+from lightning_pardist.planner.pictures import memory_bars, page
+from lightning_pardist.planner.profiles import DeviceProfile, find_profile
+from lightning_pardist.planner.step_time import StepTime
+from lightning_pardist.planner.words import change_text, size_text, time_text
+
+#: Rows within this share of the best are as fast.
+_SAME = 0.005
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate, planned.
+
+    Attributes:
+        candidate: Which.
+        dims: Degrees of parallelism.
+        memory: Bytes of the fullest rank at its peak, by kind, and ``peak``, their sum.
+        peak_in: What the step is at then.
+        fullest_rank: Which rank that is; of a pipeline one of each stage was looked at.
+        sent: Bytes that a rank sends in a step, by axis; of a pipeline the rank that sends most.
+        time: Seconds of a step, of the rank that computes longest.
+        idle_share: Time in which ranks of a pipeline wait for each other, over the time of all.
+        samples: Samples a rank and step; 0 if they could not be counted.
+        samples_per_s: Of all ranks together; 0 if the batch's samples could not be counted.
+        tokens_per_s: The same for tokens; 0 if the batch has no integers of two dims.
+        mfu: Share of the devices' peak that the model's own operations are.
+        fits: Whether the peak and what a device reserves fit its memory.
+        reason: Why it is not the best; of the best why it is.
+        looked_at: Where the module looked at values, which were guessed.
+        timelines: Of each rank that was looked at.
+    """
+
+    candidate: Candidate
+    dims: ParallelDims
+    memory: Mapping[str, int]
+    peak_in: str
+    fullest_rank: int
+    sent: Mapping[str, float]
+    time: StepTime
+    idle_share: float
+    samples: float
+    samples_per_s: float
+    tokens_per_s: float
+    mfu: float
+    fits: bool
+    reason: str = ""
+    looked_at: tuple[str, ...] = ()
+    timelines: Mapping[int, StepTime] = field(default_factory=dict, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: bytes, seconds."""
+        return {
+            "strategy": self.candidate.strategy,
+            "settings": dict(self.candidate.settings),
+            "degrees": self.dims.layout,
+            "memory": dict(self.memory),
+            "peak_in": self.peak_in,
+            "fullest_rank": self.fullest_rank,
+            "sent": {axis: round(size) for axis, size in self.sent.items()},
+            "seconds": {
+                "compute": self.time.compute,
+                "communication": self.time.communication,
+                "idle": self.time.idle,
+                "step": self.time.step,
+            },
+            "idle_share": self.idle_share,
+            "samples_per_rank": self.samples,
+            "samples_per_s": self.samples_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "fits": self.fits,
+            "reason": self.reason,
+            "trainer": self.candidate.line,
+        }
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One candidate of which there are no numbers.
+
+    Attributes:
+        candidate: Which.
+        reason: What its strategy says, or why it was not looked at.
+    """
+
+    candidate: Candidate
+    reason: str
+
+
+class Plan:
+    """What came out, the best first. Prints itself, and shows itself in a notebook.
+
+    Attributes:
+        rows: Candidates that could be planned: those that fit, by speed, then the others, by memory.
+        refused: Those that their strategy refuses, that cannot be planned, or that cannot be the best.
+        device: The profile that times and limits are of.
+        devices: Ranks a node.
+        num_nodes: Nodes.
+        notes: What is not as asked.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        refused: Sequence[Refused],
+        *,
+        device: DeviceProfile,
+        devices: int,
+        num_nodes: int,
+        notes: Sequence[str] = (),
+        again: Callable[[DeviceProfile], Plan] | None = None,
+        scaling: Callable[[], list[tuple[int, float]]] = list,
+    ) -> None:
+        self.rows = tuple(rows)
+        self.refused = tuple(refused)
+        self.device = device
+        self.devices = devices
+        self.num_nodes = num_nodes
+        self.notes = tuple(notes)
+        self._again = again
+        self._scaling = scaling
+
+    @property
+    def best(self) -> Row | None:
+        """The fastest that fits; None if none does."""
+        return self.rows[0] if self.rows and self.rows[0].fits else None
+
+    def what_if(
+        self,
+        *,
+        device: str | Path | DeviceProfile | None = None,
+        memory_gb: float | None = None,
+        links: float = 1.0,
+    ) -> Plan:
+        """The same candidates on another device, with more memory or faster links, without running anything again.
+
+        Args:
+            device: In place of the plan's own, as :func:`~lightning_pardist.plan` takes it; of the same backend.
+            memory_gb: In place of the device's memory, in 10^9 bytes.
+            links: Factor on the bandwidth of links inside and between nodes.
+
+        Raises:
+            ValueError: If the device's collectives are another backend's, which engines choose by.
+        """
+        profile = find_profile(self.device if device is None else device, memory_gb=memory_gb)
+        if profile.backend != self.device.backend or self._again is None:
+            raise ValueError(
+                f"{profile.name} communicates by {profile.backend}, and this plan was made for {self.device.backend}:"
+                " engines run differently there. Make a plan for it."
+            )
+        inside, between = (replace(link, bytes_per_s=link.bytes_per_s * links) for link in
+                           (profile.inside, profile.between))  # fmt: skip
+        return self._again(replace(profile, inside=inside, between=between))
+
+    def scaling(self) -> list[tuple[int, float]]:
+        """Numbers of devices, and the samples a second that ``pardist_ddp`` trains on them with one batch each.
+
+        More devices pay as long as the time of messages that no overlap hides stays small beside that of computing.
+        Empty if ``pardist_ddp`` is not among the rows.
+        """
+        return self._scaling()
+
+    def why_nothing_fits(self) -> str:
+        """What would have to change for the candidate that needs the least."""
+        least = min(self.rows, key=lambda row: row.memory["peak"])
+        needs = least.memory["peak"] + self.device.reserved_bytes
+        return (
+            f"No candidate fits {size_text(self.device.memory_bytes)}: the least is {least.candidate}, which needs"
+            f" devices of {size_text(needs)} ({size_text(self.device.reserved_bytes)} of it reserved), or a smaller"
+            " batch, or more devices."
+        )
+
+    def explain(self, row: Row | int) -> str:
+        """What makes a row's memory and time.
+
+        Args:
+            row: It, or its number from 0.
+        """
+        row = self.rows[row] if isinstance(row, int) else row
+        kinds = sorted((kind for kind in row.memory if kind != "peak"), key=lambda kind: -row.memory[kind])
+        shares = ", ".join(f"{kind} {size_text(row.memory[kind])}" for kind in kinds)
+        time = row.time
+        host = time.idle - time.stages
+        waits = f"for the host {time_text(max(0.0, host))}"
+        if row.dims.pipeline_parallel > 1:
+            waits += f", for other stages {time_text(time.stages)} ({row.idle_share:.0%} of all ranks' time)"
+        lines = [
+            f"{row.candidate}: {row.dims.describe()}",
+            f"  The peak of {size_text(row.memory['peak'])} is in {row.peak_in}, on rank {row.fullest_rank}: {shares}.",
+            f"  A step of {time_text(time.step)}: compute {time_text(time.compute)}, waiting for messages"
+            f" {time_text(time.communication)} ({time_text(time.hidden)} more are hidden behind compute), {waits}.",
+            *(f"  Sent over {axis}: {size_text(size)} a step." for axis, size in row.sent.items()),
+            f"  {row.reason}",
+        ]
+        if row.looked_at:
+            lines.append(f"  Values were guessed where the module looks at them: {', '.join(row.looked_at)}.")
+        return "\n".join(lines)
+
+    def diff(self, first: Row | int, second: Row | int) -> str:
+        """Where the second gains and loses against the first.
+
+        Args:
+            first: A row, or its number from 0.
+            second: Another.
+        """
+        a, b = (self.rows[row] if isinstance(row, int) else row for row in (first, second))
+        lines = [f"{b.candidate} against {a.candidate}:"]
+        lines += [f"  {kind:14} {change_text(b.memory[kind] - a.memory[kind])}" for kind in a.memory]
+        for name in ("compute", "communication", "idle", "step"):
+            change = getattr(b.time, name) - getattr(a.time, name)
+            lines.append(f"  {name:14} {'+' if change >= 0 else '-'}{time_text(abs(change))}")
+        for axis in dict.fromkeys((*a.sent, *b.sent)):
+            lines.append(f"  sent, {axis}: {change_text(b.sent.get(axis, 0.0) - a.sent.get(axis, 0.0))}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "device": self.device.to_json(),
+            "devices": self.devices,
+            "num_nodes": self.num_nodes,
+            "notes": list(self.notes),
+            "candidates": [row.to_json() for row in self.rows],
+            "refused": [
+                {"strategy": each.candidate.strategy, "settings": dict(each.candidate.settings), "reason": each.reason}
+                for each in self.refused
+            ],
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json_text())
+
+    def to_json_text(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_json(), indent=2) + "\n"
+
+    def to_html(self) -> str:
+        """A page of its own: the table, memory by kind, and steps by rank."""
+        return page(self)
+
+    def _repr_html_(self) -> str:
+        return f"{memory_bars(self)}<pre>{html.escape(str(self))}</pre>"
+
+    @property
+    def headline(self) -> str:
+        """What was planned for, and where its rates are from."""
+        rates = "measured" if self.device.is_measured else "data sheet, efficiencies assumed"
+        where = f"{self.devices} x {self.num_nodes} {self.device.name}"
+        return f"{where} ({size_text(self.device.memory_bytes)} each; {rates})"
+
+    @property
+    def trainer_line(self) -> str:
+        """What to copy; empty if nothing fits."""
+        if self.best is None:
+            return ""
+        nodes = f", num_nodes={self.num_nodes}" if self.num_nodes > 1 else ""
+        return f"Trainer(strategy={self.best.candidate.line}, devices={self.devices}{nodes})"
+
+    def __str__(self) -> str:
+        lines = [
+            self.headline,
+            *self.notes,
+            "",
+            f"{'':2} {'strategy':52} {'memory':>9} {'step':>9} {'waits':>9} {'samples/s':>10} {'MFU':>5}  why",
+        ]
+        for number, row in enumerate(self.rows):
+            lines.append(
+                f"{number:2} {row.candidate!s:52} {size_text(row.memory['peak']):>9} {time_text(row.time.step):>9}"
+                f" {time_text(row.time.communication + row.time.stages):>9} {row.samples_per_s:>10.1f}"
+                f" {row.mfu:>5.0%}  {row.reason}"
+            )
+        lines += [f" - {each.candidate!s:52} {each.reason}" for each in self.refused]
+        if self.best is not None:
+            lines += ["", self.trainer_line]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def ranked(rows: Sequence[Row], profile: DeviceProfile) -> list[Row]:
+    """Rows, the best first, each with its reason."""
+    ordered = sorted(rows, key=lambda row: (not row.fits, -row.samples_per_s if row.fits else 0, row.memory["peak"]))
+    best = ordered[0] if ordered and ordered[0].fits else None
+    return [_with_reason(row, best, profile) for row in ordered]
+
+
+def _with_reason(row: Row, best: Row | None, profile: DeviceProfile) -> Row:
+    room = profile.memory_bytes - profile.reserved_bytes
+    if not row.fits:
+        over = size_text(row.memory["peak"] - room)
+        reason = f"does not fit: {over} too much, the peak is in {row.peak_in}"
+    elif row is best:
+        reason = "the fastest that fits"
+    else:
+        reason = "" if best is None else _against(row, best)
+    return replace(row, reason=reason)
+
+
+def _against(row: Row, best: Row) -> str:
+    """Where a row loses time against the best."""
+    lost = 1 - row.samples_per_s / best.samples_per_s if best.samples_per_s else 0.0
+    if lost < _SAME:
+        return f"as fast, and holds {'more' if row.memory['peak'] > best.memory['peak'] else 'as much or less'}"
+    changes = {
+        "computes longer": row.time.compute - best.time.compute,
+        "waits longer for messages": row.time.communication - best.time.communication,
+        "waits longer for other stages": row.time.stages - best.time.stages,
+        "waits longer for the host": row.time.idle - row.time.stages - best.time.idle + best.time.stages,
+    }
+    most = max(changes, key=lambda name: changes[name])
+    replicas, of = row.dims.batch_size, best.dims.batch_size
+    fewer = f", on {replicas} batches at a time in place of {of}" if replicas < of else ""
+    longer = f": {most} ({time_text(changes[most])} a step){fewer}" if changes[most] > 0 else fewer
+    return f"{lost:.0%} fewer samples a second{longer}"

@@ -1,0 +1,278 @@
+"""The search: candidates traced, timed and compared; those that cannot be the best are left out first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_pardist.engines.pipeline import CannotPipelineError
+from lightning_pardist.mesh import AXES, ParallelDims
+from lightning_pardist.planner.batches import resized, samples_of, tokens_of
+from lightning_pardist.planner.candidates import PLANNED, Candidate, with_checkpointing
+from lightning_pardist.planner.errors import PlanError
+from lightning_pardist.planner.ledger import Event, Message, Operator
+from lightning_pardist.planner.plan_result import Plan, Refused, Row, ranked
+from lightning_pardist.planner.planned_rank import Place, RankTrace, dims_of, stage_places, trace_rank, trace_ranks
+from lightning_pardist.planner.profiles import DeviceProfile
+from lightning_pardist.planner.skipped_kernels import Forms
+from lightning_pardist.planner.step_time import operator_seconds, sent_bytes, time_ranks, time_step, without_spans
+from lightning_pardist.planner.words import sentence
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned for.
+
+    Attributes:
+        devices: Ranks a node.
+        num_nodes: Nodes.
+        settings: Further arguments of the Trainer.
+        global_batch: Samples of all ranks together in an optimizer step; None for the batch that was given a rank.
+    """
+
+    devices: int
+    num_nodes: int
+    settings: Mapping[str, Any]
+    global_batch: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.devices * self.num_nodes
+
+    @property
+    def accumulated(self) -> int:
+        """Batches an optimizer step."""
+        return int(self.settings.get("accumulate_grad_batches", 1))
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A candidate as it ran.
+
+    Attributes:
+        candidate: Which.
+        ranks: One of each stage, or the first.
+        share: Samples a rank and step, in samples of the batch that was given.
+    """
+
+    candidate: Candidate
+    ranks: Sequence[RankTrace]
+    share: float
+
+
+class Search:
+    """Traces candidates, and compares them. Not collective.
+
+    Args:
+        module: As it is before training.
+        batch: A sample batch.
+        profile: The device.
+        job: What is planned for.
+        leave_out: Whether candidates that cannot be the best are not traced.
+
+    Raises:
+        PlanError: If the module's own step fails.
+    """
+
+    def __init__(
+        self, module: pl.LightningModule, batch: Any, profile: DeviceProfile, job: Job, *, leave_out: bool
+    ) -> None:
+        self._module, self._batch, self._profile, self._job = module, batch, profile, job
+        self._leave_out = leave_out
+        self._traced: list[_Traced] = []
+        self._rows: list[Row] = []
+        self._refused: list[Refused] = []
+        self._forms: Forms = {}
+        # An error of the module's own comes up here, and is not taken for a refusal of every strategy.
+        self._alone = self._traced_alone()
+
+    def add(self, candidate: Candidate) -> None:
+        """Plan a candidate, and the same with activation checkpointing if it does not fit."""
+        if candidate.strategy not in PLANNED:
+            self._refused.append(Refused(candidate, f"{candidate.strategy} cannot be planned yet."))
+            return
+        try:
+            dims = dims_of(candidate.make(), self._first)
+            share = self._share(dims)
+            if (why := self._cannot_be_best(dims, share)) is not None:
+                self._refused.append(Refused(candidate, why))
+                return
+            traced = _Traced(candidate, self._trace(candidate, stage_places(dims, self._first), share), share)
+        except (ValueError, MisconfigurationException, CannotPipelineError) as error:
+            self._refused.append(Refused(candidate, f"refused: {sentence(error)}"))
+            return
+        except Exception as error:
+            reason = f"cannot be planned, which says nothing of training: {type(error).__name__}: {sentence(error)}"
+            self._refused.append(Refused(candidate, reason))
+            return
+        self._traced.append(traced)
+        self._rows.append(self._row(traced, self._profile))
+        if not self._rows[-1].fits and "activation_checkpointing" not in candidate.settings:
+            self.add(with_checkpointing(candidate))
+
+    def plan(self, notes: Sequence[str] = ()) -> Plan:
+        """All, the best first, each with its reason.
+
+        Raises:
+            PlanError: If every candidate is refused.
+        """
+        if not self._rows:
+            reasons = "; ".join(f"{each.candidate}: {each.reason}" for each in self._refused)
+            raise PlanError(f"Every candidate is refused. {reasons}")
+        return self._plan_for(self._profile, tuple(notes))
+
+    def _plan_for(self, profile: DeviceProfile, notes: Sequence[str]) -> Plan:
+        rows = self._rows if profile is self._profile else [self._row(each, profile) for each in self._traced]
+        return Plan(
+            ranked(rows, profile),
+            self._refused,
+            device=profile,
+            devices=self._job.devices,
+            num_nodes=self._job.num_nodes,
+            notes=notes,
+            again=lambda other: self._plan_for(other, notes),
+            scaling=lambda: self._scaling(profile),
+        )
+
+    def _scaling(self, profile: DeviceProfile) -> list[tuple[int, float]]:
+        """What replicas bring: they send the same buckets, whatever their number is."""
+        traced = next((each for each in self._traced if each.candidate == Candidate("pardist_ddp")), None)
+        if traced is None:
+            return []
+        found, devices = [], 1
+        while devices <= max(1024, self._job.world_size):
+            ranks = tuple(range(devices))
+            events = [replace(event, ranks=ranks) if isinstance(event, Message) else event
+                      for event in traced.ranks[0].events]  # fmt: skip
+            time = time_step(events, profile, ranks_per_node=self._job.devices)
+            samples = samples_of(self._batch) * traced.share * self._job.accumulated
+            found.append((devices, devices * samples / time.step))
+            devices *= 2
+        return found
+
+    # --- traces -------------------------------------------------------------------------------------------------
+
+    @property
+    def _first(self) -> Place:
+        return Place(0, self._job.devices, self._job.num_nodes, self._profile.backend)
+
+    def _share(self, dims: ParallelDims) -> float:
+        """Samples a rank and step over those of the sample batch.
+
+        Raises:
+            ValueError: If the global batch cannot be divided so.
+        """
+        wanted, parts = self._job.global_batch, dims.batch_size * self._job.accumulated
+        if wanted is None:
+            return 1.0
+        if wanted % parts:
+            raise ValueError(
+                f"a global batch of {wanted} samples cannot be divided into {parts} batches of one size"
+                f" ({dims.batch_size} ranks with samples of their own, {self._job.accumulated} batches a step)."
+            )
+        return wanted / parts / samples_of(self._batch)
+
+    def _trace(self, candidate: Candidate, places: Sequence[Place], share: float) -> list[RankTrace]:
+        batch = resized(self._batch, round(samples_of(self._batch) * share))
+        settings: dict[str, Any] = {"trainer_settings": self._job.settings, "forms": self._forms}
+        if len(places) == 1:
+            return [trace_rank(self._module, batch, candidate.make, places[0], **settings)]
+        return trace_ranks(self._module, batch, candidate.make, places, **settings)
+
+    def _traced_alone(self) -> RankTrace:
+        """One process, which no strategy has a reason to refuse.
+
+        Raises:
+            PlanError: If the module's own step fails.
+        """
+        try:
+            place = Place(0, 1, 1, self._profile.backend)
+            return self._trace(Candidate("pardist_ddp"), [place], 1.0)[0]
+        except Exception as error:
+            raise PlanError(
+                f"The module's step fails on this batch without values: {type(error).__name__}: {sentence(error)}"
+            ) from error
+
+    def _cannot_be_best(self, dims: ParallelDims, share: float) -> str | None:
+        """Why not, by a bound: the ranks that share a batch can divide its arithmetic, and no more.
+
+        Tensor ranks issue as many operators as one process, stages their part of them.
+        """
+        best = max((row.samples_per_s for row in self._rows if row.fits), default=0.0)
+        apart, profile = dims.world_size // dims.batch_size, self._profile
+        if not self._leave_out or not best or apart == 1:
+            return None
+        events = self._alone.events[: self._alone.before_optimizer]
+        work = [event for event in events if isinstance(event, Operator)]
+        computes = share * sum(operator_seconds(each, profile) for each in work if each.flops) / apart
+        issues = len(work) * profile.host_s_per_operator / dims.pipeline_parallel
+        least = max(computes, issues)
+        most = samples_of(self._batch) * share * dims.batch_size * self._job.accumulated / least if least else best
+        if most > best:
+            return None
+        return (
+            f"not traced: {apart} ranks work on each batch, so that it trains {most:.1f} samples/s at most, and others"
+            f" that fit train {best:.1f}. Name it in strategies to see it."
+        )
+
+    # --- rows ---------------------------------------------------------------------------------------------------
+
+    def _row(self, traced: _Traced, profile: DeviceProfile) -> Row:
+        job, ranks = self._job, traced.ranks
+        dims = ranks[0].dims
+        times = time_ranks({each.rank: each.events for each in ranks}, profile, ranks_per_node=job.devices)
+        fullest = max(ranks, key=lambda each: each.held.peak)
+        time = max(times.values(), key=lambda each: each.compute)
+        samples = samples_of(self._batch) * traced.share
+        steps_per_s = dims.batch_size * job.accumulated / time.step if time.step else 0.0
+        peak = profile.flops_of(_main_dtype(self._alone.events)) / profile.matmul_efficiency
+        flops = sum(event.flops for event in self._alone.events if isinstance(event, Operator)) / job.accumulated
+        sent = [_sent_by_axis(each.events, dims) for each in ranks]
+        return Row(
+            traced.candidate,
+            dims,
+            {**fullest.held.by_kind, "peak": fullest.held.peak},
+            fullest.peak_in,
+            fullest.rank,
+            max(sent, key=lambda by_axis: sum(by_axis.values())),
+            without_spans(time),
+            sum(each.stages for each in times.values()) / (len(times) * time.step) if time.step else 0.0,
+            samples,
+            samples * steps_per_s,
+            tokens_of(self._batch) * traced.share * steps_per_s,
+            flops * traced.share * steps_per_s / (peak * dims.world_size),
+            fullest.held.peak + profile.reserved_bytes <= profile.memory_bytes,
+            looked_at=tuple(dict.fromkeys(place for each in ranks for place in each.looked_at)),
+            timelines=times,
+        )
+
+
+def _sent_by_axis(events: Sequence[Event], dims: ParallelDims) -> dict[str, float]:
+    found: dict[str, float] = {}
+    names: dict[tuple[int, ...], str] = {}
+    for event in events:
+        if isinstance(event, Message) and len(event.ranks) > 1:
+            if event.ranks not in names:
+                places = [dims.coordinates(each) for each in event.ranks]
+                axes = [axis for axis in AXES if len({place[axis] for place in places}) > 1]
+                names[event.ranks] = " x ".join(axes)
+            name = names[event.ranks]
+            found[name] = found.get(name, 0.0) + sent_bytes(event)
+    return found
+
+
+def _main_dtype(events: Sequence[Event]) -> str:
+    """The dtype of most arithmetic."""
+    by_dtype: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, Operator) and event.flops:
+            name = str(event.dtype).removeprefix("torch.")
+            by_dtype[name] = by_dtype.get(name, 0) + event.flops
+    most = max(by_dtype, key=lambda name: by_dtype[name]) if by_dtype else "float32"
+    return "tf32" if most == "float32" and torch.get_float32_matmul_precision() != "highest" else most
