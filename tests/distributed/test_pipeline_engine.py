@@ -22,6 +22,7 @@ from lightning_pardist.engines.pipeline import (
     record_step,
     split_batch,
 )
+from tests.helpers.pipeline_parity import whole_state
 from tests.helpers.pipeline_zoo import make
 from tests.helpers.ranks import run_ranks
 
@@ -75,21 +76,21 @@ def _state() -> dict[str, Any]:
     engine = start(model, batch, 2, schedule="interleaved")
     placement = engine.placement
     freed = engine.free()
-    rank = dist.get_rank()
     held = [name for name, p in model.named_parameters() if not p.is_meta]
     assert model.head.weight is model.wte.weight
     assert all(placement.is_local(name) for name in held)
-    gathered = placement.gather_state_dict(writer=1)
-    assert list(gathered) == (list(before) if rank == 1 else [])
+    gathered = whole_state(placement)
+    assert list(gathered) == list(before)
     assert all(torch.equal(gathered[name], before[name]) for name in gathered)
     other = {name: value + 1 for name, value in before.items()}
     placement.load_state_dict(other)
-    gathered = placement.gather_state_dict()
+    gathered = whole_state(placement)
     assert all(torch.equal(gathered[name], other[name]) for name in gathered)
     with pytest.raises(RuntimeError, match=r"misses \['norm.bias'\] and has unexpected \['extra'\]"):
         placement.load_state_dict({**{k: v for k, v in other.items() if k != "norm.bias"}, "extra": torch.zeros(1)})
     owners = {name: placement.owner_of(name) for name in before}
-    return {"held": held, "owners": owners, "freed": freed, "local": sorted(placement.local_state_dict())}
+    local = sorted(name for name, owner in owners.items() if owner == dist.get_rank())
+    return {"held": held, "owners": owners, "freed": freed, "local": local}
 
 
 def test_state_by_plain_names() -> None:

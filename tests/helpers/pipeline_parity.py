@@ -19,6 +19,7 @@ from lightning_pardist.engines.pipeline import (
     split_batch,
 )
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy
+from lightning_pardist.engines.pipeline.placement import Placement
 from tests.helpers.pipeline_zoo import count_tokens, make
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -114,12 +115,22 @@ def train_as_pipeline(case: Case) -> tuple[Outcome, list[int], int]:
         losses.append(result.loss)
         counts.append(len(result.sizes))
         if (index + 1) % case.accumulate == 0:
-            squares = engine.placement.squared_norm()
+            squares = sum(p.grad.float().square().sum() for p in engine.placement.owned() if p.grad is not None)
+            squares = torch.as_tensor(squares)
             dist.all_reduce(squares)
             gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             optimizer.step()
-    outcome = Outcome(losses, gradients, squares.sqrt(), engine.placement.gather_state_dict())
+    outcome = Outcome(losses, gradients, squares.sqrt(), whole_state(engine.placement))
     return outcome, counts, freed
+
+
+def whole_state(placement: Placement) -> dict[str, Any]:
+    """The module's state from the ranks that answer for its entries. Collective over the pipeline."""
+    state = placement.module.state_dict()
+    own = {name: value for name, value in state.items() if placement.owner_of(name) == placement.rank}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return {name: of_ranks[placement.owner_of(name)][name] for name in state}
 
 
 def assert_parity(case: Case) -> dict[str, Any]:

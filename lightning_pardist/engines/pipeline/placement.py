@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -258,60 +258,6 @@ class Placement:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def squared_norm(self) -> torch.Tensor:
-        """Sum of squares of the gradients that this rank answers for; over the pipeline they add up to the whole.
-
-        Returns:
-            A scalar in fp32. Sum it over the pipeline's ranks; tied parameters are counted once.
-        """
-        gradients = [parameter.grad for parameter in self.owned() if parameter.grad is not None]
-        if not gradients:
-            return torch.zeros(())
-        norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
-        return norms.square().sum()
-
-    def gather(self, writer: int = 0, *, state: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
-        """The module's state, entry by entry, on one rank. Collective over the pipeline; exhaust it on every rank.
-
-        Args:
-            writer: Rank that gets the tensors, in the pipeline.
-            state: What to gather, by the same names, if not the module's own state.
-
-        Yields:
-            Name and value on the writer (one entry more than its own share in memory at a time), name and None on
-            others.
-        """
-        state = self.module.state_dict(keep_vars=True) if state is None else state
-        for name, entry in state.items():
-            owner = self.owner_of(name)
-            value = entry.detach() if isinstance(entry, torch.Tensor) else entry
-            if owner == writer:
-                yield name, value if self.rank == writer else None
-                continue
-            if not isinstance(value, torch.Tensor):
-                box = [value]
-                dist.broadcast_object_list(box, src=self._global(owner), group=self.group)
-                yield name, box[0] if self.rank == writer else None
-                continue
-            yield name, self._move(value, owner, writer)
-
-    def gather_state_dict(self, writer: int = 0) -> dict[str, Any]:
-        """The module's whole state on one rank, empty on the others. Collective over the pipeline.
-
-        Args:
-            writer: Rank that gets it, in the pipeline.
-        """
-        whole: dict[str, Any] = {}
-        for name, value in self.gather(writer):
-            if self.rank == writer:
-                whole[name] = value.clone() if isinstance(value, torch.Tensor) else value
-        return whole
-
-    def local_state_dict(self) -> dict[str, Any]:
-        """The entries of the module's state that this rank answers for."""
-        state = self.module.state_dict()
-        return {name: value for name, value in state.items() if self.owner_of(name) == self.rank}
-
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Load a whole state dict by plain names; every rank takes its share. Not collective.
 
@@ -333,20 +279,6 @@ class Placement:
         missing = sorted((set(result.missing_keys) - elsewhere) | (elsewhere - set(state)))
         if strict and (missing or result.unexpected_keys):
             raise RuntimeError(f"The state dict misses {missing} and has unexpected {sorted(result.unexpected_keys)}.")
-
-    def _move(self, value: torch.Tensor, owner: int, writer: int) -> torch.Tensor | None:
-        if self.rank == owner:
-            if value.numel():
-                dist.send(value.contiguous(), dst=self._global(writer), group=self.group)
-            return None
-        if self.rank != writer:
-            return None
-        # Where the entry is freed here, its meta stand-in tells shape and dtype.
-        device = value.device if not value.is_meta else _device_of(self.module)
-        buffer = torch.empty(value.shape, dtype=value.dtype, device=device)
-        if buffer.numel():
-            dist.recv(buffer, src=self._global(owner), group=self.group)
-        return buffer
 
     def _came_later(self, name: str) -> bool:
         return name not in self._buffer_names and name in dict(self.module.named_buffers(remove_duplicate=False))

@@ -1,0 +1,120 @@
+"""``python -m benchmarks.differential``: every family under every strategy against one process, as a table of cells."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning_pardist  # noqa: F401  (before lightning and torchvision)
+from benchmarks.differential.cells import BATCH, difference, saved_weights, train
+from benchmarks.differential.families import families
+from tests.helpers.ranks import RankFailed, close_pools, run_ranks
+
+STRATEGIES = (
+    "pardist_ddp",
+    "pardist_zero1",
+    "pardist_zero2",
+    "pardist_zero3",
+    "pardist_tp",
+    "pardist_pp",
+    "pardist_3d",
+)
+TOLERANCE = {False: 1e-5, True: 1e-9}
+#: Strategies that cut a rank's batch; the statistics of a batch norm are those of a part there.
+CUT_BATCHES = ("pardist_pp", "pardist_3d")
+TIMEOUT_S = 150.0
+assert BATCH % 4 == 0
+
+
+def main() -> None:
+    """Run the cells that were asked for, print each, and the sums."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.differential", description=__doc__)
+    parser.add_argument("--families", default="*", help="names such as 'decoder/*', with commas between them")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--every", type=int, default=1, help="take every n-th family only")
+    parser.add_argument("--offset", type=int, default=0, help="of the first one that is taken")
+    parser.add_argument("--json", type=Path, help="one line a cell is added to this file")
+    arguments = parser.parse_args()
+    patterns = arguments.families.split(",")
+    names = [f.name for f in families() if any(fnmatch.fnmatch(f.name, pattern) for pattern in patterns)]
+    results: Counter[str] = Counter()
+    for name in names[arguments.offset :: arguments.every]:
+        for cell in cells(name, arguments.strategies.split(",")):
+            results[cell["result"]] += 1
+            print(f"{cell['result']:9} {name:32} {cell['strategy']:16} {cell['detail']}", flush=True)
+            if arguments.json:
+                with arguments.json.open("a") as file:
+                    file.write(json.dumps(cell) + "\n")
+    close_pools()
+    print(", ".join(f"{count} {result}" for result, count in results.most_common()))
+
+
+def cells(name: str, strategies: list[str]) -> Iterator[dict[str, Any]]:
+    """One family under every strategy; a single cell ``left out`` if one process cannot train it."""
+    wants: dict[bool, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            wants[False] = _one(name, Path(folder) / "one", double=False)
+        except Exception as error:
+            yield {"family": name, "strategy": "", "result": "left out", "detail": _sentence(str(error))}
+            return
+        for strategy in strategies:
+            started = time.monotonic()
+            result, detail = _compare(name, strategy, Path(folder), wants)
+            seconds = round(time.monotonic() - started, 1)
+            yield {"family": name, "strategy": strategy, "result": result, "detail": detail, "seconds": seconds}
+
+
+def _one(name: str, folder: Path, *, double: bool) -> dict[str, Any]:
+    got = run_ranks(1, train, name, "auto", 1, str(folder), double, timeout_s=TIMEOUT_S)[0]
+    return got | {"saved": saved_weights(folder)}
+
+
+def _compare(name: str, strategy: str, folder: Path, wants: dict[bool, Any]) -> tuple[str, str]:
+    """``equal``, ``equal in fp64``, ``limit``, ``refused`` with the sentence, ``different`` or ``failed``."""
+    devices = 4 if strategy == "pardist_3d" else 2
+    errors: dict[bool, tuple[float, str]] = {}
+    for double in (False, True):
+        path = folder / f"{strategy}-{double}"
+        try:
+            if double not in wants:
+                wants[double] = _one(name, folder / "one-fp64", double=True)
+        except RankFailed:
+            return "different", f"{errors[False][0]:.1e}: {errors[False][1]} (the model has no fp64)"
+        try:
+            ranks = run_ranks(devices, train, name, strategy, devices, str(path), double, timeout_s=TIMEOUT_S)
+        except RankFailed as failure:
+            return _failed(str(failure))
+        want = wants[double]
+        found = [difference(rank[key], want[key]) for rank in ranks for key in ("weights", "logged")]
+        found.append(difference(saved_weights(path), want["saved"]))
+        errors[double] = max(found)
+        if errors[double][0] <= TOLERANCE[double]:
+            return ("equal in fp64" if double else "equal"), f"{errors[double][0]:.1e}"
+    worst = f"{errors[False][0]:.1e} in fp32, {errors[True][0]:.1e} in fp64: {errors[True][1]}"
+    if wants[True]["batch norms"] and strategy in CUT_BATCHES:
+        return "limit", f"batch norms see micro-batches, {worst}"
+    return "different", worst
+
+
+def _failed(report: str) -> tuple[str, str]:
+    """What a failure says: ``refused`` if the package raised it before the first step."""
+    lines = [line for line in report.splitlines() if "Error" in line and not line.startswith((" ", "---"))]
+    last = lines[-1] if lines else report.splitlines()[-1]
+    refused = any(kind in last for kind in ("ValueError", "NotSupported", "PipelineError", "ConfigurationError"))
+    return ("refused" if refused else "failed"), _sentence(last)
+
+
+def _sentence(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Train one family once: on one process or as one rank of a strategy, with what users switch on."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from benchmarks.differential.families import Family, families, without_dropout
+
+STEPS = 3
+ACCUMULATE = 2
+BATCH = 8
+
+
+class Foreign(pl.LightningModule):
+    """A family's model as it is, with its own loss."""
+
+    def __init__(self, family: Family) -> None:
+        super().__init__()
+        self.family = family
+        self.model = without_dropout(family.build())
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        loss = self.family.loss(self.model, batch)
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Momentum and a denominator far from zero: gradients that are rounding alone stay rounding.
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
+
+
+class Samples(pl.LightningDataModule):
+    """Global batches in their order; every rank takes its share by the strategy's own sampler arguments."""
+
+    def __init__(self, family: Family) -> None:
+        super().__init__()
+        self.dataset = TensorDataset(*family.batch(BATCH * STEPS * ACCUMULATE, torch.Generator().manual_seed(6)))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        sampler = DistributedSampler(self.dataset, shuffle=False, **kwargs)
+        return DataLoader(self.dataset, batch_size=BATCH // kwargs["num_replicas"], sampler=sampler)
+
+
+def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> dict[str, Any]:
+    """Three optimizer steps with accumulation, clipping and a checkpoint after the second.
+
+    Args:
+        name: Of the family.
+        strategy: Registered name; ``"auto"`` for one process.
+        devices: Ranks.
+        folder: Where the checkpoint is saved.
+        double: Train in fp64.
+
+    Returns:
+        Final weights and what was logged, both as on one process, and whether there are batch norms.
+    """
+    warnings.filterwarnings("ignore")
+    family = next(family for family in families() if family.name == name)
+    torch.manual_seed(4)
+    module = Foreign(family)
+    save = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=2, filename="half")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=devices,
+        precision="64-true" if double else "32-true",
+        max_epochs=1,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=0.5,
+        callbacks=[save],
+        use_distributed_sampler=False,
+        sync_batchnorm=devices > 1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=Samples(family))
+    weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
+    batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+    logged = {"loss": trainer.callback_metrics["loss_epoch"].detach().clone()}
+    return {"weights": weights, "logged": logged, "batch norms": batch_norms}
+
+
+def saved_weights(folder: Path) -> dict[str, Tensor]:
+    """Weights in the checkpoint that was saved half way."""
+    state: dict[str, Tensor] = torch.load(folder / "half.ckpt", weights_only=False, map_location="cpu")["state_dict"]
+    return state
+
+
+def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference, relative to each tensor's largest value (or 1e-3), and whose it is.
+
+    Returns:
+        Infinity where names or shapes differ.
+    """
+    if got.keys() != want.keys():
+        return float("inf"), ", ".join(sorted(got.keys() ^ want.keys()))
+    worst = (0.0, "")
+    for key, wanted in want.items():
+        if got[key].shape != wanted.shape:
+            return float("inf"), key
+        if wanted.numel():
+            scale = max(wanted.abs().max().item(), 1e-3)
+            error = (got[key].double() - wanted.double()).abs().max().item() / scale
+            if not error <= worst[0]:
+                worst = (error, key)
+    return worst
