@@ -26,7 +26,9 @@ STRATEGIES = (
     "pardist_pp",
     "pardist_3d",
 )
-TOLERANCE = {False: 1e-5, True: 1e-9}
+RTOL = 1e-5
+#: In fp64, where fp32 is chaotic; a model that computes its loss in fp32 all the same is held to that of fp32.
+RTOL_FP64 = 1e-9
 #: Strategies that cut a rank's batch; the statistics of a batch norm are those of a part there.
 CUT_BATCHES = ("pardist_pp", "pardist_3d")
 TIMEOUT_S = 150.0
@@ -96,7 +98,7 @@ def _compare(name: str, strategy: str, folder: Path, wants: dict[bool, Any]) -> 
         found = [difference(rank[key], want[key]) for rank in ranks for key in ("weights", "logged")]
         found.append(difference(saved_weights(path), want["saved"]))
         errors[double] = max(found)
-        if errors[double][0] <= TOLERANCE[double]:
+        if errors[double][0] <= (RTOL_FP64 if double and want["fp64 loss"] else RTOL):
             return ("equal in fp64" if double else "equal"), f"{errors[double][0]:.1e}"
     worst = f"{errors[False][0]:.1e} in fp32, {errors[True][0]:.1e} in fp64: {errors[True][1]}"
     if wants[True]["batch norms"] and strategy in CUT_BATCHES:

@@ -28,6 +28,7 @@ class Foreign(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         loss = self.family.loss(self.model, batch)
+        self.loss_dtype = loss.dtype
         self.log("loss", loss, on_epoch=True, sync_dist=True)
         return loss
 
@@ -60,7 +61,8 @@ def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> 
         double: Train in fp64.
 
     Returns:
-        Final weights and what was logged, both as on one process, and whether there are batch norms.
+        Final weights and what was logged, both as on one process, whether there are batch norms, and whether
+        the model computed its loss in fp64.
     """
     warnings.filterwarnings("ignore")
     family = next(family for family in families() if family.name == name)
@@ -86,7 +88,8 @@ def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> 
     weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
     batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
     logged = {"loss": trainer.callback_metrics["loss_epoch"].detach().clone()}
-    return {"weights": weights, "logged": logged, "batch norms": batch_norms}
+    wide_loss = module.loss_dtype == torch.float64
+    return {"weights": weights, "logged": logged, "batch norms": batch_norms, "fp64 loss": wide_loss}
 
 
 def saved_weights(folder: Path) -> dict[str, Tensor]:

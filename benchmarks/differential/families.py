@@ -220,12 +220,12 @@ def _vision_builder(name: str) -> Callable[[], nn.Module]:
 
 
 def small_config(config_class: Any) -> Any:
-    """A configuration with small sizes under the names that it has, and without dropout."""
+    """A configuration with small sizes under the names that it has, and without what draws random numbers in training."""
     default = config_class()
     names = {name for name in _SMALL if hasattr(default, name)}
     values = {name: _SMALL[name] for name in names if isinstance(getattr(default, name), (int, float, type(None)))}
     for name, value in vars(default).items():
-        if isinstance(value, float) and ("drop" in name or name.endswith("pdrop")):
+        if isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
             values[name] = 0.0
     return config_class(**values)
 

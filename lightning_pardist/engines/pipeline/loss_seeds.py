@@ -86,7 +86,8 @@ class Weighing:
         """The batch's loss, given the micro-batches'."""
         total = 1.0 if self.is_sum else sum(self.weights)
         # What weighs nothing may be no number: the mean loss of no tokens.
-        counted = [loss.float() * (w / total) for loss, w in zip(losses, self.weights, strict=True) if w]
+        wide = torch.promote_types(losses[0].dtype, torch.float32)
+        counted = [loss.to(wide) * (w / total) for loss, w in zip(losses, self.weights, strict=True) if w]
         return torch.stack(counted or list(losses)).sum(0)
 
 
