@@ -220,7 +220,7 @@ def _vision_builder(name: str) -> Callable[[], nn.Module]:
 
 
 def small_config(config_class: Any) -> Any:
-    """A configuration with small sizes under the names that it has, and without what draws random numbers in training."""
+    """A configuration with small sizes under the names that it has, and nothing random in training."""
     default = config_class()
     names = {name for name in _SMALL if hasattr(default, name)}
     values = {name: _SMALL[name] for name in names if isinstance(getattr(default, name), (int, float, type(None)))}

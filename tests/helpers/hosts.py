@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.scripts import ROOT
+from tests.helpers.scripts import ENVIRONMENT, ROOT
 
 _NETWORK = "10.99.0"
 
@@ -85,7 +85,7 @@ class Hosts:
         """Start a command on a host."""
         inside, enter = self._inside(name), self._enter(name)
         clean = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE")}
-        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        own = ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
         path = f"{Path(sys.executable).parent}:{clean['PATH']}"
         output = self._folder / f"{name}-{len(self._processes)}.txt"
         with output.open("w") as file:

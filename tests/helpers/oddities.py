@@ -32,6 +32,20 @@ class GradPenalty(Base):
         return y.mean() + ((g.norm(dim=-1) - 1) ** 2).mean()
 
 
+class TensorSizes(Base):
+    """Shapes computed with tensors, as `torch.div(length, 2, rounding_mode="trunc")` of two ints gives them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 32)
+        self.b = nn.Linear(32, 16)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        half = torch.div(h.size(1), 2, rounding_mode="trunc")
+        return self.b(h.view(h.size(0), half, 2, h.size(2)).flip(2).reshape(h.shape))
+
+
 class WeightNorm(Base):
     def __init__(self):
         super().__init__()

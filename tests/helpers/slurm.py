@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.helpers.ranks import free_port
-from tests.helpers.scripts import ROOT, Finished
+from tests.helpers.scripts import ENVIRONMENT, Finished
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "unshare")
 #: A file in the cluster's folder with the process id of the test.
@@ -109,7 +109,7 @@ class Slurm:
         """Variables for a command that talks to this cluster, and for the jobs that it starts."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "LOCAL_RANK"))}
         path = f"{Path(sys.executable).parent}:{clean['PATH']}"
-        own = {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        own = ENVIRONMENT | {"SLURM_CONF": str(self.folder / "slurm.conf")}
         return clean | own | {"PATH": path} | variables
 
     def run(self, *command: str, timeout_s: float = 120.0, cwd: Path | None = None, **variables: str) -> Finished:

@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import main
+from tests.helpers.scripts import ENVIRONMENT, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["pardist_ddp", "torch_ddp", "one_process"]
 
 
@@ -18,7 +17,7 @@ def _command(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=100,

@@ -13,7 +13,7 @@ from tests.helpers.cluster import TRAIN as CLUSTER_TRAIN
 from tests.helpers.models import Classifier
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, Data, quiet_trainer
-from tests.helpers.scripts import ROOT, run_script
+from tests.helpers.scripts import ENVIRONMENT, ROOT, run_script
 
 TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
 
@@ -106,7 +106,7 @@ def test_stopped_first_rank_holds_nobody(tmp_path):
     command = [sys.executable, TRAIN, "pardist_ddp", "2", "stop", "0"]
     output = tmp_path / "output.txt"
     with output.open("w") as file:
-        job = psutil.Popen(command, stdout=file, stderr=file, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        job = psutil.Popen(command, stdout=file, stderr=file, env=os.environ | ENVIRONMENT)
     try:
         _until(lambda: job.status() == psutil.STATUS_STOPPED)
         stopped = time.monotonic()

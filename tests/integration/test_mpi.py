@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.cluster import STRATEGIES, TRAIN, alone, ended
 from tests.helpers.hosts import Hosts, why_no_hosts
-from tests.helpers.scripts import run_script
+from tests.helpers.scripts import ENVIRONMENT, run_script
 
 
 def _mpirun():
@@ -60,7 +60,7 @@ def test_several_hosts(told):
         given = json.dumps({"strategy": STRATEGIES, "devices": 1, "num_nodes": 2})
         options = ["-np", "2", "--host", "h1:1,h2:1", "--mca", "plm_rsh_agent", str(hosts.remote_shell())]
         # Variables of this process reach other hosts as they do over ssh: if they are named.
-        options += [word for name in ("OMP_NUM_THREADS", "PYTHONPATH", "PATH") for word in ("-x", name)]
+        options += [word for name in ("PATH", *ENVIRONMENT) for word in ("-x", name)]
         if told:
             options += ["-x", "MASTER_ADDR=h1"]
         running = hosts.start("h1", _mpirun(), "--allow-run-as-root", *options, sys.executable, TRAIN, given)

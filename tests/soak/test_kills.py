@@ -18,7 +18,7 @@ import pytest
 
 from tests.helpers.cluster import TRAIN, alone, first
 from tests.helpers.hosts import Hosts, why_no_hosts
-from tests.helpers.scripts import ROOT
+from tests.helpers.scripts import ENVIRONMENT
 
 pytestmark = pytest.mark.soak
 
@@ -52,7 +52,7 @@ class Job:
         self.folder = folder
 
     def start(self):
-        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        variables = ENVIRONMENT | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self.log.open("a") as file:
             self.process = psutil.Popen(
                 [sys.executable, *self.command],

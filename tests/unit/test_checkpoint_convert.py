@@ -1,6 +1,7 @@
 """A folder becomes the single file of Lightning and back; what is inside of either."""
 
 import itertools
+import os
 import subprocess
 import sys
 import zipfile
@@ -19,6 +20,7 @@ from lightning_pardist.checkpoint.stream import LazyTensor, write_archive
 from lightning_pardist.cli import main
 from tests.helpers.models import MODULES, Classifier
 from tests.helpers.runs import quiet_trainer
+from tests.helpers.scripts import ENVIRONMENT
 
 
 class Custom:
@@ -246,7 +248,7 @@ def test_conversion_needs_less_memory_than_the_model(tmp_path):
     save.write(SingleCoordinator(), {"state_dict": {}})
     places = [str(tmp_path / name) for name in ("folder", "a.ckpt", "again", "small")]
     command = [sys.executable, "-c", _CONVERT, *places]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     # 64 MB of tensors; a piece of 4 MB is in memory to be checked, or to be written.
     assert max(map(int, result.stdout.split())) < 16_000, result.stdout

@@ -20,6 +20,7 @@ from lightning_pardist.checkpoint.full_file import load_file, save_file, verify_
 from lightning_pardist.trainer.checkpoint_io import PardistCheckpointIO
 from tests.helpers.models import MODULES
 from tests.helpers.runs import quiet_trainer
+from tests.helpers.scripts import ENVIRONMENT
 
 STATE = {"state_dict": {"weight": torch.arange(7.0), "bias": torch.ones(2, 3)}, "epoch": 3, "note": ["a", 1.5]}
 
@@ -178,7 +179,9 @@ while True:
 def test_killed_at_any_moment_the_last_complete_file_is_there(tmp_path):
     path = tmp_path / "a.ckpt"
     for delay in (0.0, 0.003, 0.011):
-        process = subprocess.Popen([sys.executable, "-c", _SAVER, str(path)], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _SAVER, str(path)], env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(3):
             said = int(process.stdout.readline())
         time.sleep(delay)

@@ -1,6 +1,7 @@
 """Settings and names of other strategies, given to ours, are met with what takes their place."""
 
 import inspect
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import lightning_pardist
 from lightning_pardist.cli import main
 from lightning_pardist.foreign_settings import ADVICE
 from lightning_pardist.registry import TABLE
-from tests.helpers.scripts import ROOT
+from tests.helpers.scripts import ENVIRONMENT, ROOT
 
 #: Everything that Lightning's strategies are given by the Trainer, or that ours have as well.
 SHARED = {
@@ -95,6 +96,9 @@ def test_lightnings_command_line():
         "LightningCLI(BoringModel)\n"
     )
     command = [sys.executable, "-c", code, "fit", "--trainer.accelerator=cpu", *options]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    environment = os.environ | ENVIRONMENT
+    finished = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+    )
     assert finished.returncode == 2
     assert said in finished.stderr.strip().splitlines()[-1], finished.stderr

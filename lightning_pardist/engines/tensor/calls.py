@@ -139,12 +139,19 @@ class Call:
         return found[0]
 
     def meta(self) -> Any:
-        """The results of the call on tensors without data: their global shapes."""
+        """The results of the call on tensors without data: their global shapes.
+
+        Raises:
+            NoRule: If the shapes depend on values, such as a size that is a tensor.
+        """
         args, kwargs = pytree.tree_map_only(
             Operand, lambda op: torch.empty(op.shape, dtype=op.dtype, device="meta"), (self.args, self.kwargs)
         )
-        with torch.no_grad():
-            return self.func(*args, **kwargs)
+        try:
+            with torch.no_grad():
+                return self.func(*args, **kwargs)
+        except RuntimeError as error:
+            raise NoRule("its shape depends on values") from error
 
 
 @dataclass(eq=False)
