@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_pardist.compat.dtensor import flatten_mesh
@@ -45,6 +46,22 @@ class JobMeshes:
     all: DeviceMesh
     batch: DeviceMesh
     gradients: DeviceMesh
+    _over: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
+
+    def over(self, axes: Sequence[str]) -> ProcessGroup:
+        """The group of this rank over some axes together. Collective over the world, the first time.
+
+        Args:
+            axes: By name; those that the mesh does not have count as of size 1.
+        """
+        names = self.all.mesh_dim_names or ()
+        there = tuple(name for name in names if name in axes)
+        wide = tuple(name for name in there if self.all[name].size() > 1) or there[:1]
+        if len(wide) == 1:
+            return self.all[wide[0]].get_group()
+        if wide not in self._over:
+            self._over[wide] = flatten_mesh(self.all[wide], "_".join(wide))
+        return self._over[wide].get_group()
 
 
 @dataclass(frozen=True)
@@ -68,10 +85,10 @@ class ParallelDims:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            size = getattr(self, field.name)
+        for axis in fields(self):
+            size = getattr(self, axis.name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{field.name}_size={size!r} is not a positive integer. Use 1 to switch the axis off.")
+                raise ValueError(f"{axis.name}_size={size!r} is not a positive integer. Use 1 to switch the axis off.")
 
     @classmethod
     def resolve(cls, world_size: int, **degrees: Degree) -> ParallelDims:

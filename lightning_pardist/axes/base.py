@@ -24,6 +24,7 @@ from lightning_pardist.compat.lightning_loops import trainer_of
 from lightning_pardist.compat.modules import apply_to_tensors
 from lightning_pardist.engines.common.loss_setting import LossWeight
 from lightning_pardist.engines.common.meta_init import on_meta
+from lightning_pardist.engines.common.update_scope import ScopeSetting
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.mesh import Degree, ParallelDims
 from lightning_pardist.runtime.distributed_context import DistributedContext
@@ -62,6 +63,7 @@ class RunContext:
         name: Of the strategy, for messages.
         distributed: This rank among the others.
         loss_weight: How losses of ranks and micro-batches are weighed.
+        update_scope: What an optimizer's update of an element depends on.
 
     Attributes:
         axes: Those that are in use, in the order in which they transform the module.
@@ -79,10 +81,18 @@ class RunContext:
         batches_of_own: In an evaluation of exact shares, the batches that this rank has of each loader.
     """
 
-    def __init__(self, name: str, distributed: DistributedContext, *, loss_weight: LossWeight = "auto") -> None:
+    def __init__(
+        self,
+        name: str,
+        distributed: DistributedContext,
+        *,
+        loss_weight: LossWeight = "auto",
+        update_scope: ScopeSetting = "auto",
+    ) -> None:
         self.name = name
         self.distributed = distributed
         self.loss_weight: LossWeight = loss_weight
+        self.update_scope: ScopeSetting = update_scope
         self.axes: tuple[ParallelAxis, ...] = ()
         self.module: pl.LightningModule | None = None
         self.optimizers: list[Optimizer] = []
@@ -123,6 +133,10 @@ class RunContext:
     def gradient_group(self) -> dist.ProcessGroup:
         """Ranks whose gradients are averaged in every step, this one among them."""
         return self.distributed.meshes.gradients.get_group()
+
+    def group_over(self, *axes: str) -> dist.ProcessGroup:
+        """This rank's group over some axes of the mesh together. Collective over the world, the first time."""
+        return self.distributed.meshes.over(axes)
 
     @property
     def samples(self) -> Samples:

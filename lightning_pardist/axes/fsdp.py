@@ -38,7 +38,7 @@ from lightning_pardist.engines.fsdp.fully_sharded import Accumulate
 from lightning_pardist.engines.fsdp.shard import Reshard
 from lightning_pardist.engines.fsdp.tiling import find_tiled, weights
 from lightning_pardist.engines.pipeline.placement import replace_in
-from lightning_pardist.mesh import Degree
+from lightning_pardist.mesh import TENSOR_AXIS, Degree
 from lightning_pardist.settings import one_of, positive
 
 _MIB = 2**20
@@ -50,7 +50,8 @@ class FSDPAxis(DataParallelAxis):
     The arguments are those of :class:`~lightning_pardist.FSDPStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during a run, if an optimizer or a callback needs whole parameters.
+        ValueError: If a setting is out of range; during a run, if an optimizer cannot be tried, or a callback needs
+            whole parameters.
     """
 
     name = "fsdp"
@@ -244,7 +245,14 @@ class FSDPAxis(DataParallelAxis):
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             module.__dict__[name] = self._followed(getattr(module, name))
-        return ShardedDataEngine(self.sharded, optimizers, accumulate=self.accumulate, offload=self.offload.settings)
+        return ShardedDataEngine(
+            self.sharded,
+            optimizers,
+            accumulate=self.accumulate,
+            offload=self.offload.settings,
+            update_group=lambda: self.context.group_over("data_shard", TENSOR_AXIS),
+            update_scope=self.context.update_scope,
+        )
 
     @property
     def sharded(self) -> FullySharded:

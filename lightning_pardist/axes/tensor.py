@@ -29,6 +29,7 @@ from lightning_pardist.engines.common.meta_init import (
     restore_random_state,
     share_random_state,
 )
+from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.ddp.buffers import broadcast_module
 from lightning_pardist.engines.tensor import (
     TensorParallelPlan,
@@ -37,7 +38,6 @@ from lightning_pardist.engines.tensor import (
     attach,
     local_like,
     plan_layout,
-    steps_on_whole,
     unsplit_module,
     whole_tensor,
 )
@@ -204,7 +204,7 @@ class TensorAxis(ParallelAxis):
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
         if not self.context.data_axis.steps_on_parts:
             for optimizer in optimizers:
-                attach(optimizer)
+                attach(optimizer, scope=self.context.update_scope)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ class TensorAxis(ParallelAxis):
     @override
     def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         params = _parameters(optimizer)
-        if not params or steps_on_whole(optimizer):
+        if not params or updates_of(optimizer) is not None:
             return state
         saved = [number for group in state["param_groups"] for number in group["params"]]
         local = {

@@ -14,7 +14,7 @@ from lightning_pardist.axes.base import DataParallelAxis
 from lightning_pardist.axes.offload_setting import OffloadSetting
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.zero import ZeroEngine
-from lightning_pardist.mesh import Degree
+from lightning_pardist.mesh import GRADIENT_AXES, TENSOR_AXIS, Degree
 from lightning_pardist.settings import positive
 
 
@@ -29,7 +29,7 @@ class ZeroAxis(DataParallelAxis):
         offload_window_mb: With files, state that is resident at a time.
 
     Raises:
-        ValueError: If a setting is out of range; when the engine is made, if an optimizer needs whole parameters.
+        ValueError: If a setting is out of range; when the engine is made, if an optimizer cannot be tried.
     """
 
     name = "zero"
@@ -73,4 +73,6 @@ class ZeroAxis(DataParallelAxis):
             bucket_size_mb=self.bucket_size_mb,
             overlap=self.overlap,
             offload=self.offload.settings,
+            update_group=lambda: self.context.group_over(*GRADIENT_AXES, TENSOR_AXIS),
+            update_scope=self.context.update_scope,
         )

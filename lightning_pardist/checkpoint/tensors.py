@@ -32,11 +32,13 @@ class TensorSlot:
         held: Start and stop in the parameter's elements as they lie in memory, and what is updated in its place, flat.
             None if the parameter itself is.
         here: Whether this rank updates any of it.
+        whole: Whether state is that of the whole parameter, whatever this rank holds of it.
     """
 
     param: Tensor
     held: tuple[int, int, Tensor] | None = None
     here: bool = True
+    whole: bool = False
 
     @property
     def like(self) -> Tensor:
@@ -45,6 +47,8 @@ class TensorSlot:
 
     def locate(self, values: Tensor) -> Shards:
         """The boxes of state that looks like :attr:`like`."""
+        if self.whole:
+            return shards_of(values)
         if self.held is None:
             return shards_like(self.param, values)
         return shards_of_slice(self.param, *self.held[:2], values)
@@ -288,8 +292,6 @@ def fill_optimizer(
     slots: Slots,
     saved: Mapping[str, Any],
     reader: FolderReader,
-    *,
-    parts: bool = True,
 ) -> None:
     """Load an optimizer's state and settings from a folder. Not collective.
 
@@ -299,8 +301,6 @@ def fill_optimizer(
         slots: What it holds of the user's parameters.
         saved: The rest that :func:`optimizer_shards` returned.
         reader: The folder.
-        parts: Whether the optimizer keeps parts of state for parts of parameters, as it does if it updates every
-            element by itself; whole state otherwise.
 
     Raises:
         ValueError: If the parameter groups differ in number or size.
@@ -317,7 +317,7 @@ def fill_optimizer(
                 continue
             state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in small.items()}
             for key, full_key in stored.items():
-                state[key] = _filled(full_key, slot, reader, parts=parts)
+                state[key] = _filled(full_key, slot, reader)
             optimizer.state[slot.param] = state
 
 
@@ -362,9 +362,9 @@ def numbered_optimizer_shards(index: int, state: Mapping[str, Any]) -> tuple[dic
     return tensors, {"param_groups": state["param_groups"], "names": named, "small": small}
 
 
-def _filled(full_key: str, slot: TensorSlot, reader: FolderReader, *, parts: bool) -> Tensor:
+def _filled(full_key: str, slot: TensorSlot, reader: FolderReader) -> Tensor:
     stored = reader.describe(full_key)
-    if stored.shape != tuple(slot.param.shape) or not parts:
+    if stored.shape != tuple(slot.param.shape) or slot.whole:
         return reader.read(full_key).clone()
     local = slot.like.to_local() if isinstance(slot.like, DTensor) else slot.like
     floating = getattr(torch, stored.dtype).is_floating_point and local.is_floating_point()

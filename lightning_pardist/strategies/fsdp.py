@@ -65,8 +65,8 @@ class FSDPStrategy(PardistStrategy):
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during a run, if an optimizer needs whole parameters (LBFGS, Muon,
-            Adafactor) or a callback does, with its name, or the folder for offloaded state cannot be written to.
+        ValueError: If a setting is out of range; during a run, if an optimizer cannot be tried or a callback needs
+            whole parameters, with its name, or the folder for offloaded state cannot be written to.
         RuntimeError: During ``fit``, if the disk has no room for offloaded state.
     """
 

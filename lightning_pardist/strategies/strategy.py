@@ -41,6 +41,8 @@ from lightning_pardist.engines.common.activation_checkpointing import Checkpoint
 from lightning_pardist.engines.common.allocator import keep_freed_memory
 from lightning_pardist.engines.common.loss_setting import LossWeight, check_loss_weight
 from lightning_pardist.engines.common.memory import HeldBytes, held_bytes
+from lightning_pardist.engines.common.update_scope import ScopeSetting, check_scope, known_scope
+from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.ddp.buffers import broadcast_module
 from lightning_pardist.foreign_settings import refuse_unknown
@@ -131,6 +133,10 @@ class PardistStrategy(ParallelStrategy):
             ``"join"`` uses them all: a rank that has run out takes part with its last batch at weight zero, which
             adds nothing to gradients, logged values and metrics; hooks run for it as well. ``"drop"`` ends the epoch
             where one of the ranks has no further batch.
+        update_scope: What an optimizer's update of an element depends on, where ranks hold parts of tensors.
+            ``"auto"`` tries each optimizer on small tensors: ``"elementwise"`` ones step on parts, one that updates
+            ``"per_tensor"`` (Muon, Adafactor) has each tensor updated whole by one rank, one that updates all of them
+            as ``"joint"`` (LBFGS) by every rank.
         **unknown: Refused, with what takes the place of settings of Lightning's and DeepSpeed's strategies.
 
     Raises:
@@ -160,6 +166,7 @@ class PardistStrategy(ParallelStrategy):
         resume: Resume = "auto",
         loss_weight: LossWeight = "auto",
         uneven_inputs: UnevenInputs = "join",
+        update_scope: ScopeSetting = "auto",
         **unknown: Any,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown, _settings(type(self)))
@@ -182,7 +189,12 @@ class PardistStrategy(ParallelStrategy):
             timeout_s=timeout_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
-        self.context = RunContext(type(self).__name__, self.distributed, loss_weight=check_loss_weight(loss_weight))
+        self.context = RunContext(
+            type(self).__name__,
+            self.distributed,
+            loss_weight=check_loss_weight(loss_weight),
+            update_scope=check_scope(update_scope),
+        )
         self._axes_as_set = tuple(sorted(axes, key=lambda axis: axis.order))
         self._user_parallelized = UserParallelizedAxis()
         for axis in (*self._axes_as_set, self._user_parallelized):
@@ -740,6 +752,12 @@ class PardistStrategy(ParallelStrategy):
             f" ({held.parameters / 1e6:.1f} MB on this rank)"
         ]
         lines += [text for axis in self.axes if (text := axis.describe())]
+        for optimizer in self.context.optimizers:
+            updates, found = updates_of(optimizer), known_scope(optimizer)
+            if updates is not None:
+                lines.append(updates.describe())
+            elif found is not None:
+                lines.append(f"{type(optimizer).__name__} {found.describe()}")
         return "\n".join(lines)
 
     # --- the end ------------------------------------------------------------------------------------------------

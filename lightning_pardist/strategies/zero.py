@@ -35,8 +35,8 @@ class ZeroStrategy(PardistStrategy):
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during ``fit``, if an optimizer needs whole parameters (LBFGS, Muon,
-            Adafactor), with its name, or the folder for offloaded state cannot be written to.
+        ValueError: If a setting is out of range; during ``fit``, if an optimizer cannot be tried, with its name, or
+            the folder for offloaded state cannot be written to.
         RuntimeError: During ``fit``, if the disk has no room for offloaded state.
     """
 

@@ -10,7 +10,6 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pardist.axes.base import RunContext
@@ -23,6 +22,7 @@ from lightning_pardist.checkpoint.tensors import (
     DIVERGED,
     FolderState,
     Slots,
+    TensorSlot,
     can_fill,
     fill_module,
     fill_optimizer,
@@ -31,7 +31,7 @@ from lightning_pardist.checkpoint.tensors import (
     whole_slots,
 )
 from lightning_pardist.compat.lightning_functions import optimizers_to_device
-from lightning_pardist.engines.common.elementwise import is_elementwise
+from lightning_pardist.engines.common.whole_updates import updates_of
 
 
 class ShardedOptimizerState(dict[str, Any]):
@@ -119,7 +119,7 @@ class StateDicts:
     def whole_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict of one process, at least on the first rank. Collective over the world."""
         context, engine = self.context, self.context.data_engine
-        if not context.model_axes:
+        if not context.model_axes and updates_of(optimizer) is None:
             return optimizer.state_dict() if engine is None else engine.optimizer_state(optimizer)
         index = context.optimizers.index(optimizer)
         slots = self._own_slots(optimizer)
@@ -133,14 +133,19 @@ class StateDicts:
         return whole
 
     def _slots(self, optimizer: Optimizer) -> Slots:
-        engine = self.context.data_engine
+        engine, updates = self.context.data_engine, updates_of(optimizer)
+        if updates is not None:
+            return updates.slots()
         return whole_slots(optimizer) if engine is None else engine.slots(optimizer)
 
     def _own_slots(self, optimizer: Optimizer) -> Slots:
         """As :meth:`_slots`, without what another rank of a model axis holds alike: its slices may be cut elsewhere."""
-        axes = self.context.model_axes
+
+        def counts(slot: TensorSlot) -> bool:
+            return slot.whole or all(axis.counts(slot.param) for axis in self.context.model_axes)  # type: ignore[arg-type]
+
         return [
-            [slot if all(axis.counts(slot.param) for axis in axes) else replace(slot, here=False) for slot in members]  # type: ignore[arg-type]
+            [slot if counts(slot) else replace(slot, here=False) for slot in members]
             for members in self._slots(optimizer)
         ]
 
@@ -264,10 +269,8 @@ class StateDicts:
     ) -> None:
         """Load a folder straight into what this rank holds."""
         engine, slots = self.context.data_engine, self._slots(optimizer)
-        split = any(isinstance(slot.param, DTensor) for members in slots for slot in members)
-        parts = not split or is_elementwise(optimizer, form="dims")
-        fill_optimizer(index, optimizer, slots, state, reader, parts=parts)
-        if engine is not None:
+        fill_optimizer(index, optimizer, slots, state, reader)
+        if engine is not None and updates_of(optimizer) is None:
             engine.settle(optimizer)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -277,7 +280,9 @@ class StateDicts:
             state = axis.local_optimizer_state(optimizer, state)
         # What torch takes as it is would keep a mapped file, and change with whoever writes to it.
         state = apply_to_collection(state, Tensor, torch.clone)
-        if engine is None:
+        if (updates := updates_of(optimizer)) is not None:
+            updates.load_state_dict(state)
+        elif engine is None:
             optimizer.load_state_dict(state)
             optimizers_to_device([optimizer], self.context.device)
         else:

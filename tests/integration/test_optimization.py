@@ -493,8 +493,6 @@ REFUSED = {
     "renormalized": dict.fromkeys(
         ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "'table' has max_norm"
     ),
-    "lbfgs": {"pardist_zero1": "LBFGS", "pardist_zero2": "LBFGS", "pardist_zero3": "LBFGS"},
-    "manual_lbfgs": {"pardist_zero1": "LBFGS", "pardist_zero2": "LBFGS", "pardist_zero3": "LBFGS"},
     "sparse": {"pardist_zero1": "SparseAdam", "pardist_zero2": "SparseAdam", "pardist_zero3": "SparseAdam"},
 }
 

@@ -294,7 +294,7 @@ class Decides(Small):
 
 
 REFUSALS = {
-    "LBFGS looks at all gradients": (OneOfMany, {}),
+    "LBFGS updates all tensors together": (OneOfMany, {}),
     "overrides backward": (OwnBackward, {}),
     "training_step returned no loss": (NoLoss, {}),
     "looks at the value of the output of 'layers.0'": (Decides, {}),

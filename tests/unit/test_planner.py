@@ -89,9 +89,9 @@ def test_a_plan_has_the_form_that_is_promised(planned, tmp_path):
 
 
 def test_what_a_strategy_refuses_is_refused_in_its_words():
-    found = plan(SecondOrder(), BATCH, devices=2, strategies=["pardist_ddp", "pardist_zero2"])
+    found = plan(SecondOrder(), BATCH, devices=2, strategies=["pardist_ddp", "pardist_zero3"])
     (refused,) = found.refused
-    assert refused.candidate.strategy == "pardist_zero2"
+    assert refused.candidate.strategy == "pardist_zero3"
     assert "LBFGS" in refused.reason
 
 

@@ -184,7 +184,7 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
-        check_optimizers(optimizers)
+        check_optimizers(optimizers, self.context.update_scope)
         self._split(trainer, trainer.lightning_module, optimizers)
 
     def _split(self, trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:

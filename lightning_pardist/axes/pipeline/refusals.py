@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pardist.axes.base import RunContext
@@ -16,6 +16,7 @@ from lightning_pardist.axes.pipeline.owner_recording import needs_owners
 from lightning_pardist.axes.pipeline.recording import STEPS
 from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_callbacks, refuse_pruning
 from lightning_pardist.compat.lightning_loops import is_compiled
+from lightning_pardist.engines.common.update_scope import ScopeSetting, find_scope, has_parameters
 
 
 def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> None:
@@ -57,16 +58,27 @@ def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> No
     refuse_averages_in_shards(trainer, context)
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], setting: ScopeSetting) -> None:
     """Refuse optimizers that mix the parameters of several ranks. Not collective.
+
+    Args:
+        optimizers: Over the whole module.
+        setting: What the user says of their updates.
 
     Raises:
         ValueError: With the optimizer's name.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if not has_parameters(optimizer):
+            continue
+        try:
+            found = find_scope(optimizer, form="dims", setting=setting)
+        except ValueError as error:
+            rank_zero_warn(f"{error} Each rank of a pipeline steps on the parameters of its stages.")
+            continue
+        if found.scope == "joint":
             raise ValueError(
-                f"{type(optimizer).__name__} looks at all gradients at once and steps several times a batch, but each"
-                " rank of a pipeline has those of its stages only. Use pardist_ddp, or an optimizer such as AdamW or"
-                " SGD."
+                f"{type(optimizer).__name__} {found.describe()}, but each rank of a pipeline has those of its stages"
+                " only. Use pardist_ddp, pardist_zero2, pardist_zero3 or pardist_tp, or an optimizer such as AdamW or"
+                " Muon."
             )

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.dtensor import flatten_mesh
 from lightning_pardist.compat.process_groups import timeout_of
+from lightning_pardist.engines.common.update_scope import ScopeSetting
 from lightning_pardist.engines.fsdp.backward import BackwardRuntime, ShardedUnit
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
 from lightning_pardist.engines.fsdp.direct_param_use import DirectUse
@@ -337,17 +338,34 @@ class FullySharded:
         self._keep_gradients(None)
         self._runtime.end_without_backward()
 
-    def attach(self, optimizer: torch.optim.Optimizer, *, host: HostStep | None = None) -> None:
+    def attach(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        host: HostStep | None = None,
+        group: Callable[[], dist.ProcessGroup] | None = None,
+        scope: ScopeSetting = "auto",
+    ) -> None:
         """Let an optimizer step on shards, and the module see its new values at once (manual optimization).
 
         Args:
             optimizer: Made from the module's parameters after :func:`~.apply.shard`.
             host: Steps in place of the optimizer, where its state is offloaded.
+            group: Gives the ranks that together hold the parameters whole, for optimizers that are not elementwise;
+                those of the shard axis if None.
+            scope: What an element's update depends on; found by a trial if ``"auto"``.
 
         Raises:
-            ValueError: If the optimizer's update of an element depends on other elements.
+            ValueError: If the optimizer is not elementwise, and its state is offloaded; if it cannot be tried.
         """
-        step_on_shards(optimizer, before_step=self.keep_changes, after_step=self.refresh, host=host)
+        step_on_shards(
+            optimizer,
+            before_step=self.keep_changes,
+            after_step=self.refresh,
+            host=host,
+            group=group or (lambda: self.mesh.get_group(self.mesh.ndim - 1)),
+            scope=scope,
+        )
 
     def held_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
         """Bytes this rank holds between steps: parameters, gradients and optimizer state, padding included.

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.compat.optimizers import follow_schedulers
-from lightning_pardist.engines.common.elementwise import require_elementwise
+from lightning_pardist.engines.common.joint_updates import step_on_wholes
+from lightning_pardist.engines.common.update_scope import ScopeSetting, cannot_step_on_parts, find_scope, has_parameters
 from lightning_pardist.engines.offload.host_step import HostStep
 from lightning_pardist.local_tensors import own_part
 
@@ -25,8 +27,13 @@ def step_on_shards(
     before_step: Callable[[], None] | None = None,
     after_step: Callable[[], None] | None = None,
     host: HostStep | None = None,
+    group: Callable[[], dist.ProcessGroup] | None = None,
+    scope: ScopeSetting = "auto",
 ) -> None:
     """Let ``optimizer.step()`` run on this rank's shards as ordinary tensors, in place. Not collective.
+
+    One that is not elementwise steps on whole tensors instead, see
+    :func:`~lightning_pardist.engines.common.joint_updates.step_on_wholes`.
 
     Outside of ``step`` the optimizer holds the module's ``DTensor`` parameters, so that groups, schedulers, clipping
     and ``zero_grad`` see what they expect; its state is kept as local tensors. Without ``DTensor``s in the step,
@@ -37,13 +44,21 @@ def step_on_shards(
         before_step: Called right before the update, after a closure.
         after_step: Called after every step, such as ``FullySharded.refresh``.
         host: Steps in place of the optimizer, where its state is offloaded.
+        group: Gives the ranks that together hold the parameters whole.
+        scope: What an element's update depends on; found by a trial if ``"auto"``.
 
     Raises:
-        ValueError: If the optimizer's update of an element depends on other elements.
+        ValueError: If an optimizer's update of an element depends on other elements, and there is no group or its state
+            is offloaded; if it cannot be tried.
     """
     if getattr(optimizer, _MARK, False):
         return
-    require_elementwise(optimizer, form="dims")
+    found = find_scope(optimizer, form="dims", setting=scope) if has_parameters(optimizer) else None
+    if found is not None and found.scope != "elementwise":
+        if host is not None or group is None:
+            raise ValueError(cannot_step_on_parts(optimizer, found, offloads=host is not None))
+        step_on_wholes(optimizer, found, group=group(), before_step=before_step, after_step=after_step)
+        return
     inner = optimizer.step
     twins: dict[nn.Parameter, nn.Parameter] = {}
     for entry in optimizer.state.values():

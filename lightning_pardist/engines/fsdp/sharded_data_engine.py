@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.checkpoint.tensors import Slots, whole_slots
 from lightning_pardist.engines.common.gradient_math import Counts
+from lightning_pardist.engines.common.update_scope import (
+    ScopeSetting,
+    cannot_step_on_parts,
+    find_scope,
+    has_parameters,
+)
+from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.data_engine import MicrobatchContext
 from lightning_pardist.engines.fsdp.full_state import is_rank, own_values, whole_values
 from lightning_pardist.engines.fsdp.fully_sharded import Accumulate, FullySharded
@@ -33,9 +41,12 @@ class ShardedDataEngine:
         accumulate: Where gradients of all but the last micro-batch stay.
         offload: Where optimizer state lives and steps are taken. On a device, the module has to be sharded with
             torch's ``CPUOffloadPolicy``.
+        update_group: Makes the group of ranks that together hold the parameters whole, where a tensor axis splits them
+            as well; collective over the world.
+        update_scope: What an element's update depends on; found by a trial if ``"auto"``.
 
     Raises:
-        ValueError: If an optimizer's update of an element depends on other elements.
+        ValueError: If an optimizer is not elementwise, and its state is offloaded; if it cannot be tried.
         RuntimeError: If there is no room for offloaded state.
     """
 
@@ -46,6 +57,8 @@ class ShardedDataEngine:
         *,
         accumulate: Accumulate,
         offload: Offload | None = None,
+        update_group: Callable[[], dist.ProcessGroup] | None = None,
+        update_scope: ScopeSetting = "auto",
     ) -> None:
         self.sharded = sharded
         self.accumulate = accumulate
@@ -57,9 +70,13 @@ class ShardedDataEngine:
             store = StateFile(offload.folder) if offload.folder is not None else None
             window_bytes = int(offload.window_mb * 2**20) if in_files else None
             for optimizer in optimizers:
+                if has_parameters(optimizer):
+                    found = find_scope(optimizer, form="dims", setting=update_scope)
+                    if found.scope != "elementwise":
+                        raise ValueError(cannot_step_on_parts(optimizer, found, offloads=True))
                 self._hosts[optimizer] = HostStep(optimizer, store=store, window_bytes=window_bytes)
         for optimizer in optimizers:
-            sharded.attach(optimizer, host=self._hosts.get(optimizer))
+            sharded.attach(optimizer, host=self._hosts.get(optimizer), group=update_group, scope=update_scope)
 
     @property
     def is_reduced(self) -> bool:
@@ -128,6 +145,8 @@ class ShardedDataEngine:
         Returns:
             On the first rank the whole state in host memory, elsewhere parameter groups without state.
         """
+        if (updates := updates_of(optimizer)) is not None:
+            return updates.state_dict()
         writer = self.sharded.writer
         here = is_rank(writer)
         host = self._hosts.get(optimizer)
@@ -153,6 +172,9 @@ class ShardedDataEngine:
         Raises:
             ValueError: If the parameter groups differ in number or size.
         """
+        if (updates := updates_of(optimizer)) is not None:
+            updates.load_state_dict(state)
+            return
         saved = [len(group["params"]) for group in state["param_groups"]]
         wanted = [len(group["params"]) for group in optimizer.param_groups]
         if saved != wanted:
@@ -171,8 +193,9 @@ class ShardedDataEngine:
                         host.settle(parameter)
 
     def slots(self, optimizer: Optimizer) -> Slots:
-        """Every parameter itself."""
-        return whole_slots(optimizer)
+        """Every parameter itself, or whole state where this rank keeps that."""
+        updates = updates_of(optimizer)
+        return whole_slots(optimizer) if updates is None else updates.slots()
 
     def settle(self, optimizer: Optimizer) -> None:
         """Bring state to the host if that is where steps are taken. Not collective."""

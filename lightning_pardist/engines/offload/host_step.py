@@ -44,7 +44,7 @@ class HostStep:
 
     Args:
         optimizer: Steps on ordinary, flat or whole parameters; elementwise, see
-            :func:`~lightning_pardist.engines.common.elementwise.require_elementwise`.
+            :func:`~lightning_pardist.engines.common.elementwise.is_elementwise`.
         store: Where state lives; in memory if None.
         window_bytes: State to be resident at a time; None steps on all parameters at once.
         on_stepped: Called with the parameters that a window completed.

@@ -25,7 +25,7 @@ from lightning_pardist.engines.tensor.parallelize import (
 )
 from lightning_pardist.engines.tensor.planner import plan_layout
 from lightning_pardist.engines.tensor.split_tensor import SplitTensor
-from lightning_pardist.engines.tensor.tensor_optimizer import attach, steps_on_whole
+from lightning_pardist.engines.tensor.tensor_optimizer import attach
 from lightning_pardist.engines.tensor.tensor_plan import CollectivePlan, FallbackPlan, TensorParallelPlan, TensorPlan
 
 __all__ = [
@@ -41,7 +41,6 @@ __all__ = [
     "attach",
     "local_like",
     "plan_layout",
-    "steps_on_whole",
     "unsplit_module",
     "whole_tensor",
 ]

@@ -6,7 +6,7 @@ import functools
 import math
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.checkpoint.tensors import Slots, TensorSlot, whole_slots
-from lightning_pardist.engines.common.elementwise import require_elementwise
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
+from lightning_pardist.engines.common.joint_updates import step_on_wholes
+from lightning_pardist.engines.common.update_scope import (
+    ScopeSetting,
+    cannot_step_on_parts,
+    find_scope,
+    has_parameters,
+)
+from lightning_pardist.engines.common.whole_updates import HeldTensor, OwnerUpdates, updates_of
 from lightning_pardist.engines.ddp.reducer import GradientReducer
 from lightning_pardist.engines.offload import HostCopies, HostStep, Offload, StateFile
 from lightning_pardist.engines.zero.host_slice import HostSlice
@@ -41,18 +48,26 @@ class ZeroEngine:
     other time they hold the module's own parameters, so that whoever freezes, adds or looks up parameters finds them.
     On one rank nothing is changed, unless the optimizer steps on the host.
 
+    An optimizer that updates one tensor at a time has each updated, whole, by one rank
+    (:class:`~lightning_pardist.engines.common.whole_updates.OwnerUpdates`), which sends up to ``2 Psi/N`` more.
+    One that updates all of them together steps on whole parameters and gradients on every rank, as under DDP.
+
     Args:
         module: Its parameters become views of flat buffers; values must agree over the group.
-        optimizers: Elementwise torch optimizers over parameters of ``module``, before their first step.
+        optimizers: Over parameters of ``module``, before their first step.
         group: The data axis' process group.
         zero_stage: 1 or 2.
         bucket_size_mb: Size of a bucket.
         overlap: Whether gradients are sent while backward runs.
         offload: Where optimizer state lives and steps are taken; on the parameters' device if None. A rank by itself
             uses slices too, then.
+        update_group: Makes the group of ranks that together hold parameters whole, where a tensor axis splits them as
+            well; collective over the world.
+        update_scope: What an element's update depends on; found by a trial if ``"auto"``.
 
     Raises:
-        ValueError: If an optimizer needs whole parameters, or the stage is neither 1 nor 2.
+        ValueError: If the stage is neither 1 nor 2, or an optimizer is not elementwise and its state is offloaded, or
+            it cannot be tried.
         RuntimeError: If there is no room for offloaded state.
     """
 
@@ -66,6 +81,8 @@ class ZeroEngine:
         bucket_size_mb: float = 25.0,
         overlap: bool = True,
         offload: Offload | None = None,
+        update_group: Callable[[], dist.ProcessGroup] | None = None,
+        update_scope: ScopeSetting = "auto",
     ) -> None:
         if zero_stage not in (1, 2):
             raise ValueError(f"zero_stage={zero_stage} is not served by ZeroEngine. Use 1 or 2.")
@@ -75,6 +92,7 @@ class ZeroEngine:
         self._undo: list[Callable[[], None]] = []
         self._pieces: dict[nn.Parameter, list[Piece]] = {}
         self._buckets: list[ShardedBucket] = []
+        self._home: dict[nn.Parameter, ShardedBucket] = {}
         self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
         self._offload = offload
         self._store = None if offload is None or offload.folder is None else StateFile(offload.folder)
@@ -82,9 +100,7 @@ class ZeroEngine:
         self._host_steps: dict[Optimizer, HostStep] = {}
         bucket_groups = {param: index for index, optimizer in enumerate(optimizers) for param in _params(optimizer)}
         self._is_sliced = group.size() > 1 or offload is not None
-        if self._is_sliced:
-            for optimizer in optimizers:
-                require_elementwise(optimizer, form="flat")
+        self._sliced = [each for each in optimizers if self._is_sliced and self._on_slices(each, update_scope)]
         self.reducer = GradientReducer(
             module,
             transport=ReduceScatter(
@@ -98,9 +114,11 @@ class ZeroEngine:
             alone=self._is_sliced,
         )
         self._bind()
-        if self._is_sliced:
-            for optimizer in optimizers:
-                self._undo.append(self._step_on_slices(optimizer))
+        for optimizer in optimizers if self._is_sliced else ():
+            before = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad")}
+            if optimizer not in self._sliced:
+                self._step_on_wholes(optimizer, update_scope, update_group or (lambda: self.group))
+            self._undo.append(self._wrap(optimizer, before))
 
     # --- DataEngine ---------------------------------------------------------------------------------------------
 
@@ -198,7 +216,9 @@ class ZeroEngine:
         Returns:
             On the group's first rank, with whole tensors in host memory; without state on the others.
         """
-        if not self._is_sliced:
+        if (updates := updates_of(optimizer)) is not None:
+            return updates.state_dict()
+        if optimizer not in self._sliced:
             return optimizer.state_dict()
         originals = [list(group["params"]) for group in optimizer.param_groups]
         with self.slices(optimizer):
@@ -214,7 +234,10 @@ class ZeroEngine:
         Raises:
             ValueError: If the state's parameter groups do not fit the optimizer's.
         """
-        if not self._is_sliced:
+        if (updates := updates_of(optimizer)) is not None:
+            updates.load_state_dict(state)
+            return
+        if optimizer not in self._sliced:
             optimizer.load_state_dict(state)
             return
         originals = [list(group["params"]) for group in optimizer.param_groups]
@@ -252,7 +275,9 @@ class ZeroEngine:
 
     def slots(self, optimizer: Optimizer) -> Slots:
         """Slices of parameters, none where they are other ranks', and whole ones that have no gradients yet."""
-        if not self._is_sliced:
+        if (updates := updates_of(optimizer)) is not None:
+            return updates.slots()
+        if optimizer not in self._sliced:
             return whole_slots(optimizer)
         return [[self._slot(param) for param in group["params"]] for group in optimizer.param_groups]
 
@@ -302,11 +327,46 @@ class ZeroEngine:
         pieces = self._pieces.get(param)
         return slice_entry(entry, param, pieces[0]) if pieces else entry
 
-    def _step_on_slices(self, optimizer: Optimizer) -> Callable[[], None]:
+    def _on_slices(self, optimizer: Optimizer, setting: ScopeSetting) -> bool:
+        if not has_parameters(optimizer):
+            return True
+        found = find_scope(optimizer, form="flat", setting=setting)
+        if found.scope != "elementwise" and self._offload is not None:
+            raise ValueError(cannot_step_on_parts(optimizer, found, offloads=True))
+        return found.scope == "elementwise"
+
+    def _held(self, param: nn.Parameter) -> HeldTensor:
+        """Gradients are in slices, which new values are written to; values are whole here, unless masters have more."""
+        slot = self._slot(param)
+        bucket = self._home.get(param)
+        has_masters = bucket is not None and bucket.master_dtype != own_part(param).dtype
+        return HeldTensor(slot, slot if has_masters else TensorSlot(param), slot)
+
+    def _step_on_wholes(
+        self, optimizer: Optimizer, setting: ScopeSetting, group: Callable[[], dist.ProcessGroup]
+    ) -> None:
+        """Let an optimizer that is not elementwise have whole tensors. Collective over the world."""
+        found = find_scope(optimizer, form="flat", setting=setting)
+        if found.scope == "per_tensor":
+            OwnerUpdates(optimizer, group=group(), held=self._held, found=found)
+        elif any(own_part(param) is not param for param in _params(optimizer)):
+            step_on_wholes(
+                optimizer,
+                found,
+                group=group(),
+                held=lambda param: HeldTensor(self._slot(param), TensorSlot(param), TensorSlot(param)),
+                before_step=lambda: self._settle(optimizer),
+            )
+
+    def _settle(self, optimizer: Optimizer) -> None:
+        for bucket in self._buckets_with(_params(optimizer)):
+            bucket.settle()
+
+    def _wrap(self, optimizer: Optimizer, before: Mapping[str, Any]) -> Callable[[], None]:
         """Let ``step`` update slices and gather parameters, and ``zero_grad`` reach slices; returns the way back."""
         inner_step, inner_zero_grad = optimizer.step, optimizer.zero_grad
-        wrapped_before = set(optimizer.__dict__)
         update: Callable[..., Any] = inner_step
+        updates = updates_of(optimizer)
         if self._offload is not None:
             self._host_steps[optimizer] = self._make_host_step(optimizer)
             update = self._host_steps[optimizer].run
@@ -321,8 +381,11 @@ class ZeroEngine:
             for bucket in buckets:
                 bucket.settle()
                 bucket.take_changes()
-            with self.slices(optimizer):
-                update(**kwargs)
+            if isinstance(updates, OwnerUpdates):
+                updates.step(**kwargs)
+            else:
+                with self.slices(optimizer):
+                    update(**kwargs)
             for work in [bucket.gather() for bucket in buckets]:
                 work.wait()
             return result
@@ -334,14 +397,15 @@ class ZeroEngine:
             for bucket in self._buckets_with(members):
                 bucket.drop_zeroed(members)
 
-        # Bound: schedulers look for the function behind the method.
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        if optimizer in self._sliced or isinstance(updates, OwnerUpdates):
+            # Bound: schedulers look for the function behind the method.
+            optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
         def undo() -> None:
-            for name, before in (("step", inner_step), ("zero_grad", inner_zero_grad)):
-                if name in wrapped_before:
-                    setattr(optimizer, name, before)
+            for name, own in before.items():
+                if own is not None:
+                    setattr(optimizer, name, own)
                 else:
                     optimizer.__dict__.pop(name, None)
 
@@ -376,6 +440,7 @@ class ZeroEngine:
             return
         self._buckets = [bucket for bucket in self.reducer.buckets if isinstance(bucket, ShardedBucket)]
         self._pieces = {param: [] for bucket in self._buckets for param in bucket.params}
+        self._home = {param: bucket for bucket in self._buckets for param in bucket.params}
         self._bucket_of = {piece.shard: bucket for bucket in self._buckets for piece in bucket.pieces}
         for bucket in self._buckets:
             for piece in bucket.pieces:

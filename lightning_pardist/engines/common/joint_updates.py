@@ -1,0 +1,191 @@
+"""Steps of optimizers that update all of their tensors together, on tensors of which ranks hold parts."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pardist.compat.optimizers import follow_schedulers
+from lightning_pardist.engines.common.owner_plan import Kind
+from lightning_pardist.engines.common.update_scope import FoundScope
+from lightning_pardist.engines.common.whole_updates import HeldTensor, OwnerUpdates, WholeUpdates, twin_of, updates_of
+
+
+class JointUpdates(WholeUpdates):
+    """Every rank puts all tensors together, takes the same step, and keeps its parts of the outcome.
+
+    Where the step calls its closure again (LBFGS), ranks' parts have the values in question while it runs. State is
+    whole on every rank, and during a step values and gradients are.
+
+    Args:
+        step: The optimizer's own.
+        **kwargs: As for :class:`~lightning_pardist.engines.common.whole_updates.WholeUpdates`.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, step: Callable[..., Any], **kwargs: Any) -> None:
+        super().__init__(optimizer, **kwargs)
+        self._own_step = step
+        self._twins: dict[int, nn.Parameter] = {}
+
+    @override
+    def owns(self, number: int) -> bool:
+        """Every rank has the state of what it knows."""
+        return not self._params()[number].is_meta
+
+    @override
+    def describe(self) -> str:
+        held = sum(param.numel() * param.element_size() for param in self._params()) / 1e6
+        return (
+            f"{type(self.optimizer).__name__} {self.found.describe()}: every rank gathers all of them, {held:.1f} MB"
+            " and as much of gradients, in every step and call of its closure, and has all of its state"
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step. Collective over the group."""
+        if self._before_step is not None:
+            self._before_step()
+        self._take()
+        try:
+            if closure is None:
+                result = self._own_step(**kwargs)
+            else:
+                result = self._own_step(lambda: self._evaluated(closure), **kwargs)
+            self._give()
+        finally:
+            self._exchange_params(back=True)
+            for twin in self._twins.values():
+                twin.grad = None
+            self._twins = {}
+        if self._after_step is not None:
+            self._after_step()
+        return result
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        """Run forward and backward with the values that the optimizer has come to."""
+        self._give()
+        # The closure looks at the optimizer, too: it zeroes gradients.
+        self._exchange_params(back=True)
+        if self._after_step is not None:
+            self._after_step()
+        try:
+            with torch.enable_grad():
+                return closure()
+        finally:
+            if self._before_step is not None:
+                self._before_step()
+            self._exchange_params(back=False)
+            self._take_gradients()
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Put values and gradients together, and let the optimizer hold them. Collective over the group."""
+        present = self._present()
+        params = self._params()
+        wholes = self._gathered([*self._held], "reads")
+        self._twins = {number: twin_of(params[number], whole) for number, whole in wholes.items()}
+        self._set_gradients(present)
+        self._exchange_params(back=False)
+
+    @torch.no_grad()
+    def _take_gradients(self) -> None:
+        inside = self._params()
+        self._exchange_params(back=True)
+        try:
+            self._set_gradients(self._present())
+        finally:
+            self._exchange_params(back=False)
+        if len(inside) != len(self._params()):
+            raise RuntimeError("The closure of an optimizer's step has changed its parameter groups.")
+
+    def _set_gradients(self, present: list[int]) -> None:
+        grads = self._gathered(present, "grads")
+        for number, twin in self._twins.items():
+            twin.grad = grads.get(number)
+
+    def _gathered(self, numbers: list[int], kind: Kind) -> dict[int, Tensor]:
+        wholes: dict[tuple[int, Kind], Tensor] = {(number, kind): self._empty(number) for number in numbers}
+        ranks = range(self.group.size())
+        moves = [move for number in numbers for rank in ranks for move in self.plan.gather(number, kind, rank)]
+        self._exchange(moves, wholes).finish()
+        return {number: whole for (number, _), whole in wholes.items()}
+
+    @torch.no_grad()
+    def _give(self) -> None:
+        """Write this rank's parts of the values."""
+        for number, twin in self._twins.items():
+            for part in self._held[number].boxes("writes").parts:
+                box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
+                part.values.copy_(twin.detach()[box])
+
+    def _exchange_params(self, *, back: bool) -> None:
+        """Let the optimizer hold other parameters, in the very lists and dicts that it may hold on to (LBFGS does)."""
+        optimizer, numbers = self.optimizer, self._numbers
+        names: Mapping[Any, Any] = {
+            (twin if back else numbers[number]): (numbers[number] if back else twin)
+            for number, twin in self._twins.items()
+        }
+        for group in optimizer.param_groups:
+            group["params"][:] = [names.get(param, param) for param in group["params"]]
+        state = {names.get(param, param): values for param, values in optimizer.state.items()}
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+    @property
+    def _numbers(self) -> dict[int, Any]:
+        return {number: held.read.param for number, held in self._held.items()}
+
+
+def step_on_wholes(
+    optimizer: Optimizer,
+    found: FoundScope,
+    *,
+    group: dist.ProcessGroup,
+    held: Callable[[nn.Parameter], HeldTensor] = HeldTensor.as_it_is,
+    before_step: Callable[[], None] | None = None,
+    after_step: Callable[[], None] | None = None,
+) -> None:
+    """Let ``optimizer.step()`` update whole tensors, whatever way they lie on ranks. Not collective, once.
+
+    Args:
+        optimizer: Holds the user's parameters.
+        found: What its update of an element depends on, other than ``"elementwise"``.
+        group: Ranks that together hold the parameters whole.
+        held: Where a parameter lies on this rank.
+        before_step: Called right before the update, after a closure.
+        after_step: Called after it.
+    """
+    if updates_of(optimizer) is not None:
+        return
+    settings: dict[str, Any] = {
+        "group": group,
+        "held": held,
+        "found": found,
+        "before_step": before_step,
+        "after_step": after_step,
+    }
+    step: Callable[..., Any]
+    if found.scope == "joint":
+        joint = JointUpdates(optimizer, step=optimizer.step, **settings)
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            return joint.step(closure, **kwargs)
+    else:
+        owners = OwnerUpdates(optimizer, **settings)
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            result = None
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            owners.step(**kwargs)
+            return result
+
+    follow_schedulers(optimizer, step)
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]

@@ -1,0 +1,240 @@
+"""What an optimizer's update of an element depends on, found by trying it on small tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pardist.engines.common.elementwise import Form, is_elementwise, own_step, trial_settings, twin_of_groups
+from lightning_pardist.settings import one_of
+
+#: ``"elementwise"``: on the element's own gradient, value and state (Adam, SGD). ``"per_tensor"``: on those of its
+#: tensor (Muon, Adafactor, Shampoo, LAMB). ``"joint"``: on those of all tensors (LBFGS, a norm over all parameters).
+Scope = Literal["elementwise", "per_tensor", "joint"]
+ScopeSetting = Literal["auto", "elementwise", "per_tensor", "joint"]
+
+_MEANINGS: dict[Scope, str] = {
+    "elementwise": "updates every element by itself",
+    "per_tensor": "updates one tensor at a time",
+    "joint": "updates all tensors together",
+}
+_STEPS = 3
+#: By number of dims; of more than these, every dim is 2.
+_SHAPES: tuple[tuple[int, ...], ...] = ((), (6,), (4, 6), (2, 4, 6), (4, 3, 3, 3), (3, 2, 3, 3, 3))
+
+Values = list[list[Tensor]]
+
+
+@dataclass(frozen=True)
+class FoundScope:
+    """The answer for one optimizer.
+
+    Attributes:
+        scope: What an element's update depends on.
+        in_rounds: Whether a step may be taken in several calls of ``step``, each with some of the tensors, if all
+            begin with the same settings.
+        steps_on_none: Whether ``step`` may be called where it has no tensor.
+        is_set: Whether the user said so, and nothing was tried.
+    """
+
+    scope: Scope
+    in_rounds: bool = True
+    steps_on_none: bool = True
+    is_set: bool = False
+
+    def describe(self) -> str:
+        """In words, for the log."""
+        return f"{_MEANINGS[self.scope]} ({'as set' if self.is_set else 'found by a trial, update_scope sets it'})"
+
+
+_found: WeakKeyDictionary[Optimizer, dict[Form, FoundScope]] = WeakKeyDictionary()
+
+
+def check_scope(setting: str) -> ScopeSetting:
+    """The setting, if it is one.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    one_of("update_scope", setting, get_args(ScopeSetting))
+    return setting  # type: ignore[return-value]
+
+
+def find_scope(optimizer: Optimizer, *, form: Form, setting: ScopeSetting = "auto") -> FoundScope:
+    """Find out what an optimizer needs to see of its parameters. Not collective, equal on all ranks.
+
+    Steps of copies of the optimizer are compared: on a small tensor and on parts of it, on several tensors together and
+    on each alone. Neither the optimizer, nor its parameters, nor any random state is changed. An optimizer is tried
+    once.
+
+    Args:
+        optimizer: Before its first step, or after any.
+        form: In which form a rank holds parts.
+        setting: What the user says; ``"auto"`` to try.
+
+    Raises:
+        ValueError: If it cannot be tried, or draws random numbers, which ranks would draw differently.
+    """
+    if setting != "auto":
+        return _noted(optimizer, form, FoundScope(setting, in_rounds=False, steps_on_none=False, is_set=True))
+    known = _found.get(optimizer, {}).get(form)
+    return known or _noted(optimizer, form, _tried(optimizer, form))
+
+
+def known_scope(optimizer: Optimizer) -> FoundScope | None:
+    """What :func:`find_scope` has found before."""
+    return next(iter(_found.get(optimizer, {}).values()), None)
+
+
+def _noted(optimizer: Optimizer, form: Form, found: FoundScope) -> FoundScope:
+    _found.setdefault(optimizer, {})[form] = found
+    return found
+
+
+def _tried(optimizer: Optimizer, form: Form) -> FoundScope:
+    if is_elementwise(optimizer, form=form):
+        return FoundScope("elementwise")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        # It runs forward and backward again, with all that they use.
+        return FoundScope("joint")
+    with _same_random_state() as draws:
+        start, grads = _example(optimizer)
+        try:
+            together = _stepped(optimizer, start, grads)
+        except Exception as error:
+            reason = f"a step on small tensors failed ({type(error).__name__}: {error})"
+            raise ValueError(_refusal(optimizer, reason)) from None
+        if draws():
+            raise ValueError(_refusal(optimizer, "its step draws random numbers, and ranks would draw different ones"))
+        if all(torch.equal(a, b) for a, b in zip(_flat(together), _flat(start), strict=True)):
+            # One that wraps another optimizer and steps that, for instance.
+            raise ValueError(_refusal(optimizer, "a step on other parameters than its own changed nothing"))
+        if not _same_alone(optimizer, start, grads, together):
+            return FoundScope("joint")
+        in_rounds = _agree(lambda: _stepped(optimizer, start, grads, rounds=True), together)
+        none: Values = [[] for _ in start]
+        on_none = _agree(lambda: _stepped(optimizer, none, [none]), none)
+        return FoundScope("per_tensor", in_rounds=in_rounds, steps_on_none=on_none)
+
+
+def _same_alone(optimizer: Optimizer, start: Values, grads: list[Values], together: Values) -> bool:
+    """Whether each tensor comes out as it does among the others, where it is the optimizer's only one."""
+    for index, members in enumerate(start):
+        for position in range(len(members)):
+
+            def alone(values: Values, index: int = index, position: int = position) -> Values:
+                return [[group[position]] if at == index else [] for at, group in enumerate(values)]
+
+            run = [alone(step_grads) for step_grads in grads]
+            if not _agree(lambda run=run, alone=alone: _stepped(optimizer, alone(start), run), alone(together)):  # type: ignore[misc]
+                return False
+    return True
+
+
+def _agree(run: Callable[[], Values], wanted: Values) -> bool:
+    try:
+        found = run()
+    except Exception:
+        return False
+    return all(torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(_flat(found), _flat(wanted), strict=True))
+
+
+def _stepped(optimizer: Optimizer, start: Values, grads: Sequence[Values], *, rounds: bool = False) -> Values:
+    """Run a copy of the optimizer on other parameters; in ``rounds``, one of them at a time."""
+    clone = twin_of_groups(optimizer, trial_settings(optimizer), start)
+    groups = [list(group["params"]) for group in clone.param_groups]
+    step = own_step(clone)
+    for step_grads in grads:
+        for params, values in zip(groups, step_grads, strict=True):
+            for param, grad in zip(params, values, strict=True):
+                param.grad = grad.clone()
+        if not rounds:
+            step(clone)
+            continue
+        settings = group_settings(clone)
+        for index, params in enumerate(groups):
+            for param in params:
+                restore_settings(clone, settings)
+                for at, group in enumerate(clone.param_groups):
+                    group["params"] = [param] if at == index else []
+                step(clone)
+        for group, params in zip(clone.param_groups, groups, strict=True):
+            group["params"] = params
+    return [[param.detach() for param in params] for params in groups]
+
+
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups without parameters, as copies: an optimizer may count steps in them."""
+    return [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def restore_settings(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -> None:
+    """Let parameter groups have the settings that :func:`group_settings` gave, tensors in place."""
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in values.items():
+            if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+def _example(optimizer: Optimizer) -> tuple[Values, list[Values]]:
+    """Small parameters, in each group two for every number of dims that it has, and gradients for some steps."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> Values:
+        return [
+            [torch.randn(shape, generator=generator) for shape in shapes for _ in range(2)] for shapes in all_shapes
+        ]
+
+    all_shapes = [
+        [_SHAPES[dims] if dims < len(_SHAPES) else (2,) * dims for dims in sorted({p.dim() for p in group["params"]})]
+        for group in optimizer.param_groups
+    ]
+    return draw(), [draw() for _ in range(_STEPS)]
+
+
+def _flat(values: Values) -> list[Tensor]:
+    return [value for group in values for value in group]
+
+
+@contextmanager
+def _same_random_state() -> Iterator[Callable[[], bool]]:
+    """Inside, random numbers may be drawn; yields whether any were."""
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        yield lambda: not torch.equal(before, torch.get_rng_state())
+
+
+def _refusal(optimizer: Optimizer, reason: str) -> str:
+    return (
+        f"{type(optimizer).__name__} cannot be told to update elements, tensors or all of them together: {reason}."
+        " Use pardist_ddp, which keeps parameters and state whole, or an optimizer such as AdamW or SGD; or say what it"
+        " does by update_scope='per_tensor' or 'joint'."
+    )
+
+
+def cannot_step_on_parts(optimizer: Optimizer, found: FoundScope, *, offloads: bool) -> str:
+    """What is said where an optimizer would have to be elementwise, and is not."""
+    why = "offload takes a step in windows of elements. Leave offload out" if offloads else "each rank steps on parts"
+    return (
+        f"{type(optimizer).__name__} cannot step on parts of parameters: it {found.describe()}, and {why}, or use an"
+        " elementwise optimizer such as AdamW or SGD."
+    )
+
+
+def has_parameters(optimizer: Optimizer) -> bool:
+    """Whether there is anything to update; not in what stands in for an optimizer of ``configure_optimizers``."""
+    return any(isinstance(param, nn.Parameter) for group in optimizer.param_groups for param in group["params"])

@@ -1,0 +1,470 @@
+"""Updates of whole tensors, whatever way ranks hold parts of them: storage keeps its layout, the update has another.
+
+An optimizer that is not elementwise gets each of its tensors whole. One that updates a tensor at a time has one rank,
+the owner, do it (:class:`OwnerUpdates`): gradients, and values where the owner lacks them, go there in packed
+all-to-alls, and new values come back in another, a bounded number of tensors at a time. Only the owner has state, so
+that it is sharded over ranks by whole tensors. One that updates all tensors together has every rank do all of it
+(:class:`~lightning_pardist.engines.common.joint_updates.JointUpdates`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_pardist.checkpoint.chunks import Shards
+from lightning_pardist.checkpoint.coordination import Coordinator, GroupCoordinator, SingleCoordinator
+from lightning_pardist.checkpoint.gather import assemble_optimizer
+from lightning_pardist.checkpoint.tensors import Slots, TensorSlot, require_same_groups
+from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
+from lightning_pardist.engines.common.elementwise import own_step
+from lightning_pardist.engines.common.owner_plan import Box, Kind, Move, OwnerPlan, Owners, TensorLayout, rounds_of
+from lightning_pardist.engines.common.packed_exchange import PackedExchange, Parcel
+from lightning_pardist.engines.common.update_scope import FoundScope, group_settings, restore_settings
+from lightning_pardist.local_tensors import own_part
+
+_MARK = "_pardist_whole_updates"
+#: MiB of whole values that an owner has at work at a time, and as much of gradients.
+ROUND_MB = 64.0
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """Where a parameter lies on this rank.
+
+    Attributes:
+        grad: What has its gradient, in ``.grad`` of :attr:`~lightning_pardist.checkpoint.tensors.TensorSlot.like`.
+        read: Its values, as an update begins with them.
+        write: What new values are written to.
+    """
+
+    grad: TensorSlot
+    read: TensorSlot
+    write: TensorSlot
+
+    @classmethod
+    def as_it_is(cls, param: Tensor) -> HeldTensor:
+        """A parameter that is updated where it lies, plain or a ``DTensor``."""
+        slot = TensorSlot(param)
+        return cls(slot, slot, slot)
+
+    def slot(self, kind: Kind) -> TensorSlot:
+        """Where a kind of values lies."""
+        return {"grads": self.grad, "reads": self.read, "writes": self.write}[kind]
+
+    def values(self, kind: Kind) -> Tensor:
+        """What this rank has, in one tensor; the values in place of a gradient that is None."""
+        like = self.slot(kind).like
+        return own_part(like if kind != "grads" or like.grad is None else like.grad).detach()
+
+    def boxes(self, kind: Kind) -> Shards:
+        """This rank's boxes of a kind of values, sharing memory."""
+        slot = self.slot(kind)
+        if not slot.here:
+            # What stands for a gradient of others must not be looked at: its values would be gathered.
+            return Shards(tuple(slot.param.shape), slot.param.dtype, ())
+        return slot.locate(self.values(kind))
+
+    @property
+    def layout(self) -> TensorLayout:
+        """Places of all boxes."""
+        grads, reads, writes = (
+            tuple((part.offsets, part.sizes) for part in self.boxes(kind).parts)
+            for kind in ("grads", "reads", "writes")
+        )
+        return TensorLayout(grads, reads, writes, self.read.like.dtype)
+
+    @property
+    def key(self) -> Any:
+        """Changes when the parameter comes to lie in another way."""
+        slots = (self.grad, self.read, self.write)
+        return tuple((id(slot.param), id(slot.like), slot.here, slot.held and slot.held[:2]) for slot in slots)
+
+
+class WholeUpdates:
+    """Puts an optimizer's tensors together and takes them apart; the base of what steps on them.
+
+    Args:
+        optimizer: Its groups hold the user's parameters, outside of a step.
+        group: Ranks that hold all of the parameters that this rank has a part of.
+        held: Where a parameter lies on this rank; asked in every step.
+        found: What its updates depend on.
+        before_step: Called right before the update.
+        after_step: Called after it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        group: dist.ProcessGroup,
+        held: Callable[[nn.Parameter], HeldTensor],
+        found: FoundScope,
+        before_step: Callable[[], None] | None = None,
+        after_step: Callable[[], None] | None = None,
+    ) -> None:
+        if group.size() > 1 and dist.get_backend(group) == "fake":
+            raise ValueError(f"{type(optimizer).__name__} {found.describe()}: that exchange is not planned for yet.")
+        self.optimizer = optimizer
+        self.group = group
+        self.rank = group.rank()
+        self.found = found
+        self.sent_bytes = 0
+        self._held_by = held
+        self._before_step = before_step
+        self._after_step = after_step
+        self._held: dict[int, HeldTensor] = {}
+        self._current: list[nn.Parameter] = []
+        self._places: dict[tuple[int, Kind], _Places] = {}
+        self._keys: dict[int, Any] = {}
+        self._plan: OwnerPlan | None = None
+        setattr(optimizer, _MARK, self)
+
+    # --- who and what ---------------------------------------------------------------------------------------------
+
+    def owns(self, number: int) -> bool:
+        """Whether this rank has the state of the parameter with this number."""
+        raise NotImplementedError
+
+    def _params(self) -> list[nn.Parameter]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def _present(self) -> list[int]:
+        """Numbers of the parameters that have gradients on any rank; renews the plan. Collective over the group."""
+        self._current = params = self._params()
+        self._held = {number: self._held_by(param) for number, param in enumerate(params) if not param.is_meta}
+        keys = {number: held.key for number, held in self._held.items()}
+        flags = torch.zeros(len(params) + 1, dtype=torch.uint8)
+        for number, held in self._held.items():
+            flags[number] = held.grad.here and held.grad.like.grad is not None
+        flags[-1] = keys != self._keys
+        device = next((held.read.like.device for held in self._held.values()), torch.device("cpu"))
+        flags = flags.to(device)
+        if self.group.size() > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        *present, changed = flags.tolist()
+        if changed:
+            self._keys = keys
+            self._renew()
+        return [number for number, flag in enumerate(present) if flag]
+
+    def _renew(self) -> None:
+        own = {number: held.layout for number, held in self._held.items()}
+        layouts: list[dict[int, TensorLayout]] = [own]
+        if self.group.size() > 1:
+            layouts = [{} for _ in range(self.group.size())]
+            dist.all_gather_object(layouts, own, group=self.group)
+        self._plan = OwnerPlan(layouts, self._shapes())
+        self._places = {}
+
+    def _shapes(self) -> dict[int, tuple[int, ...]]:
+        return {number: tuple(param.shape) for number, param in enumerate(self._params()) if not param.is_meta}
+
+    @property
+    def plan(self) -> OwnerPlan:
+        """Which boxes travel, as of the latest step."""
+        if self._plan is None:
+            raise RuntimeError("The plan is made when a step begins.")
+        return self._plan
+
+    # --- exchanges ------------------------------------------------------------------------------------------------
+
+    def _exchange(self, moves: Iterable[Move], wholes: Mapping[tuple[int, Kind], Tensor]) -> PackedExchange:
+        """Begin to move boxes between what ranks hold and whole tensors. Collective over the group."""
+        outgoing, incoming = [], []
+        for move in moves:
+            to_whole = move.kind != "writes"
+            if move.source == self.rank:
+                values = self._own_box(move) if to_whole else _box_of(wholes[move.number, move.kind], move)
+                outgoing.append(Parcel(move.target, values))
+            if move.target == self.rank:
+                place = _box_of(wholes[move.number, move.kind], move) if to_whole else self._own_box(move)
+                incoming.append(Parcel(move.source, place))
+        exchange = PackedExchange(outgoing, incoming, group=self.group, device=self._device)
+        self.sent_bytes += exchange.sent_bytes
+        return exchange
+
+    def _own_box(self, move: Move) -> Tensor:
+        """This rank's view of a box; where it lies is worked out once."""
+        held, at = self._held[move.number], (move.number, move.kind)
+        values = held.values(move.kind)
+        places = self._places.get(at)
+        if places is None or not places.fit(values):
+            places = self._places[at] = _Places.of(held.boxes(move.kind), values)
+        return places.view(values, move.box)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((held.read.like.device for held in self._held.values()), torch.device("cpu"))
+
+    def _empty(self, number: int) -> Tensor:
+        return torch.empty(tuple(self._current[number].shape), dtype=self.plan.dtype(number), device=self._device)
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def slots(self) -> Slots:
+        """Whole state on the ranks that have it, group by group."""
+        numbers = iter(range(len(self._params())))
+        return [
+            [TensorSlot(param, here=self.owns(next(numbers)), whole=True) for param in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict of one process on the group's first rank; without state elsewhere. Collective over it."""
+        alone = self.group.size() == 1
+        exchange: Coordinator = SingleCoordinator() if alone else GroupCoordinator(self.group)
+        return assemble_optimizer(0, self.optimizer, self.slots(), {}, exchange)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state of the parameters that this rank owns from a state dict of one process. Not collective.
+
+        Raises:
+            ValueError: If the parameter groups differ in number or size.
+        """
+        groups = self.optimizer.param_groups
+        require_same_groups(self.optimizer, state["param_groups"], [len(group["params"]) for group in groups])
+        self.optimizer.state.clear()
+        number = 0
+        for group, settings in zip(groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in settings.items() if key != "params"})
+            for param, saved in zip(group["params"], settings["params"], strict=True):
+                if (values := state["state"].get(saved)) and self.owns(number):
+                    self.optimizer.state[param] = {key: _settled(value, param) for key, value in values.items()}
+                number += 1
+
+    def _forget_others(self) -> None:
+        """Drop state that an optimizer made in its constructor for parameters of other owners."""
+        for number, param in enumerate(self._params()):
+            if not self.owns(number):
+                self.optimizer.state.pop(param, None)
+            elif any(isinstance(value, DTensor) for value in self.optimizer.state.get(param, {}).values()):
+                raise ValueError(
+                    f"{type(self.optimizer).__name__} makes state of whole tensors in its constructor, where parameters"
+                    " are sharded already. Let it make state in its first step, as torch's optimizers do."
+                )
+
+    def describe(self) -> str:
+        """What the updates take, for the log."""
+        raise NotImplementedError
+
+
+class OwnerUpdates(WholeUpdates):
+    """Steps of an optimizer that updates one tensor at a time: each is updated by one rank, its owner.
+
+    In a round the owners' tensors travel, while those of the round before are updated. A rank sends less than its own
+    shards of gradients, and of values if owners lack them, and as much of new values: ``Psi/N (N-1)/N`` for each.
+
+    Args:
+        round_mb: MiB of whole values that a rank has at work at a time.
+        **kwargs: As for :class:`WholeUpdates`.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, round_mb: float = ROUND_MB, **kwargs: Any) -> None:
+        super().__init__(optimizer, **kwargs)
+        self.round_bytes = round_mb * 2**20
+        self._owners = Owners(self.group.size())
+        self._owners.assign(self._shapes())
+        self._forget_others()
+
+    def owns(self, number: int) -> bool:
+        """Whether this rank updates the parameter with this number."""
+        return self._owners.of(number) == self.rank
+
+    def describe(self) -> str:
+        """How evenly the updates are spread."""
+        loads, ranks = self._owners.loads, self.group.size()
+        uneven = max(loads) * ranks / max(sum(loads), 1.0)
+        return (
+            f"{type(self.optimizer).__name__} {self.found.describe()}: each by one of {ranks} ranks, which has its"
+            f" state; the busiest has {uneven:.2f} times the mean of the estimated cost"
+        )
+
+    @torch.no_grad()
+    def step(self, **kwargs: Any) -> None:
+        """Step, with the hooks that torch calls around a step. Takes no closure. Collective over the group."""
+        optimizer = self.optimizer
+        args: tuple[Any, ...] = (optimizer,)
+        for before in pre_hooks(optimizer):
+            changed = before(optimizer, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        if self._before_step is not None:
+            self._before_step()
+        self._update(kwargs)
+        if self._after_step is not None:
+            self._after_step()
+        mark_step(optimizer)
+        for after in post_hooks(optimizer):
+            after(optimizer, args, kwargs)
+
+    def _update(self, kwargs: Mapping[str, Any]) -> None:
+        present = self._present()
+        self._owners.assign(self._shapes())
+        rounds = self._rounds(present)
+        settings = group_settings(self.optimizer)
+        stepped = False
+        arriving = self._fetch(rounds[0]) if rounds else None
+        leaving: PackedExchange | None = None
+        for index, numbers in enumerate(rounds):
+            if arriving is None:
+                raise RuntimeError("a round is fetched before it is updated")
+            values, grads = arriving.finish()
+            arriving = self._fetch(rounds[index + 1]) if index + 1 < len(rounds) else None
+            if values:
+                if stepped:
+                    restore_settings(self.optimizer, settings)
+                self._step_on(values, grads, kwargs)
+                stepped = True
+            if leaving is not None:
+                leaving.finish()
+            moves = [move for number in numbers for move in self.plan.scatter(number, self._owner(number))]
+            leaving = self._exchange(moves, {(number, "writes"): value.data for number, value in values.items()})
+        if not stepped and self.found.steps_on_none:
+            # It may count steps in its groups.
+            self._step_on({}, {}, kwargs)
+        if leaving is not None:
+            leaving.finish()
+
+    def _owner(self, number: int) -> int:
+        owner = self._owners.of(number)
+        if owner is None:
+            raise RuntimeError(f"Parameter {number} has a gradient on another rank, and is not known here.")
+        return owner
+
+    def _rounds(self, present: Sequence[int]) -> list[list[int]]:
+        owner_of = {number: self._owner(number) for number in present}
+        item = max((self.plan.dtype(number).itemsize for number in present), default=4)
+        limit = self.round_bytes / item if self.found.in_rounds else float("inf")
+        return list(rounds_of(present, owner_of, self._shapes(), round_elements=limit))
+
+    def _fetch(self, numbers: Sequence[int]) -> _Arriving:
+        moves = [
+            move
+            for number in numbers
+            for kind in ("grads", "reads")
+            for move in self.plan.gather(number, kind, self._owner(number))
+        ]
+        mine = [number for number in numbers if self.owns(number)]
+        wholes: dict[tuple[int, Kind], Tensor] = {}
+        for number in mine:
+            wholes[number, "grads"], wholes[number, "reads"] = self._empty(number), self._empty(number)
+        return _Arriving(self._exchange(moves, wholes), wholes)
+
+    def _step_on(self, values: Mapping[int, Tensor], grads: Mapping[int, Tensor], kwargs: Mapping[str, Any]) -> None:
+        """Run the optimizer's own step on some whole tensors."""
+        optimizer = self.optimizer
+        originals = [group["params"] for group in optimizer.param_groups]
+        outside = optimizer.state
+        twins: dict[int, nn.Parameter] = {}
+        number = 0
+        inside: defaultdict[Any, Any] = defaultdict(dict)
+        for group, params in zip(optimizer.param_groups, originals, strict=True):
+            members = []
+            for param in params:
+                if number in values:
+                    twins[number] = twin = twin_of(param, values[number], grads[number])
+                    members.append(twin)
+                    if param in outside:
+                        inside[twin] = outside[param]
+                number += 1
+            group["params"] = members
+        optimizer.state = inside
+        try:
+            own_step(optimizer)(optimizer, **kwargs)
+        finally:
+            for group, params in zip(optimizer.param_groups, originals, strict=True):
+                group["params"] = params
+            inside, optimizer.state = optimizer.state, outside
+        for number, twin in twins.items():
+            if twin in inside:
+                outside[self._current[number]] = inside[twin]
+            if twin.data_ptr() != values[number].data_ptr():
+                # It was given new memory in place of new values.
+                values[number].copy_(twin.detach())
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where boxes lie in a tensor of one shape and strides.
+
+    Attributes:
+        shape: Of the tensor.
+        strides: Its strides.
+        boxes: By box its sizes and strides, and how far behind the tensor's first element it begins.
+    """
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    boxes: Mapping[Box, tuple[torch.Size, tuple[int, ...], int]]
+
+    @classmethod
+    def of(cls, shards: Shards, values: Tensor) -> _Places:
+        begin = int(values.storage_offset())
+        boxes = {
+            (part.offsets, part.sizes): (
+                part.values.shape,
+                part.values.stride(),
+                int(part.values.storage_offset()) - begin,
+            )
+            for part in shards.parts
+        }
+        return cls(values.shape, values.stride(), boxes)
+
+    def fit(self, values: Tensor) -> bool:
+        return values.shape == self.shape and values.stride() == self.strides
+
+    def view(self, values: Tensor, box: Box) -> Tensor:
+        sizes, strides, behind = self.boxes[box]
+        return values.as_strided(sizes, strides, values.storage_offset() + behind)
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """Tensors of a round, on their way to their owners."""
+
+    exchange: PackedExchange
+    wholes: Mapping[tuple[int, Kind], Tensor]
+
+    def finish(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Values and gradients by number, of those that this rank updates."""
+        self.exchange.finish()
+        values = {number: tensor for (number, kind), tensor in self.wholes.items() if kind == "reads"}
+        return values, {number: tensor for (number, kind), tensor in self.wholes.items() if kind == "grads"}
+
+
+def updates_of(optimizer: Optimizer) -> WholeUpdates | None:
+    """What puts an optimizer's tensors together, if it is not elementwise and they lie in parts."""
+    found: WholeUpdates | None = getattr(optimizer, _MARK, None)
+    return found
+
+
+def forget_updates(optimizer: Optimizer) -> None:
+    """The optimizer holds whole parameters, and whole state, from now on: it steps as it was made."""
+    if optimizer.__dict__.pop(_MARK, None) is not None:
+        optimizer.__dict__.pop("step", None)
+
+
+def twin_of(param: nn.Parameter, values: Tensor, grad: Tensor | None = None) -> nn.Parameter:
+    """A whole parameter that an optimizer takes for the user's own."""
+    twin = nn.Parameter(values, requires_grad=param.requires_grad)
+    # Optimizers are told by attributes which parameters are special.
+    twin.__dict__.update(param.__dict__)
+    twin.grad = grad
+    return twin
+
+
+def _box_of(whole: Tensor, move: Move) -> Tensor:
+    return whole[tuple(slice(start, start + size) for start, size in zip(*move.box, strict=True))]
+
+
+def _settled(value: Any, param: Tensor) -> Any:
+    return value.to(param.device if value.dim() else value.device, copy=True) if isinstance(value, Tensor) else value

@@ -1,0 +1,96 @@
+"""What optimizers need to see of their parameters is found by trying them."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pardist.engines.common.update_scope import find_scope, known_scope
+from tests.helpers.optimizers import ELEMENTWISE, JOINT, PER_TENSOR
+
+SCOPES = {"elementwise": ELEMENTWISE, "per_tensor": PER_TENSOR, "joint": JOINT}
+CELLS = [(scope, name) for scope, makers in SCOPES.items() for name in makers]
+
+
+def _parameters():
+    return [nn.Parameter(torch.ones(shape)) for shape in ((3, 4), (5,), (2, 3, 3))]
+
+
+@pytest.mark.parametrize(("scope", "name"), CELLS)
+def test_scopes(scope, name):
+    if "transformers" in name:
+        pytest.importorskip("transformers")
+    params = _parameters()
+    optimizer = SCOPES[scope][name](params)
+    groups = [dict(group) for group in optimizer.param_groups]
+    random = torch.get_rng_state()
+    found = find_scope(optimizer, form="dims")
+    assert found.scope == scope
+    assert known_scope(optimizer) == found
+    assert found.in_rounds
+    assert found.steps_on_none
+    # Nothing of it is left behind.
+    assert all(torch.equal(param, torch.ones_like(param)) for param in params)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(group.keys() == before.keys() for group, before in zip(optimizer.param_groups, groups, strict=True))
+    assert all(
+        group["params"] is before["params"] for group, before in zip(optimizer.param_groups, groups, strict=True)
+    )
+
+
+class LargeOnes(torch.optim.Optimizer):
+    """Treats large tensors by blocks, as optimizers with states of 8 bits do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                scale = p.grad.abs().max() if p.numel() >= 4096 else 1.0
+                p.sub_(group["lr"] * p.grad / scale)
+
+
+class CountsCalls(torch.optim.Optimizer):
+    """Knows how often it was called."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] / self.calls * p.grad / p.grad.norm())
+
+
+class Draws(torch.optim.Optimizer):
+    """Adds noise."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * (p.grad + torch.randn_like(p)))
+
+
+def test_what_depends_on_size_or_on_calls_is_seen():
+    assert find_scope(LargeOnes(_parameters()), form="flat").scope == "per_tensor"
+    found = find_scope(CountsCalls(_parameters()), form="dims")
+    assert found.scope == "per_tensor"
+    assert not found.in_rounds
+
+
+def test_random_numbers_are_refused():
+    with pytest.raises(ValueError, match=r"Draws cannot be told .* draws random numbers"):
+        find_scope(Draws(_parameters()), form="dims")
+
+
+def test_the_user_has_the_last_word():
+    found = find_scope(Draws(_parameters()), form="dims", setting="joint")
+    assert (found.scope, found.is_set) == ("joint", True)
