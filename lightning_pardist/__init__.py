@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_pardist.runtime.environments.slurm import SLURMEnvironment
     from lightning_pardist.runtime.environments.torchrun import TorchrunEnvironment
     from lightning_pardist.runtime.watchdog import PeerFailedError
+    from lightning_pardist.strategies.data_parallel import DataParallelStrategy
     from lightning_pardist.strategies.ddp import DDPStrategy
     from lightning_pardist.strategies.fsdp import FSDPStrategy
     from lightning_pardist.strategies.hybrid import HybridStrategy
@@ -40,6 +41,7 @@ _HOMES = {
     "CannotPipelineError": "lightning_pardist.engines.pipeline",
     "DDPStrategy": "lightning_pardist.strategies.ddp",
     "DamagedCheckpointError": "lightning_pardist.checkpoint.errors",
+    "DataParallelStrategy": "lightning_pardist.strategies.data_parallel",
     "FSDPStrategy": "lightning_pardist.strategies.fsdp",
     "GlobalBatchSize": "lightning_pardist.callbacks",
     "HybridStrategy": "lightning_pardist.strategies.hybrid",
@@ -88,6 +90,7 @@ __all__ = [
     "CannotPipelineError",
     "DDPStrategy",
     "DamagedCheckpointError",
+    "DataParallelStrategy",
     "FSDPStrategy",
     "GlobalBatchSize",
     "HybridStrategy",

@@ -50,7 +50,7 @@ class Entry:
 
 
 _DDP, _ZERO, _FSDP = "ddp.DDPStrategy", "zero.ZeroStrategy", "fsdp.FSDPStrategy"
-_LOCAL_SGD = "local_sgd.LocalSGDStrategy"
+_DP, _LOCAL_SGD = "data_parallel.DataParallelStrategy", "local_sgd.LocalSGDStrategy"
 _TENSOR, _PIPELINE, _HYBRID = "tensor.TensorParallelStrategy", "pipeline.PipelineStrategy", "hybrid.HybridStrategy"
 
 TABLE: tuple[Entry, ...] = (
@@ -64,6 +64,8 @@ TABLE: tuple[Entry, ...] = (
     Entry("pardist_ddp_spawn", _DDP, "batch", "ranks are to be started by spawn", {"start_method": "spawn"}),
     Entry("pardist_ddp_fork", _DDP, "batch", "ranks are to be started by fork", {"start_method": "fork"}),
     Entry("pardist_ddp_notebook", _DDP, "batch", "in a notebook (ranks by fork)", {"start_method": "fork"}),
+    Entry("pardist_dp", _DP, "batch over devices of one process",
+          "one process is to run all devices, in threads (pardist_ddp is faster)"),
     Entry("pardist_zero1", _ZERO, "batch, optimizer state", "optimizer state does not fit",
           {"zero_stage": 1}),
     Entry("pardist_zero2", _ZERO, "batch, optimizer state, gradients", "gradients do not fit either",

@@ -244,6 +244,23 @@ def local_sgd() -> str:
     return picture.svg()
 
 
+def data_parallel() -> str:
+    """Two replicas in threads of one process."""
+    picture = Canvas(640, 190, "Two replicas in threads of one process, and the optimizer on the first device")
+    picture.box(20, 34, 600, 100, "#ffffff")
+    picture.text(320, 24, "one process", anchor="middle", bold=True)
+    picture.box(36, 52, 110, 62, "#ffffff", "batch")
+    for replica in range(2):
+        y = 44 + replica * 44
+        picture.arrow(148, 82, 206, y + 18)
+        picture.box(210, y, 150, 36, _PARAMETERS, f"thread {replica}, replica {replica}")
+        picture.arrow(362, y + 18, 420, 82)
+    picture.box(424, 52, 180, 62, _OPTIMIZER, "loss, backward, optimizer")
+    picture.text(20, 158, "Every step: the batch is cut, replicas take the parameters, losses come together.")
+    picture.text(20, 176, "Gradients of all replicas add up in the parameters of the first device.")
+    return picture.svg()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "ddp.svg": lambda: held("What each of four ranks holds under data parallelism", [(False, False, False)]),
     "zero.svg": lambda: held(
@@ -258,6 +275,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "pipeline.svg": pipeline,
     "mesh.svg": mesh,
     "local_sgd.svg": local_sgd,
+    "data_parallel.svg": data_parallel,
 }
 
 

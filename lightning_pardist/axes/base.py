@@ -218,6 +218,7 @@ class ParallelAxis:
         mesh_axes: Axes of the device mesh that it uses; it is in use where one of them has more than one rank.
         order: When it transforms the module, from the inside of layers outwards.
         splits_module: Whether its ranks hold different parts of the module.
+        splits_batch: Whether it takes the batches of one process apart, whose loaders and order are kept.
         creates_values: Whether a module built on ``meta`` gets its values from it.
         diverges: Whether its ranks train models of their own between two meetings, so that a checkpoint keeps the
             optimizers of each.
@@ -228,6 +229,7 @@ class ParallelAxis:
     mesh_axes: ClassVar[tuple[str, ...]] = ()
     order: ClassVar[int]
     splits_module: ClassVar[bool] = False
+    splits_batch: ClassVar[bool] = False
     creates_values: ClassVar[bool] = False
     diverges: ClassVar[bool] = False
     context: RunContext

@@ -52,6 +52,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's table of its children itself, not a copy."""
+    return module._modules
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Names of the module's own buffers that are in no state dict."""
     return module._non_persistent_buffers_set

@@ -418,7 +418,7 @@ class PardistStrategy(ParallelStrategy):
             axis.check(trainer)
         self.checkpoints.check(trainer)
         self.accelerator.setup(trainer)
-        if self.dims.batch_size == 1 and self.context.model_axes:
+        if self.dims.batch_size == 1 and any(axis.splits_module or axis.splits_batch for axis in self.axes):
             # Tensor ranks draw random numbers of their own: only a seeded sampler shuffles alike on all of them.
             self._changes.callback(keep_loaders(trainer, shuffled=self.dims.tensor_parallel == 1))
         fitting = trainer.state.fn == TrainerFn.FITTING

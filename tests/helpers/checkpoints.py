@@ -115,9 +115,9 @@ def run(
     if save is not None:
         trainer.save_checkpoint(save)
     result = torch.stack(record.losses)
-    if devices > 1:
+    if devices > 1 and dist.is_initialized():
         dist.all_reduce(result)
-        result /= devices
+        result /= dist.get_world_size()
     return {
         "losses": result,
         "weights": snapshot(module),

@@ -97,6 +97,10 @@ STRATEGIES = {
     ),
 }
 
+#: Rows whose devices are threads of fewer processes.
+PROCESSES = {"dp-2": 1, "dp-3": 1}
+STRATEGIES |= {"dp-2": ("pardist_dp", 2), "dp-3": ("pardist_dp", 3)}
+
 #: Rows whose ranks have optimizer states of their own, and one process's numbers where a step is linear in gradients.
 ISLANDS = {"local_sgd-2": ("sgd", "accumulate")}
 #: Modules that train with Adam, whatever the column.
@@ -124,10 +128,13 @@ _BY_PIPELINES = {"gan": "optimizes by hand", "awkward": "control flow depends on
 _TOO_SMALL = dict.fromkeys(("classifier", "param_groups", "large_embedding"), "the step calls only [23] unit")
 _FOUR_STAGES = ("pp_interleaved-2", "pp-4", "pp_zb-4")
 REFUSED = {row: _BY_PIPELINES for row in STRATEGIES if row.startswith("pp")}
+REFUSED |= {row: {"gan": "optimizes by hand"} for row in PROCESSES}
 REFUSED |= dict.fromkeys(_FOUR_STAGES, _BY_PIPELINES | _TOO_SMALL)
 #: Cells that every push runs, of rows that need not run them all; `make test-all` runs the rest.
 QUICK = {
     "ddp-1": ("adam",),
+    "dp-2": ("accumulate", "clip_norm"),
+    "dp-3": (),
     "zero1-2": ("adam", "accumulate", "clip_norm"),
     "zero2-2": ("sgd", "accumulate", "clip_norm", "float64"),
     "fsdp-2": ("adam", "accumulate", "sync_batchnorm"),
@@ -173,7 +180,7 @@ def _run_column(strategy, devices, feature, modules):
 def _cells():
     for row, (_, devices) in STRATEGIES.items():
         for feature, (_, _, trainer_kwargs) in FEATURES.items():
-            if row.startswith("pp") and "sync_batchnorm" in trainer_kwargs:
+            if row.startswith(("pp", "dp")) and "sync_batchnorm" in trainer_kwargs:
                 continue  # Batch norm normalizes micro-batches.
             if feature not in ISLANDS.get(row, FEATURES):
                 continue
@@ -188,7 +195,7 @@ def test_same_numbers_as_one_process(row, feature):
     modules = [name for name in FEATURES[feature][0] if name not in REFUSED.get(row, {})]
     if row in ISLANDS:
         modules = [name for name in modules if name not in ADAPTIVE]
-    results = run_ranks(devices, _run_column, strategy, devices, feature, modules)
+    results = run_ranks(PROCESSES.get(row, devices), _run_column, strategy, devices, feature, modules)
     for rank, rank_results in enumerate(results):
         for module, got in rank_results.items():
             want = _expected(module, feature)

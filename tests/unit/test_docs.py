@@ -30,6 +30,7 @@ STRATEGY_PAGES = {
     "pipeline.md": lightning_pardist.PipelineStrategy,
     "hybrid.md": lightning_pardist.HybridStrategy,
     "local_sgd.md": lightning_pardist.LocalSGDStrategy,
+    "data_parallel.md": lightning_pardist.DataParallelStrategy,
 }
 #: What the Trainer gives a strategy, or a strategy gives its base.
 _NOT_SETTINGS = {

@@ -18,13 +18,19 @@ from torchmetrics import Metric
 from lightning_pardist.engines.pipeline.nested import flatten
 
 _METHODS = ("forward", "update")
+_METHODS_AND_VALUE = (*_METHODS, "compute")
 _MISSING = object()
 
 
 class NumberCalls:
-    """Notes calls of metrics whose arguments are numbers alone. Not collective."""
+    """Notes calls of metrics whose arguments are numbers alone, or all calls. Not collective.
 
-    def __init__(self) -> None:
+    Args:
+        every: Whether calls with samples are noted as well, of which micro-batches' states are of no use then.
+    """
+
+    def __init__(self, *, every: bool = False) -> None:
+        self._every = every
         self._calls: dict[str, list[dict[str, Any]]] | None = None
         self._others: set[str] = set()
         self._inside = False
@@ -37,12 +43,16 @@ class NumberCalls:
             metrics: By name.
         """
         saved = [
-            (metric, name, metric.__dict__.get(name, _MISSING)) for metric in metrics.values() for name in _METHODS
+            (metric, name, metric.__dict__.get(name, _MISSING))
+            for metric in metrics.values()
+            for name in _METHODS_AND_VALUE
         ]
         for name, metric in metrics.items():
             for method in _METHODS:
                 # On the instance, where torchmetrics has its own wrapper of update.
                 metric.__dict__[method] = self._noted(name, method, getattr(metric, method))
+            if self._every:
+                metric.__dict__["compute"] = self._refused(name, metric.compute)
         try:
             yield
         finally:
@@ -82,9 +92,21 @@ class NumberCalls:
 
         return noted
 
+    def _refused(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                raise ValueError(
+                    f"training_step calls {name}.compute(), of which a replica knows its own samples only. Give the"
+                    " metric itself to self.log, or compute it in on_train_epoch_end."
+                )
+            return call(*args, **kwargs)
+
+        return compute
+
     def _note(self, name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = flatten((args, kwargs))[0]
-        if self._calls is None or not leaves or not all(map(_is_number, leaves)):
+        if self._calls is None or not (self._every or (leaves and all(map(_is_number, leaves)))):
             self._others.add(name)
             return
         # A dict: a list with an item a sample would be taken for samples.

@@ -157,13 +157,20 @@ class StepOutputs:
         module: Whose steps.
         units: Names of the modules that live on one stage only: what happens in them stays there.
         written: Buffers that steps write to, of which other modules than units are watched.
+        repeats_metrics: Whether metrics are called again with the batch's samples, as those of numbers alone always
+            are; otherwise each micro-batch adds to the same states.
 
     Attributes:
         seen_written: Buffers that steps have written to, by module and name.
     """
 
     def __init__(
-        self, module: pl.LightningModule, units: Collection[str] = (), *, written: Collection[Path] = ()
+        self,
+        module: pl.LightningModule,
+        units: Collection[str] = (),
+        *,
+        written: Collection[Path] = (),
+        repeats_metrics: bool = False,
     ) -> None:
         self.module = module
         self.seen_written: set[Path] = set(written)
@@ -179,7 +186,7 @@ class StepOutputs:
         self._samples: dict[Path, dict[int, int]] = {}
         self._open: _State | None = None
         self._latest: dict[str, dict[str, Any]] = {}
-        self._numbers = NumberCalls()
+        self._numbers = NumberCalls(every=repeats_metrics)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

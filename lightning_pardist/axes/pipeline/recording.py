@@ -185,6 +185,35 @@ class StepRecorder:
         except CannotPipelineError as error:
             return self._record_owners(samples, error.reason)
 
+    def training_rules(self) -> tuple[Rules, LossMakeup, Microbatching]:
+        """How numbers of the training step go together whose micro-batches run whole, and how batches are cut.
+
+        Raises:
+            CannotPipelineError: If batches cannot be cut, or the step writes to parameters.
+        """
+        sample = next(self._samples())
+        for way in self.microbatching.guesses(sample.batch) or [self.microbatching]:
+            self.microbatching = way
+            try:
+                smallest = self._parts(sample)[-1]
+            except ValueError as error:
+                raise CannotPipelineError(f"{STEPS[sample.stage]} cannot run on parts of a batch: {error}") from error
+            tried = replace(sample, microbatch=smallest.value, size=smallest.size)
+            guard = ParameterWriteGuard(self.module)
+            with self._running(tried) as run, undisturbed(self.module), guard as kept, torch.enable_grad():
+                loss = loss_of(run(fresh_copy(tried.microbatch)))
+                written = [name for name, param in self.module.named_parameters() if param in set(kept.written)]
+            if written:
+                raise CannotPipelineError(
+                    f"{STEPS[sample.stage]} changes the values of {written[0]!r}, which runs on parts of a batch side"
+                    " by side do several times. Change parameters in a hook."
+                )
+            if loss is not None and loss.numel() == 1:
+                self._loss = LossMakeup.of(loss, tried.microbatch, tried.size, self.loss_weight)
+            if not way.whole or self._adds_up(tried):
+                return self._find_rules(tried), self._loss, way
+        raise CannotPipelineError(f"{STEPS[sample.stage]} cannot run on parts of a batch: set batch_dim.")
+
     def _record_owners(self, samples: Sequence[_Sample], reason: str) -> Recorded:
         """Who runs which layers, for steps that cannot run in stages."""
         steps = [(STEPS[sample.stage], sample.batch) for sample in samples]

@@ -1,0 +1,263 @@
+"""Replicas of the module in threads of one process: batches are cut, and every device runs the step on its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_pardist.axes.base import ParallelAxis
+from lightning_pardist.axes.pipeline.merged_values import WEIGHT
+from lightning_pardist.axes.pipeline.microbatch_outputs import Part, StepOutputs
+from lightning_pardist.axes.pipeline.microbatching import Microbatching
+from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
+from lightning_pardist.axes.pipeline.recording import StepRecorder
+from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares
+from lightning_pardist.axes.refusals import refuse_renormalized
+from lightning_pardist.compat.lightning_functions import update_device
+from lightning_pardist.compat.lightning_loops import is_compiled, layer_sync
+from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
+from lightning_pardist.engines.pipeline import BatchDim, CannotPipelineError, MicroBatch, SplitFunction, find_loss
+from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, LossSeeds
+from lightning_pardist.engines.pipeline.nested import map_leaves
+from lightning_pardist.engines.replicas import ReplicaThreads, WeighedLoss, replicate
+from lightning_pardist.mesh import ParallelDims
+from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
+from lightning_pardist.trainer.patch_stack import Patch
+from lightning_pardist.trainer.sample_batches import undisturbed_random
+
+
+class ReplicaAxis(ParallelAxis):
+    """Runs training steps on replicas of the module, each in a thread, on its device and with its part of the batch.
+
+    The first replica is the module itself, so that buffers it writes to stay. The others are made for each step. What
+    the step logs, returns and keeps is put together as for the micro-batches of a pipeline, by rules that a trial
+    before training has found; metrics of the module are called once more, with the samples of the batch. Evaluation
+    runs whole batches on the first device.
+
+    Args:
+        batch_dim: Dim of the samples in a batch, see :class:`~lightning_pardist.PipelineStrategy`.
+        split_batch: Cuts a batch in its place.
+
+    Attributes:
+        devices: One a replica; set by the strategy.
+    """
+
+    name = "replicas"
+    # Right around the module: whoever else runs a step runs it once.
+    order = 5
+    splits_batch = True
+
+    def __init__(self, *, batch_dim: BatchDim = 0, split_batch: SplitFunction | None = None) -> None:
+        self._settings = partial(PipelineSettings, schedule="gpipe", batch_dim=batch_dim, split_batch=split_batch)
+        self._settings()
+        self.devices: list[torch.device] = []
+        self._threads: ReplicaThreads | None = None
+        self._rules, self._loss = Rules(), LossMakeup()
+        self._cut: Microbatching | None = None
+        self._described = ""
+
+    @override
+    def is_used(self, dims: ParallelDims) -> bool:
+        return len(self.devices) > 1
+
+    @override
+    def check(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        module = trainer.lightning_module
+        why = _why_not(trainer, module)
+        if why is not None:
+            raise ValueError(
+                f"{type(module).__name__} {why}. {self.context.name} runs training_step on a replica of the module for"
+                " each device, in threads of one process. Use pardist_ddp, with a process for each."
+            )
+        refuse_renormalized(module, self.context.name)
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @override
+    def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Find out how what a step leaves behind goes together, and try whether the module can be replicated.
+
+        Raises:
+            CannotPipelineError: If batches cannot be cut, or steps of parts do not go together.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        number = len(self.devices)
+        settings = self._settings(num_microbatches=number)
+        with undisturbed_random():
+            recorder = StepRecorder(trainer, settings, range(number), self.context.samples, self.context.loss_weight)
+            self._rules, self._loss, self._cut = recorder.training_rules()
+        name, rules = f"{type(module).__name__}.training_step", self._rules
+        if not rules.is_explained or rules.unexplained:
+            what = ", ".join(rules.unexplained) or "its loss"
+            raise CannotPipelineError(
+                f"What {name} makes of the parts of a batch does not go together to what it makes of the batch:"
+                f" {what}. Log means or sums over samples, or keep metrics in attributes of the module.",
+                ("pardist_ddp",),
+            )
+        if rules.untried:
+            rank_zero_warn(
+                f"{name} could not be tried on a whole batch in evaluation mode ({rules.untried}), so it is not known"
+                " how the numbers of replicas go together: means are taken, weighed as the loss is."
+            )
+        if self._loss.coupled:
+            rank_zero_warn(coupled_samples(module, self._loss.coupled))
+        self._threads = ReplicaThreads(self.devices)
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module = self.context.module
+        if self._threads is None or module is None or module.trainer.state.stage != RunningStage.TRAINING:
+            return step(*args, **kwargs)
+        patch = Patch(module, "training_step", None)
+
+        def in_parts(batch: Any, *rest: Any) -> Any:
+            patch.detach()
+            return self._in_parts(batch, rest)
+
+        patch = Patch(module, "training_step", in_parts)
+        patch.attach()
+        try:
+            return step(*args, **kwargs)
+        finally:
+            patch.detach()
+
+    def _in_parts(self, batch: Any, rest: Sequence[Any]) -> Any:
+        module, threads, cut = self.context.module, self._threads, self._cut
+        if module is None or threads is None or cut is None:
+            raise RuntimeError("Steps are run by a Trainer's fit.")
+        parts = cut.split(batch, len(self.devices))
+        if len(parts) == 1:
+            return module.training_step(batch, *rest)
+        devices = self.devices[: len(parts)]
+        parts = [
+            MicroBatch(move_data_to_device(part.value, to), part.size) for part, to in zip(parts, devices, strict=True)
+        ]
+        replicas = [module, *(replicate(module, device, made=partial(_renew, device)) for device in devices[1:])]
+        effects = [StepOutputs(replica, repeats_metrics=True) for replica in replicas]
+        begins = [sum(part.size for part in parts[:index]) for index in range(len(parts))]
+        total = sum(part.size for part in parts)
+
+        def run(index: int) -> dict[str, Any]:
+            part = parts[index]
+            with effects[index].watching():
+                return effects[index].run(
+                    lambda value: replicas[index].training_step(value, *rest),
+                    part.value,
+                    Part(begins[index], part.size, total),
+                    weigh=partial(self._weigh_logged, part),
+                )
+
+        effects[0].learn(self._rules)
+        results = threads.run([partial(run, index) for index in range(len(parts))])
+        loss, weights = self._combined(parts, [find_loss(result["result"]) for result in results])
+        results = [map_leaves(partial(_detached, devices[0]), result) for result in results]
+        outputs = effects[0].combine(results, Shares.of(weights, [part.size for part in parts]), self._rules)
+        return _with_loss(effects[0].apply(outputs), loss)
+
+    @property
+    def _loss_weight(self) -> LossWeight:
+        return self._rules.loss_weight or self.context.loss_weight
+
+    def _combined(
+        self, parts: Sequence[MicroBatch], losses: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, list[float]]:
+        """The loss of the batch, and what weighs those of the parts."""
+        known = [(part, loss) for part, loss in zip(parts, losses, strict=True) if loss is not None]
+        if not known:
+            return None, [float(part.size) for part in parts]
+        seeds = LossSeeds(self._loss_weight, lambda: None, self.context.device)
+        seeds.begin([part for part, _ in known])
+        for index, (_, loss) in enumerate(known):
+            seeds.add(index, loss)
+        seeds.before_backward(0)
+        factors = tuple(seeds.seed(index, loss)[0] for index, (_, loss) in enumerate(known))
+        weighing = seeds.finish()
+        value = weighing.value([loss.detach().to(self.context.device) for _, loss in known])
+        first = known[0][1]
+        whole = WeighedLoss.apply(value.to(first.dtype).reshape(first.shape), factors, *(loss for _, loss in known))
+        weights = iter(weighing.weights)
+        return whole, [0.0 if loss is None else next(weights) for loss in losses]
+
+    def _weigh_logged(self, part: MicroBatch, result: Any, logged: list[dict[str, Any]]) -> None:
+        """Note what weighs logged values among those of other replicas, as far as their graphs show it."""
+        loss = find_loss(result)
+        terms = [] if loss is None or not logged else terms_of(loss, part.value, part.size, self._loss_weight)
+        values = [arguments["value"] for arguments in logged]
+        for arguments in logged:
+            with suppress(LookupError):
+                arguments[WEIGHT] = weight_of_logged(arguments["value"], values, loss, terms, part.size)
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    @override
+    def describe(self) -> str:
+        names = ", ".join(map(str, self.devices))
+        loss = "; ".join(self._loss.terms) or "a mean over samples"
+        return (
+            f"Data parallel in one process: {len(self.devices)} replicas in threads ({names}), batches cut into as many"
+            f" parts; evaluation on the first device.\nLoss of a batch: {loss} (loss_weight sets it)\n"
+            "pardist_ddp is faster: here threads share one interpreter, the module is replicated for every step, and"
+            " backward sends all gradients to the first device, where the optimizer runs alone."
+        )
+
+    @override
+    def teardown(self) -> None:
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.close()
+
+
+def _why_not(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    """Why a module cannot be run on replicas, as the end of a sentence; None if it may be tried."""
+    if not module.automatic_optimization:
+        return "optimizes by hand (automatic_optimization=False), which replicas would each do"
+    if is_compiled(module):
+        return "is compiled as a whole, and compiled code is bound to the module that it was made from"
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        return "takes dataloader_iter in training_step, and each batch has to be cut"
+    if layer_sync(trainer.strategy) is not None:  # type: ignore[arg-type]
+        return "is to have sync_batchnorm=True, and threads exchange no statistics"
+    for name, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            return f"has {name!r}, a {type(each).__name__} of TorchScript, which cannot be replicated"
+        if isinstance(each, nn.modules.lazy.LazyModuleMixin) and each.has_uninitialized_params():
+            return f"has {name!r}, whose parameters do not exist before its first call. Call it once in configure_model"
+    return None
+
+
+def _renew(device: torch.device, module: nn.Module) -> None:
+    """Let a submodule of a replica know its device, and a metric have states of its own."""
+    if isinstance(module, Metric):
+        for name, value in module.metric_state.items():
+            setattr(module, name, list(value) if isinstance(value, list) else value.clone())
+        module.to(device)
+    elif isinstance(module, pl.LightningModule):
+        update_device(module, device=device)
+
+
+def _detached(device: torch.device, leaf: Any) -> Any:
+    return leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf
+
+
+def _with_loss(result: Any, loss: Tensor | None) -> Any:
+    """What a step returned, with the loss that backward begins from."""
+    if loss is None:
+        return result
+    return {**result, "loss": loss} if isinstance(result, Mapping) else loss

@@ -1,0 +1,171 @@
+"""Replicas in threads of one process: one process's numbers, logs and metrics, and what is refused."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from lightning_pardist import DataParallelStrategy
+from lightning_pardist.engines.replicas import replicate
+from tests.helpers.checkpoints import STRATEGIES, run
+from tests.helpers.models import BatchNormNet, Classifier, Gan
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.scripts import ROOT, run_script
+
+
+class Logging(pl.LightningModule):
+    """Means over what is not ignored, metrics of samples and of numbers, a sum, a maximum, a counter, lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.rnn = nn.GRU(6, 6, batch_first=True)
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.several = MetricCollection([MulticlassF1Score(3), MulticlassAccuracy(3)])
+        self.mean_loss = MeanMetric()
+        self.register_buffer("seen", torch.zeros(()))
+        self.steps = 0
+        self.outputs = []
+        self.values = []
+        self.lookup = self.net.forward
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = self.rnn(x.unsqueeze(1))[0].squeeze(1)
+        logits = self.lookup(x)
+        loss = F.cross_entropy(logits, y, ignore_index=0)
+        self.steps += 1
+        self.outputs.append(loss.detach())
+        self.accuracy(logits, y)
+        self.several(logits.softmax(1), y)
+        self.mean_loss(loss)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log_dict(self.several, on_step=False, on_epoch=True)
+        self.log("mean_loss", self.mean_loss)
+        self.log("correct", (logits.argmax(1) == y).float().sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("largest", logits.max(), reduce_fx="max", on_step=False, on_epoch=True)
+        return {"loss": loss, "logits": logits.detach()}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert outputs["logits"].shape == (len(batch[0]), 3)
+        self.values.append(float(self.trainer.callback_metrics["accuracy_step"]))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+
+def _dataset(length=41):
+    x = torch.randn(length, 6, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(x, torch.randint(0, 3, (length,), generator=torch.Generator().manual_seed(4)))
+
+
+def _fit(module, strategy, devices, dataset=None, **kwargs):
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2, **kwargs)
+    trainer.fit(module, DataLoader(dataset or _dataset(), batch_size=8, shuffle=True))
+    return trainer
+
+
+def test_what_is_logged_and_kept_is_one_processes():
+    """The last batch has one sample: fewer than replicas."""
+    found = {}
+    for strategy, devices in (("auto", 1), ("pardist_dp", 3)):
+        torch.manual_seed(5)
+        module = Logging()
+        trainer = _fit(module, strategy, devices)
+        logged = {key: value.clone() for key, value in trainer.callback_metrics.items()}
+        kept = {"outputs": torch.stack(module.outputs), "values": torch.tensor(module.values)}
+        found[strategy] = logged | snapshot(module) | kept | {"steps": torch.tensor(module.steps)}
+    assert_close(found["pardist_dp"], found["auto"])
+
+
+def test_buffers_are_the_first_replicas():
+    torch.manual_seed(5)
+    module = BatchNormNet()
+    dataset = BatchNormNet.dataset(8)
+    first = nn.BatchNorm2d(4)
+    images = torch.stack([dataset[index][0] for index in range(4)])
+    first(F.conv2d(images, module.net[0].weight))
+    trainer = quiet_trainer(strategy="pardist_dp", devices=2, max_steps=1)
+    trainer.fit(module, DataLoader(dataset, batch_size=8))
+    assert_close({"mean": module.net[1].running_mean}, {"mean": first.running_mean})
+    assert int(module.net[1].num_batches_tracked) == 1
+
+
+def test_other_strategies_open_its_checkpoints(tmp_path):
+    STRATEGIES["dp"] = lambda **kwargs: DataParallelStrategy(**kwargs)
+    try:
+        want = run("one", 1, "param_groups", epochs=2)
+        for source, target, form in (("dp", "one", "full"), ("one", "dp", "sharded")):
+            path = str(tmp_path / f"{source}.ckpt")
+            run(source, {"dp": 2}.get(source, 1), "param_groups", epochs=1, save=path, checkpoint=form)
+            got = run(target, {"dp": 2}.get(target, 1), "param_groups", epochs=2, resume=path)
+            for part in ("weights", "optimizer"):
+                assert_close(got[part], want[part])
+    finally:
+        del STRATEGIES["dp"]
+
+
+def test_replicas_have_their_own_places_and_the_same_parameters():
+    module = Logging()
+    other = replicate(module, torch.device("cpu"))
+    assert [*other.parameters()] == [*module.parameters()] or all(
+        mine is theirs for mine, theirs in zip(other.parameters(), module.parameters(), strict=True)
+    )
+    assert other.seen is not module.seen
+    assert other.lookup.__self__ is other.net
+    assert other.outputs is not module.outputs
+    assert all(mine is not theirs for mine, theirs in zip(other.modules(), module.modules(), strict=True))
+
+
+class Failing(Classifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 1 and len(batch[0]) < 8 and not torch.equal(batch[0][0], self.first):
+            raise ValueError("the user's own mistake")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.first = batch[0][0]
+
+
+def test_an_exception_says_which_replica():
+    with pytest.raises(ValueError, match="the user's own mistake") as failure:
+        quiet_trainer(strategy="pardist_dp", devices=2).fit(Failing(), DataLoader(Classifier.dataset(24), batch_size=8))
+    assert any("replica 1 of 2" in note for note in failure.value.__notes__)
+
+
+class Computes(Logging):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        self.log("so far", self.accuracy.compute())
+        return output
+
+
+def test_what_is_refused_by_name():
+    loader = DataLoader(_dataset(), batch_size=8)
+    with pytest.raises(ValueError, match="Gan optimizes by hand"):
+        quiet_trainer(strategy="pardist_dp", devices=2).fit(Gan(), DataLoader(Gan.dataset(8), batch_size=4))
+    with pytest.raises(ValueError, match="sync_batchnorm=True, and threads exchange no statistics"):
+        quiet_trainer(strategy="pardist_dp", devices=2, sync_batchnorm=True).fit(Logging(), loader)
+    with pytest.raises(ValueError, match=r"calls accuracy.compute\(\)"):
+        quiet_trainer(strategy="pardist_dp", devices=2).fit(Computes(), loader)
+    with pytest.raises(ValueError, match="one process with several devices, and num_nodes=2"):
+        quiet_trainer(strategy="pardist_dp", devices=2, num_nodes=2)
+    scripted = Logging()
+    scripted.net = torch.jit.script(scripted.net)
+    scripted.lookup = scripted.net.forward
+    with pytest.raises(ValueError, match="'net', a RecursiveScriptModule of TorchScript"):
+        quiet_trainer(strategy="pardist_dp", devices=2).fit(scripted, loader)
+
+
+def test_a_script():
+    finished = run_script(str(ROOT / "tests" / "scripts" / "train.py"), "pardist_dp", "2")
+    assert finished.code == 0, finished.output
+    assert finished.output.count("pardist_ddp is faster") == 1
+    assert finished.output.count("done 0") == 1
+    assert not finished.left
