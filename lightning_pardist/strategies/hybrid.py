@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.by_name import DataParallel, data_parallel_axis
+from lightning_pardist.axes.local_sgd import LocalSGDAxis, OuterSize, SyncEvery
 from lightning_pardist.axes.pipeline import PipelineAxis, PipelineSettings
 from lightning_pardist.axes.tensor import TensorAxis
 from lightning_pardist.strategies.strategy import PardistStrategy
@@ -32,7 +33,12 @@ class HybridStrategy(PardistStrategy):
         tensor_settings: Further settings of :class:`~lightning_pardist.TensorParallelStrategy`, such as ``plan``.
         pipeline_settings: Further settings of :class:`~lightning_pardist.PipelineStrategy`, such as ``schedule``.
         data_settings: Settings of the data axis' own strategy, such as ``bucket_size_mb``.
-        outer: An axis around all others, such as :class:`~lightning_pardist.axes.local_sgd.LocalSGDAxis`.
+        outer_parallel_size: Islands of ranks that each train by themselves with all of the above, and average their
+            parameters every ``sync_every`` steps: a number, or ``"node"`` for one a host; see
+            :class:`~lightning_pardist.LocalSGDStrategy`.
+        sync_every: Optimizer steps between two averages; ``"epoch"`` for the end of each epoch.
+        outer_settings: Further settings of :class:`~lightning_pardist.LocalSGDStrategy`, such as ``outer_momentum``.
+        outer: An axis around all others, in the place of one made from these settings.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
@@ -49,6 +55,9 @@ class HybridStrategy(PardistStrategy):
         tensor_settings: Mapping[str, Any] | None = None,
         pipeline_settings: Mapping[str, Any] | None = None,
         data_settings: Mapping[str, Any] | None = None,
+        outer_parallel_size: OuterSize = 1,
+        sync_every: SyncEvery = 32,
+        outer_settings: Mapping[str, Any] | None = None,
         outer: ParallelAxis | None = None,
         **kwargs: Any,
     ) -> None:
@@ -60,6 +69,14 @@ class HybridStrategy(PardistStrategy):
                     " uses the whole data axis. Leave it out, or use data_parallel='zero3'."
                 )
             settings["data_shard_size"] = data_shard_size
+        if outer is None and outer_parallel_size != 1:
+            outer = LocalSGDAxis(
+                outer_parallel_size=outer_parallel_size, sync_every=sync_every, **(outer_settings or {})
+            )
+        elif outer_settings:
+            raise ValueError(
+                f"outer_settings={dict(outer_settings)} are for islands, and there are none. Set outer_parallel_size."
+            )
         pipeline = PipelineSettings(pipeline_parallel_size=pipeline_parallel_size, **(pipeline_settings or {}))
         pipeline.check_data(data_parallel, settings)
         super().__init__(
