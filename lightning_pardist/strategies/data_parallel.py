@@ -38,7 +38,8 @@ class DataParallelStrategy(PardistStrategy):
 
     def __init__(self, *, batch_dim: BatchDim = 0, split_batch: SplitFunction | None = None, **kwargs: Any) -> None:
         self._replicas = ReplicaAxis(batch_dim=batch_dim, split_batch=split_batch)
-        super().__init__(axes=[self._replicas, DDPAxis()], **kwargs)
+        # Also in a notebook: one process needs no other.
+        super().__init__(axes=[self._replicas, DDPAxis()], **{"start_method": "popen", **kwargs})
 
     @property
     @override
