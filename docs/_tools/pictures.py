@@ -244,6 +244,21 @@ def local_sgd() -> str:
     return picture.svg()
 
 
+def outer_streams() -> str:
+    """Two fragments in turns."""
+    picture = Canvas(640, 170, "Two fragments in turns over eight steps, each two steps on its way")
+    for step in range(8):
+        picture.box(90 + step * 66, 24, 60, 30, "#ffffff", f"step {step + 1}")
+    for fragment, starts in enumerate(((1, 5), (3,))):
+        y = 64 + fragment * 36
+        picture.text(10, y + 20, f"fragment {fragment}")
+        for start in starts:
+            picture.box(90 + (start + 1) * 66, y, 126, 28, (_PARAMETERS, _OPTIMIZER)[fragment], "on its way")
+    picture.text(10, 146, "sync_every=4, fragments=2, fragment_sync_delay=2: a difference is sent behind its step and")
+    picture.text(10, 162, "taken in two steps later, while islands train on.")
+    return picture.svg()
+
+
 def data_parallel() -> str:
     """Two replicas in threads of one process."""
     picture = Canvas(640, 190, "Two replicas in threads of one process, and the optimizer on the first device")
@@ -275,6 +290,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "pipeline.svg": pipeline,
     "mesh.svg": mesh,
     "local_sgd.svg": local_sgd,
+    "outer_streams.svg": outer_streams,
     "data_parallel.svg": data_parallel,
 }
 

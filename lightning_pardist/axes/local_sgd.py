@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -19,6 +19,8 @@ from lightning_pardist.axes.refusals import refuse_callbacks
 from lightning_pardist.checkpoint.chunks import Shards
 from lightning_pardist.checkpoint.tensors import copy_whole, shards_like
 from lightning_pardist.engines.ddp.buffers import average_tensors
+from lightning_pardist.engines.outer_exchange import Compression
+from lightning_pardist.engines.outer_fragments import OuterFragment, fragments_of
 from lightning_pardist.engines.outer_optimizer import OuterOptimizer
 from lightning_pardist.mesh import Degree, ParallelDims
 from lightning_pardist.settings import one_of, positive
@@ -59,6 +61,10 @@ class LocalSGDAxis(ParallelAxis):
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         sync_before_validation: bool = True,
+        outer_compression: Compression | None = None,
+        fragments: int = 1,
+        fragment_sync_delay: int = 0,
+        fragment_mixing: float = 0.0,
     ) -> None:
         if isinstance(outer_parallel_size, str):
             one_of("outer_parallel_size", outer_parallel_size, ("auto", "node"), or_else="a number of islands")
@@ -70,12 +76,19 @@ class LocalSGDAxis(ParallelAxis):
             raise ValueError(f"start_local_step={start_local_step} is not a step. Use 0 to train apart from the start.")
         if not 0 <= outer_momentum < 1:
             raise ValueError(f"outer_momentum={outer_momentum} is not in [0, 1). DiLoCo uses 0.9, plain averaging 0.")
+        if outer_compression is not None:
+            one_of("outer_compression", outer_compression, get_args(Compression), or_else="None")
+        _check_fragments(sync_every, fragments, fragment_sync_delay, fragment_mixing)
         self.outer_parallel_size = outer_parallel_size
         self.sync_every: SyncEvery = sync_every
         self.start_local_step = start_local_step
         self.outer_lr = positive("outer_lr", outer_lr, "DiLoCo uses 0.7, plain averaging 1.")
         self.outer_momentum = outer_momentum
         self.sync_before_validation = sync_before_validation
+        self.outer_compression: Compression | None = outer_compression
+        self.fragments, self.fragment_sync_delay, self.fragment_mixing = fragments, fragment_sync_delay, fragment_mixing
+        self._streams = outer_compression is not None or fragments > 1 or fragment_sync_delay > 0
+        self._fragments: dict[Optimizer, list[OuterFragment]] = {}
         self._steps: dict[Optimizer, int] = {}
         self._outer: OuterOptimizer | None = None
         self._trainer: pl.Trainer | None = None
@@ -103,7 +116,7 @@ class LocalSGDAxis(ParallelAxis):
         self._trainer = trainer
         self._steps = {}
         self._outer = None
-        if self.outer_momentum or self.outer_lr != 1:
+        if self.outer_momentum or self.outer_lr != 1 or self._streams:
             held = [param for param in module.parameters() if param.requires_grad and _is_averaged(param)]
             self._outer = OuterOptimizer(held, lr=self.outer_lr, momentum=self.outer_momentum)
             # A checkpoint may be saved after a run, when the module has other parameters again.
@@ -115,6 +128,17 @@ class LocalSGDAxis(ParallelAxis):
         self._was_synchronous = self._is_synchronous
         if self._outer is not None:
             self._outer.start()
+        self._fragments = {one: self._make_fragments(one) for one in self.context.optimizers if self._streams}
+
+    def _make_fragments(self, optimizer: Optimizer) -> list[OuterFragment]:
+        outer = self._outer
+        if outer is None:
+            return []
+        params = [value for value in self._values_of(optimizer) if isinstance(value, nn.Parameter) and outer.has(value)]
+        return [
+            OuterFragment(run, outer, group=self.group, kind=self.outer_compression, mixing=self.fragment_mixing)
+            for run in fragments_of(params, self.fragments)
+        ]
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -155,6 +179,9 @@ class LocalSGDAxis(ParallelAxis):
         if self._is_synchronous:
             return
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if self._streams and isinstance(self.sync_every, int):
+            self._stream(optimizer, self.sync_every)
+            return
         if self._trainer is not None and self.sync_every == "epoch":
             meets = self._trainer.is_last_batch
         else:
@@ -169,10 +196,48 @@ class LocalSGDAxis(ParallelAxis):
         for optimizer in [one for one in self.context.optimizers if self._steps.get(one)]:
             self._meet(optimizer)
 
+    def _stream(self, optimizer: Optimizer, every: int) -> None:
+        """Send, pass on and take in the fragments whose turn it is (Streaming DiLoCo, arXiv 2501.18512).
+
+        Each begins every ``every`` steps, evenly spread, and comes in :attr:`fragment_sync_delay` steps later.
+        """
+        step, fragments, delay = self._steps[optimizer], self._fragments[optimizer], self.fragment_sync_delay
+        first = True
+        for index, fragment in enumerate(fragments):
+            begins = (index + 1) * every // len(fragments)
+            age = (step - begins) % every
+            starts = age == 0 and step >= begins
+            if not starts and not (fragment.in_flight and age in (delay // 2, delay)):
+                continue
+            if first:
+                self.context.before_collective()
+                first = False
+            if starts:
+                if index == 0:
+                    self._average_the_rest(optimizer)
+                fragment.start()
+            if age == delay // 2:
+                fragment.turn()
+            if age == delay:
+                fragment.finish()
+
+    @torch.no_grad()
+    def _average_the_rest(self, optimizer: Optimizer) -> None:
+        """Average buffers, and parameters that no outer step is made for. Collective over the outer axis."""
+        outer = self._outer
+        average_tensors(
+            [value for value in self._values_of(optimizer) if outer is None or not outer.has(value)], group=self.group
+        )
+
     @torch.no_grad()
     def _meet(self, optimizer: Optimizer) -> None:
         self._steps[optimizer] = 0
         self.context.before_collective()
+        if self._streams:
+            self._average_the_rest(optimizer)
+            for fragment in self._fragments[optimizer]:
+                fragment.meet_exactly()
+            return
         values = list(self._values_of(optimizer))
         average_tensors(values, group=self.group)
         if self._outer is not None:
@@ -251,21 +316,53 @@ class LocalSGDAxis(ParallelAxis):
     @override
     def describe(self) -> str:
         every = "epoch" if self.sync_every == "epoch" else f"{self.sync_every} optimizer steps"
-        kind = "Local SGD" if self._outer is None else "DiLoCo"
+        kind = "DiLoCo" if self.outer_momentum or self.outer_lr != 1 else "Local SGD"
         text = (
             f"{kind}: {self.context.dims.outer_parallel} islands of {_ranks(self.context.dims)}, parameters averaged"
             f" every {every}, and before {'validation and ' if self.sync_before_validation else ''}checkpoints"
         )
-        if self._outer is not None:
+        if kind == "DiLoCo":
             text += f"; outer SGD with lr {self.outer_lr:g}, Nesterov momentum {self.outer_momentum:g}"
+        if self.outer_compression is not None:
+            text += f"; differences sent as {self.outer_compression}"
+        if self.fragments > 1 or self.fragment_sync_delay:
+            text += (
+                f"; {self.fragments} fragments in turns, each {self.fragment_sync_delay} steps on its way, keeping"
+                f" {self.fragment_mixing:g} of an island's own weights"
+            )
         if self.start_local_step:
             text += f"; gradients averaged in every step before step {self.start_local_step}"
         return text
 
     @override
     def teardown(self) -> None:
-        self._steps = {}
+        self._steps, self._fragments = {}, {}
         self._trainer = None
+
+
+def _check_fragments(sync_every: SyncEvery, fragments: int, delay: int, mixing: float) -> None:
+    """Refuse settings of fragments that do not go together.
+
+    Raises:
+        ValueError: With what was set, and what goes.
+    """
+    if fragments < 1 or delay < 0 or not 0 <= mixing < 1:
+        raise ValueError(
+            f"fragments={fragments}, fragment_sync_delay={delay}, fragment_mixing={mixing}: use 1 fragment or more, a"
+            " delay of 0 steps or more, and a share in [0, 1)."
+        )
+    if isinstance(sync_every, int) and (fragments > sync_every or delay >= sync_every):
+        raise ValueError(
+            f"sync_every={sync_every} steps leave no turn for fragments={fragments} with fragment_sync_delay={delay}."
+            " Use at most as many fragments as steps, and a delay below."
+        )
+    if sync_every == "epoch" and (fragments > 1 or delay):
+        raise ValueError("Fragments meet in turns after steps. Set sync_every to a number of steps.")
+    if mixing and not delay:
+        raise ValueError(
+            f"fragment_mixing={mixing} keeps what an island has learned while a fragment was on its way, and"
+            " fragment_sync_delay=0 leaves no such time. Set a delay, or leave it out."
+        )
 
 
 def _params(optimizer: Optimizer) -> list[nn.Parameter]:

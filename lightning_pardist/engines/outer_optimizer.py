@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -34,18 +34,37 @@ class OuterOptimizer:
         for param, anchor in self._anchors.items():
             anchor.copy_(own_part(param))
 
+    def has(self, param: Tensor) -> bool:
+        """Whether a parameter is one of those."""
+        return param in self._anchors
+
     @torch.no_grad()
     def step(self, params: Iterable[nn.Parameter]) -> None:
         """Make a step for some parameters, which hold the islands' mean, and put the result there."""
         stepping = [param for param in params if param in self._anchors]
-        for param in stepping:
-            anchor = self._anchors[param]
-            anchor.grad = anchor - own_part(param)
+        self.step_on(dict(zip(stepping, self.differences(stepping), strict=True)))
+
+    @torch.no_grad()
+    def differences(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+        """What has been taken off some parameters since the last step, as this rank holds them."""
+        return [self._anchors[param] - own_part(param) for param in params]
+
+    @torch.no_grad()
+    def step_on(self, means: Mapping[nn.Parameter, Tensor], *, mixing: float = 0.0) -> None:
+        """Make a step for some parameters, and put the result there.
+
+        Args:
+            means: Of the islands' differences, by parameter.
+            mixing: Share that parameters keep of what they hold now.
+        """
+        for param, mean in means.items():
+            self._anchors[param].grad = mean
         self._sgd.step()
-        for param in stepping:
+        for param in means:
             anchor = self._anchors[param]
             anchor.grad = None
-            own_part(param).copy_(anchor)
+            own = own_part(param)
+            own.copy_(torch.lerp(anchor, own.to(anchor.dtype), mixing) if mixing else anchor)
 
     def momenta(self) -> dict[nn.Parameter, Tensor]:
         """Momentum of each parameter, as this rank holds it; zeros where there has been no step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_pardist.axes.local_sgd import LocalSGDAxis, OuterSize, SyncEvery
+from lightning_pardist.engines.outer_exchange import Compression
 from lightning_pardist.strategies.hybrid import HybridStrategy
 
 
@@ -33,6 +34,13 @@ class LocalSGDStrategy(HybridStrategy):
         outer_momentum: Its Nesterov momentum.
         sync_before_validation: Whether islands meet before validation and test; otherwise each evaluates its own
             weights, and logged values are means over islands.
+        outer_compression: How differences travel: ``"bf16"``, ``"int8"`` or ``"int4"``, with what rounding leaves
+            behind added to the next ones; in full if None.
+        fragments: Parts of the model that meet in turns, evenly spread over ``sync_every`` steps (Streaming DiLoCo,
+            arXiv 2501.18512).
+        fragment_sync_delay: Steps that an island goes on before it takes in what a meeting has come to, so that it is
+            on its way meanwhile.
+        fragment_mixing: Share of its own weights that an island keeps then.
         **kwargs: What each island does, and everything else: see :class:`~lightning_pardist.HybridStrategy`.
 
     Raises:
@@ -49,6 +57,10 @@ class LocalSGDStrategy(HybridStrategy):
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         sync_before_validation: bool = True,
+        outer_compression: Compression | None = None,
+        fragments: int = 1,
+        fragment_sync_delay: int = 0,
+        fragment_mixing: float = 0.0,
         **kwargs: Any,
     ) -> None:
         outer = LocalSGDAxis(
@@ -58,5 +70,9 @@ class LocalSGDStrategy(HybridStrategy):
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             sync_before_validation=sync_before_validation,
+            outer_compression=outer_compression,
+            fragments=fragments,
+            fragment_sync_delay=fragment_sync_delay,
+            fragment_mixing=fragment_mixing,
         )
         super().__init__(outer=outer, **kwargs)

@@ -57,6 +57,10 @@ def main() -> None:
     heartbeat_timeout_s = 5.0 if fault in ("desync", "stop", "stuck") else 60.0
     if strategy == "pardist_ddp":
         strategy = lightning_pardist.DDPStrategy(timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
+    if strategy == "streams":
+        strategy = lightning_pardist.LocalSGDStrategy(
+            sync_every=2, outer_compression="int4", fragments=2, fragment_sync_delay=1, timeout_s=timeout_s
+        )
     pl.seed_everything(0)
     data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
     trainer = pl.Trainer(
