@@ -12,7 +12,7 @@ from tests.helpers.scripts import ROOT
 
 RECIPES = sorted(
     path
-    for pattern in ("slurm/*.sbatch", "torchrun/*.sh", "mpi/*.sh", "kubernetes/*.yaml")
+    for pattern in ("slurm/*.sbatch", "diloco_two_sites/*.sbatch", "torchrun/*.sh", "mpi/*.sh", "kubernetes/*.yaml")
     for path in (ROOT / "recipes").glob(pattern)
 )
 
@@ -48,6 +48,10 @@ _STARTS = {
         "--trainer.default_root_dir runs/train",
     ],
     "torchrun.sbatch": ["srun torchrun --nnodes=2", "--rdzv-endpoint=n1:20007 --rdzv-id=7 -m lightning_pardist fit"],
+    "site.sbatch": [
+        "srun torchrun --nnodes=2 --node-rank=0 --nproc-per-node=2 --master-addr=h1 --master-port=29400",
+        "-c recipes/gpt/config.yaml -c recipes/diloco_two_sites/config.yaml --trainer.devices 2 --trainer.num_nodes 2",
+    ],
     "container.sbatch": ["srun --kill-on-bad-exit=0 apptainer exec --nv train.sif pardist fit"],
     "many_hosts.sh": ["torchrun --nnodes=1:4", "--rdzv-endpoint=h1:29400", "--trainer.num_nodes 4"],
     "one_host.sh": ["torchrun --standalone --nproc-per-node=2 --max-restarts=3 -m lightning_pardist fit"],
@@ -89,6 +93,12 @@ def test_the_recipe_of_three_axes_parses(monkeypatch, capsys):
     shown = _parses(_COMMAND.replace("--trainer.strategy pardist_zero2", "-c recipes/gpt/3d.yaml"), monkeypatch, capsys)
     assert "checkpoint: sharded" in shown
     assert "data_parallel: zero1" in shown
+
+
+def test_the_recipe_of_two_sites_parses(monkeypatch, capsys):
+    own = "-c recipes/diloco_two_sites/config.yaml"
+    shown = _parses(_COMMAND.replace("--trainer.strategy pardist_zero2", own), monkeypatch, capsys)
+    assert "outer_compression: int4" in shown
 
 
 def _parses(command, monkeypatch, capsys):
