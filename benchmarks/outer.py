@@ -1,0 +1,145 @@
+"""Islands that meet less often beside ``pardist_ddp``: ``python -m benchmarks.outer --text input.txt``.
+
+Each way trains the GPT recipe's model on the same number of samples and then validates it on the last tenth of the
+text; it is a script of its own with four ranks by default. Bytes are what a rank has written to its sockets while it
+trained, as the system counts them, beside the formula ``2 Psi (K-1)/K`` a meeting. Each line is printed when it is
+known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning_pardist  # isort: skip
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from recipes.gpt.data import Windows
+from recipes.gpt.model import GPT
+
+_DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
+#: Name of a way -> settings of ``LocalSGDStrategy``; None for ``pardist_ddp``.
+WAYS: dict[str, dict[str, Any] | None] = {
+    "ddp": None,
+    "diloco-10": {"sync_every": 10, **_DILOCO},
+    "diloco-50": {"sync_every": 50, **_DILOCO},
+    "diloco-100": {"sync_every": 100, **_DILOCO},
+    "diloco-100-int4": {"sync_every": 100, **_DILOCO, "outer_compression": "int4"},
+    "streaming-100-int4": {
+        "sync_every": 100,
+        **_DILOCO,
+        "outer_compression": "int4",
+        "fragments": 4,
+        "fragment_sync_delay": 5,
+        "fragment_mixing": 0.5,
+    },
+}
+_BITS = {None: 32, "bf16": 16, "int8": 8, "int4": 4}
+
+
+class Sent(pl.Callback):
+    """Bytes that this process has written, and seconds, from the first step to the end of the last one."""
+
+    def __init__(self) -> None:
+        self.bytes = self.seconds = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin."""
+        self._bytes, self._start = _written(), time.perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """So far; the last step's stands, in front of the meeting that ends training."""
+        self.bytes, self.seconds = _written() - self._bytes, time.perf_counter() - self._start
+
+
+def _written() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("wchar")).split()[1])
+
+
+def run(options: argparse.Namespace, way: str, seed: int) -> None:
+    """Train and validate one way, and print what came out."""
+    pl.seed_everything(seed, verbose=False)
+    text = Path(options.text).read_bytes()
+    cut = len(text) * 9 // 10
+    module = GPT(dim=options.dim, layers=options.layers, dropout=0.0, sample_tokens=0, warmup_steps=options.steps // 10)
+    settings = WAYS[way]
+    strategy = "pardist_ddp" if settings is None else lightning_pardist.LocalSGDStrategy(**settings)
+    sent = Sent()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=options.islands,
+        max_steps=options.steps,
+        callbacks=[sent],
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(Windows(text[:cut], 64), batch_size=options.batch_size, shuffle=True))
+    trainer.limit_val_batches = 1.0
+    found = trainer.validate(module, DataLoader(Windows(text[cut:], 64), batch_size=64), verbose=False)
+    if trainer.is_global_zero:
+        psi = sum(param.numel() for param in module.parameters())
+        print("FOUND", json.dumps({"loss": found[0]["val_loss"], "bytes": sent.bytes, "s": sent.seconds, "psi": psi}))
+
+
+def formula(options: argparse.Namespace, way: str, psi: int) -> float:
+    """Bytes that a rank sends for its meetings, or for gradients of every step."""
+    settings = WAYS[way]
+    once = 2 * psi * (options.islands - 1) / options.islands * 4
+    if settings is None:
+        return once * options.steps
+    every, parts = settings["sync_every"], settings.get("fragments", 1)
+    begins = [(index + 1) * every // parts for index in range(parts)]
+    meetings = sum(max(0, (options.steps - first) // every + 1) for first in begins) / parts
+    return once * meetings * _BITS[settings.get("outer_compression")] / 32
+
+
+def main() -> None:
+    """Every way with every seed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--text", required=True, help="a file, the last tenth of which is for validation")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--islands", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=8, help="windows a rank and step")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--one", nargs=2, metavar=("WAY", "SEED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        run(options, options.one[0], int(options.one[1]))
+        return
+    losses: dict[str, list[float]] = {}
+    for seed in options.seeds:
+        for way in options.ways:
+            command = [sys.executable, "-m", "benchmarks.outer", *sys.argv[1:], "--one", way, str(seed)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
+            if line is None:
+                raise SystemExit(f"{way}, seed {seed}:\n{done.stdout}\n{done.stderr}")
+            found = json.loads(line.removeprefix("FOUND "))
+            losses.setdefault(way, []).append(found["loss"])
+            wanted = formula(options, way, found["psi"])
+            print(
+                f"{way:20} seed {seed}  val_loss {found['loss']:.4f}  sent {found['bytes'] / 1e6:9.3f} MB a rank, by"
+                f" the formula {wanted / 1e6:9.3f}  {found['s']:.1f} s",
+                flush=True,
+            )
+    for way, values in losses.items():
+        print(f"{way:20} mean val_loss {statistics.mean(values):.4f}")
+
+
+if __name__ == "__main__":
+    main()
