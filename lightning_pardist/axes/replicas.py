@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MethodType, NoneType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -237,6 +238,12 @@ def _why_not(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     for name, each in module.named_modules():
         if isinstance(each, torch.jit.ScriptModule):
             return f"has {name!r}, a {type(each).__name__} of TorchScript, which cannot be replicated"
+        for method in ("forward", "training_step"):
+            if not isinstance(each.__dict__.get(method), (MethodType, NoneType)):
+                return (
+                    f"has {name or 'itself'!r}, whose {method} has been replaced by a function (torch.compile does so),"
+                    " and nobody can tell which module that is bound to"
+                )
         if isinstance(each, nn.modules.lazy.LazyModuleMixin) and each.has_uninitialized_params():
             return f"has {name!r}, whose parameters do not exist before its first call. Call it once in configure_model"
     return None

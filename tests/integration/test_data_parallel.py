@@ -156,6 +156,10 @@ def test_what_is_refused_by_name():
         quiet_trainer(strategy="pardist_dp", devices=2).fit(Computes(), loader)
     with pytest.raises(ValueError, match="one process with several devices, and num_nodes=2"):
         quiet_trainer(strategy="pardist_dp", devices=2, num_nodes=2)
+    replaced = Logging()
+    replaced.net.forward = lambda x: nn.Sequential.forward(replaced.net, x)
+    with pytest.raises(ValueError, match="has 'net', whose forward has been replaced by a function"):
+        quiet_trainer(strategy="pardist_dp", devices=2).fit(replaced, loader)
     scripted = Logging()
     scripted.net = torch.jit.script(scripted.net)
     scripted.lookup = scripted.net.forward
