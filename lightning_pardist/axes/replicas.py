@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -244,7 +245,7 @@ def _why_not(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
                     f"has {name or 'itself'!r}, whose {method} has been replaced by a function (torch.compile does so),"
                     " and nobody can tell which module that is bound to"
                 )
-        if isinstance(each, nn.modules.lazy.LazyModuleMixin) and each.has_uninitialized_params():
+        if any(map(is_lazy, each.parameters(recurse=False))):
             return f"has {name!r}, whose parameters do not exist before its first call. Call it once in configure_model"
     return None
 

@@ -101,7 +101,9 @@ def decode(data: Tensor, layout: SliceLayout, kind: Compression | None, dtype: t
     scales = scales.flatten().clone().view(torch.float32).view(len(data), -1)
     if kind == "int4":
         codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1).to(torch.int8) - 8
-    numbers = codes.contiguous().view(torch.int8).float() * scales.gather(1, layout.block_of.expand(len(data), -1))
+    numbers: Tensor = codes.contiguous().view(torch.int8).float() * scales.gather(
+        1, layout.block_of.expand(len(data), -1)
+    )
     return numbers.to(dtype)
 
 

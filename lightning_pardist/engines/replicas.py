@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from lightning_pardist.compat.modules import TABLES, own_buffers, own_modules, own_parameters
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 
 
-def replicate(module: nn.Module, device: torch.device, *, made: Callable[[nn.Module], None] | None = None) -> nn.Module:
+def replicate(module: M, device: torch.device, *, made: Callable[[nn.Module], None] | None = None) -> M:
     """A copy of a module for one more device, whose gradients reach the module's own parameters.
 
     On the device of a parameter the copy has the parameter itself; elsewhere a tensor copied from it, through which
@@ -57,7 +58,7 @@ def replicate(module: nn.Module, device: torch.device, *, made: Callable[[nn.Mod
                 each.__dict__[key] = _of_copy(value, others)
         if made is not None:
             made(each)
-    replica: nn.Module = others[id(module)]
+    replica: M = others[id(module)]
     return replica
 
 
@@ -107,7 +108,8 @@ class ReplicaThreads:
         failures = [future.exception() for future in futures]
         for index, failure in enumerate(failures):
             if failure is not None:
-                failure.add_note(f"On replica {index} of {len(functions)} ({self.devices[index]}).")
+                # From Python 3.11 on.
+                getattr(failure, "add_note", str)(f"On replica {index} of {len(functions)} ({self.devices[index]}).")
                 raise failure
         return [future.result() for future in futures]
 
