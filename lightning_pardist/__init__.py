@@ -13,7 +13,7 @@ from lightning_pardist.compat import versions
 from lightning_pardist.compat.on_import import before_import
 
 if TYPE_CHECKING:
-    from lightning_pardist.callbacks import GlobalBatchSize, PipelineTimeline
+    from lightning_pardist.callbacks import GlobalBatchSize, PipelineTimeline, StepProfile
     from lightning_pardist.checkpoint.errors import DamagedCheckpointError
     from lightning_pardist.engines.ddp import PowerSGD
     from lightning_pardist.engines.pipeline import CannotPipelineError, MicroBatch
@@ -55,6 +55,7 @@ _HOMES = {
     "PeerFailedError": "lightning_pardist.runtime.watchdog",
     "PipelineStrategy": "lightning_pardist.strategies.pipeline",
     "PipelineTimeline": "lightning_pardist.callbacks",
+    "StepProfile": "lightning_pardist.callbacks",
     "PowerSGD": "lightning_pardist.engines.ddp",
     "SLURMEnvironment": "lightning_pardist.runtime.environments.slurm",
     "TensorParallelStrategy": "lightning_pardist.strategies.tensor",
@@ -106,6 +107,7 @@ __all__ = [
     "PipelineTimeline",
     "PowerSGD",
     "SLURMEnvironment",
+    "StepProfile",
     "TensorParallelStrategy",
     "TorchrunEnvironment",
     "ZeroStrategy",

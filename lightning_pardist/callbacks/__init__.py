@@ -2,6 +2,7 @@
 
 from lightning_pardist.callbacks.global_batch_size import GlobalBatchSize
 from lightning_pardist.callbacks.pipeline_timeline import PipelineTimeline
+from lightning_pardist.callbacks.step_profile import StepProfile
 from lightning_pardist.trainer.batch_size import ExpectedBatchSize
 
-__all__ = ["ExpectedBatchSize", "GlobalBatchSize", "PipelineTimeline"]
+__all__ = ["ExpectedBatchSize", "GlobalBatchSize", "PipelineTimeline", "StepProfile"]

@@ -19,6 +19,7 @@ from lightning_pardist.registry import TABLE
 from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
 
 _DEEPSPEED = "--deepspeed-config"
+_PROFILE = "--profile-steps"
 _REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)
 #: An error that nothing else has passed through is about what was set on the command line.
 _SETTING_UP = ("lightning_pardist", "lightning", "jsonargparse", "contextlib", "functools")
@@ -63,13 +64,14 @@ def train(arguments: Sequence[str], *, from_process: bool) -> int:
     by_command = {"exit_on_error": False, "epilog": _strategies_in_help()}
     try:
         found, translated = _translate_deepspeed(list(arguments))
+        found, profiled = _translate_profile(found)
     except (ValueError, argparse.ArgumentError) as error:
         return _refused(error)
     try:
         _CLI(
             save_config_kwargs={"overwrite": True},
             parser_kwargs={**own, **{name: dict(by_command) for name in _CLI.subcommands()}},
-            args=None if from_process and not translated else found,
+            args=None if from_process and not (translated or profiled) else found,
         )
     except _RefusedError as error:
         return _refused(error)
@@ -175,3 +177,18 @@ def _translate_deepspeed(arguments: list[str]) -> tuple[list[str], bool]:
         extra.append("--trainer.callbacks+=lightning_pardist.callbacks.ExpectedBatchSize")
         extra += [f"--trainer.callbacks.{name}={value}" for name, value in batch.items() if value]
     return [*rest, *extra], True
+
+
+def _translate_profile(arguments: list[str]) -> tuple[list[str], bool]:
+    """Put the callback in the place of ``--profile-steps N``.
+
+    Raises:
+        ArgumentError: If N is no number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(_PROFILE, type=int)
+    found, rest = parser.parse_known_args(arguments)
+    if found.profile_steps is None:
+        return arguments, False
+    callback = "--trainer.callbacks+=lightning_pardist.callbacks.StepProfile"
+    return [*rest, callback, f"--trainer.callbacks.steps={found.profile_steps}"], True

@@ -125,3 +125,26 @@ def test_fit_from_the_command_line(tmp_path, monkeypatch):
     )
     assert main(arguments.split(" ")) == 0
     assert (tmp_path / "done").read_text() == "5 DDPStrategy"
+
+
+def test_steps_to_profile_on_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "profiled.py").write_text(
+        "from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel\n"
+        "class Profiled(BoringModel):\n"
+        "    def on_train_end(self):\n"
+        "        (profile,) = [each for each in self.trainer.callbacks if type(each).__name__ == 'StepProfile']\n"
+        "        open('done', 'w').write(f'{profile.steps} {len(profile.seconds)}')\n"
+        "class Data(BoringDataModule):\n"
+        "    pass\n"
+    )
+    arguments = (
+        "fit --model profiled.Profiled --data profiled.Data --trainer.devices 1 --trainer.accelerator cpu"
+        " --trainer.strategy pardist_ddp --trainer.limit_train_batches 6 --trainer.limit_val_batches 0"
+        " --trainer.max_epochs 1 --trainer.logger false --trainer.enable_progress_bar false"
+        " --trainer.enable_checkpointing false"
+    )
+    assert main([*arguments.split(" "), "--profile-steps", "3"]) == 0
+    assert (tmp_path / "done").read_text() == "3 3"
+    assert main([*arguments.split(" "), "--profile-steps", "three"]) == 2
+    assert "--profile-steps" in capsys.readouterr().err

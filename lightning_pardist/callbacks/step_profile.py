@@ -1,0 +1,230 @@
+"""Shows where the time of training steps goes, on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_pardist.compat.collective_waits import timed_waits
+from lightning_pardist.compat.process_groups import default_store
+from lightning_pardist.engines.common.tables import table
+from lightning_pardist.mesh import AXES
+from lightning_pardist.strategies.strategy import PardistStrategy
+from lightning_pardist.trainer.step_clock import (
+    CHECKPOINT,
+    COMPUTE,
+    DATA,
+    HOST,
+    ClockProfiler,
+    StepClock,
+    checkpoint_keys,
+)
+
+#: A rank is named as the slowest if it works this much longer than the median of all.
+_SLOWER = 1.1
+_OWN_WORK = (COMPUTE, DATA, CHECKPOINT, HOST)
+
+
+class StepProfile(pl.Callback):
+    """Attributes every second of some training steps to what this rank spent it on, and compares the ranks.
+
+    - ``compute``: ``training_step``, backward and the optimizer's step, without waiting;
+    - ``wait <axis>``: waiting in collectives or for messages of the ranks along that axis of the mesh, also because
+      others are late. Along ``pipeline_parallel`` it is the idle time of the pipeline as well;
+    - ``data``: the loader's next batch and its way to the device;
+    - ``checkpoint``: callbacks that save checkpoints;
+    - ``host``: the Trainer's loop, other callbacks and hooks.
+
+    Kinds do not overlap, and together they are the wall time. What is measured is the main thread of each process: on
+    devices that run behind it, such as CUDA, kernels count where the host waits for them.
+
+    The first rank logs a table when all ranks have measured (``step_profile/<kind>_ms`` goes to the loggers), and the
+    slowest rank's name, if one works 10 % longer than the median. Ranks exchange their numbers through the job's store,
+    so that no collective is added to a step. Once the steps are over nothing of it is left in the loop.
+
+    Args:
+        steps: How many batches to measure.
+        skip: Batches before them, which are slower than the rest.
+        dirpath: Folder for one file a rank, ``step_profile-rank<n>.jsonl``, a line for each batch with seconds by
+            kind; nothing is written if None.
+
+    Attributes:
+        seconds: What this rank measured: seconds by kind for each batch.
+
+    Raises:
+        ValueError: If ``steps`` is not positive or ``skip`` is negative.
+    """
+
+    def __init__(self, steps: int = 20, *, skip: int = 2, dirpath: str | Path | None = None) -> None:
+        if steps < 1 or skip < 0:
+            raise ValueError(f"StepProfile(steps={steps}, skip={skip}) measures nothing. Use steps >= 1 and skip >= 0.")
+        self.steps = steps
+        self.skip = skip
+        self.dirpath = dirpath
+        self.seconds: list[dict[str, float]] = []
+        self._seen = 0
+        self._clock: StepClock | None = None
+        self._running = contextlib.ExitStack()
+        self._axes: dict[int, str] = {}
+        self._told = False
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seen, self.seconds, self._told = 0, [], False
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._seen += 1
+        if self._clock is not None:
+            self.seconds.append(self._clock.take())
+            if len(self.seconds) == self.steps:
+                self._finish(trainer)
+        elif self._seen == max(self.skip, 1) and not self.seconds:
+            self._begin(trainer)
+        if self.seconds and self._clock is None and not self._told:
+            self._tell(trainer, wait=False)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._clock is not None:
+            self._finish(trainer)
+        if self.seconds and not self._told:
+            self._tell(trainer, wait=True)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._end()
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        """From the end of one batch on, so that loading the next one counts."""
+        clock = self._clock = StepClock()
+        waits = timed_waits(lambda group: clock.push(self._wait(trainer, group)), clock.pop)
+        self._running.enter_context(waits)
+        # Attributes of a Trainer that Lightning sets in other objects, where type checkers do not see them.
+        running: Any = trainer
+        inner = running.profiler
+        running.profiler = ClockProfiler(clock, inner, checkpoint_keys(running.callbacks))
+        self._running.callback(setattr, running, "profiler", inner)
+
+    def _end(self) -> None:
+        self._running.close()
+        self._clock = None
+
+    def _finish(self, trainer: pl.Trainer) -> None:
+        self._end()
+        if self.dirpath is not None:
+            folder = Path(self.dirpath)
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps({"step": number} | seconds) for number, seconds in enumerate(self.seconds)]
+            (folder / f"step_profile-rank{trainer.global_rank}.jsonl").write_text("\n".join(lines) + "\n")
+        if dist.is_initialized():
+            default_store().set(_key(trainer.global_rank), json.dumps(mean_seconds(self.seconds)))
+
+    def _tell(self, trainer: pl.Trainer, *, wait: bool) -> None:
+        """On the first rank: the table, once every rank has put its numbers into the store."""
+        if not trainer.is_global_zero:
+            return
+        ranks = [mean_seconds(self.seconds)]
+        if dist.is_initialized() and trainer.world_size > 1:
+            store, keys = default_store(), [_key(rank) for rank in range(trainer.world_size)]
+            if not wait and not store.check(keys):
+                return
+            try:
+                ranks = [json.loads(store.get(key)) for key in keys]
+            except RuntimeError:
+                rank_zero_info("StepProfile: a rank has not measured its steps, so only the first one is shown.")
+        self._told = True
+        rank_zero_info(report(ranks, len(self.seconds)))
+        means = {kind: statistics.fmean(rank.get(kind, 0.0) for rank in ranks) for kind in kinds_of(ranks)}
+        for logger in trainer.loggers:
+            scalars = {f"step_profile/{kind.replace(' ', '_')}_ms": 1e3 * value for kind, value in means.items()}
+            logger.log_metrics(scalars, step=trainer.global_step)
+
+    def _wait(self, trainer: pl.Trainer, group: dist.ProcessGroup | None) -> str:
+        """The kind of a wait: along which axes of the mesh the group's ranks lie."""
+        if group is None:
+            return "wait"
+        if id(group) not in self._axes:
+            self._axes[id(group)] = f"wait {_axes_of(trainer, group)}".strip()
+        return self._axes[id(group)]
+
+
+def _axes_of(trainer: pl.Trainer, group: dist.ProcessGroup) -> str:
+    if not isinstance(trainer.strategy, PardistStrategy):
+        return ""
+    places = [trainer.strategy.context.dims.coordinates(rank) for rank in dist.get_process_group_ranks(group)]
+    return "+".join(axis for axis in AXES if len({place.get(axis) for place in places}) > 1)
+
+
+def _key(rank: int) -> str:
+    return f"pardist/step_profile/{rank}"
+
+
+def mean_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds of one step by kind, on average over ``steps``."""
+    return {kind: sum(step.get(kind, 0.0) for step in steps) / len(steps) for kind in kinds_of(steps)}
+
+
+def kinds_of(rows: list[dict[str, float]]) -> list[str]:
+    """All kinds that occur: compute first, waits next, then the rest."""
+    found = {kind for row in rows for kind in row}
+    waits = sorted(kind for kind in found if kind.startswith("wait"))
+    return [kind for kind in (COMPUTE, *waits, DATA, CHECKPOINT, HOST) if kind in found]
+
+
+def report(ranks: list[dict[str, float]], steps: int) -> str:
+    """A table of milliseconds a step by kind, and which rank is the slowest and at what.
+
+    Args:
+        ranks: Seconds of one step by kind, for each rank.
+        steps: How many were measured.
+    """
+    rows = []
+    for kind in [*kinds_of(ranks), "step"]:
+        values = [1e3 * (sum(rank.values()) if kind == "step" else rank.get(kind, 0.0)) for rank in ranks]
+        share = sum(values) / max(1e3 * sum(sum(rank.values()) for rank in ranks), 1e-9)
+        slowest = max(range(len(values)), key=values.__getitem__)
+        spread = [f"{min(values):.2f}", f"{statistics.median(values):.2f}", f"{max(values):.2f}", str(slowest)]
+        rows.append([kind, *spread, f"{share:.1%}"])
+    head = ["ms a step", "least", "median", "most", "on rank", "share"]
+    lines = [f"Where {steps} training steps went, on {len(ranks)} ranks", table(head, rows)]
+    if late := slowest_rank(ranks):
+        rank, kind, seconds = late
+        lines.append(f"Rank {rank} is the slowest: {1e3 * seconds:.2f} ms a step more than the median in {kind}.")
+    return "\n".join(lines)
+
+
+def slowest_rank(ranks: list[dict[str, float]]) -> tuple[int, str, float] | None:
+    """The rank that works 10 % longer than the median, what it is slow at, and by how many seconds a step.
+
+    Args:
+        ranks: Seconds of one step by kind, for each rank. Waiting is not work.
+    """
+    if len(ranks) < 2:
+        return None
+    work = [sum(rank.get(kind, 0.0) for kind in _OWN_WORK) for rank in ranks]
+    slowest = max(range(len(ranks)), key=work.__getitem__)
+    others = [each for rank, each in enumerate(work) if rank != slowest]
+    if work[slowest] < _SLOWER * statistics.median(others):
+        return None
+    of_others = {
+        kind: statistics.median(rank.get(kind, 0.0) for number, rank in enumerate(ranks) if number != slowest)
+        for kind in _OWN_WORK
+    }
+    more = {kind: ranks[slowest].get(kind, 0.0) - of_others[kind] for kind in _OWN_WORK}
+    kind = max(more, key=lambda each: more[each])
+    return slowest, kind, more[kind]

@@ -1,0 +1,105 @@
+"""StepProfile: all of a step's time is attributed, and the slowest rank is named with what it is slow at."""
+
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_pardist.callbacks import StepProfile
+from lightning_pardist.callbacks.step_profile import report, slowest_rank
+from tests.helpers.models import Classifier
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import Data, quiet_trainer
+
+STEPS = 6
+
+
+class Slow(Classifier):
+    """One rank computes or loads slowly."""
+
+    at = ""
+
+    def training_step(self, batch, batch_idx):
+        if self.at == "compute" and self.global_rank == 1:
+            time.sleep(0.2)
+        return super().training_step(batch, batch_idx)
+
+
+class SlowData(Data):
+    def __init__(self, *args, sleeps):
+        super().__init__(*args)
+        self.sleeps = sleeps
+
+    def train_dataloader(self):
+        return SlowLoader(super().train_dataloader(), self.sleeps and dist.get_rank() == 1)
+
+
+class SlowLoader:
+    def __init__(self, loader: DataLoader, sleeps: bool):
+        self.loader, self.sleeps = loader, sleeps
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        for batch in self.loader:
+            if self.sleeps:
+                time.sleep(0.2)
+            yield batch
+
+
+def _train(strategy, devices, at, folder):
+    torch.manual_seed(0)
+    module = Slow()
+    module.at = at
+    profile = StepProfile(STEPS, skip=1, dirpath=folder)
+    data = SlowData(module.dataset(12 * (STEPS + 4)), sleeps=at == "data")
+    waits = dist.Work.wait, dist.ProcessGroup.allreduce
+    trainer = quiet_trainer(strategy=strategy, devices=devices, callbacks=[profile], use_distributed_sampler=False)
+    before = trainer.profiler
+    start = time.perf_counter()
+    trainer.fit(module, datamodule=data)
+    assert sum(sum(step.values()) for step in profile.seconds) < time.perf_counter() - start
+    assert trainer.profiler is before
+    assert (dist.Work.wait, dist.ProcessGroup.allreduce) == waits
+    assert len(profile.seconds) == STEPS
+    means = [sum(step.get(kind, 0.0) for step in profile.seconds) / STEPS for kind in ("compute", "data")]
+    return means, {kind for step in profile.seconds for kind in step}
+
+
+@pytest.mark.parametrize("at", ["compute", "data"])
+def test_the_slowest_rank_and_what_it_is_slow_at(at, tmp_path):
+    (fast, kinds), (slow, _) = run_ranks(2, _train, "pardist_zero2", 2, at, str(tmp_path))
+    index = ("compute", "data").index(at)
+    assert slow[index] - fast[index] > 0.1
+    assert "wait data_shard" in kinds
+    rows = [
+        [json.loads(line) for line in (tmp_path / f"step_profile-rank{rank}.jsonl").read_text().splitlines()]
+        for rank in range(2)
+    ]
+    means = [
+        {kind: sum(row.get(kind, 0.0) for row in of_rank) / STEPS for kind in of_rank[0] if kind != "step"}
+        for of_rank in rows
+    ]
+    rank, kind, seconds = slowest_rank(means)
+    assert (rank, kind) == (1, at)
+    assert seconds > 0.1
+    assert f"Rank 1 is the slowest: {1e3 * seconds:.2f} ms a step more than the median in {at}." in report(means, STEPS)
+
+
+def test_stages_wait_along_the_pipeline(tmp_path):
+    for _, kinds in run_ranks(2, _train, "pardist_pp", 2, "", str(tmp_path)):
+        assert "wait pipeline_parallel" in kinds
+
+
+def test_equal_ranks_have_no_slowest():
+    assert slowest_rank([{"compute": 1.0, "wait": 0.1}, {"compute": 1.05}]) is None
+    assert slowest_rank([{"compute": 1.0}]) is None
+
+
+def test_nothing_to_measure_is_refused():
+    with pytest.raises(ValueError, match="measures nothing"):
+        StepProfile(0)
