@@ -1,0 +1,89 @@
+"""Updates of whole tensors by their owners: rounds, state and traffic."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pardist.collectives import world_group
+from lightning_pardist.engines.common.whole_updates import updates_of
+from lightning_pardist.engines.zero import ZeroEngine
+from tests.helpers.optimizers import Lamb, MuonAndAdam, Shampoo
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.wire import loopback_bytes
+
+
+def _module():
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 7), nn.Tanh(), nn.Linear(7, 1)]
+    return nn.Sequential(*layers).double()
+
+
+def _trained(kind, round_bytes):
+    """Weights and counts in groups after some steps, and those of one process on all samples."""
+    module = _module()
+    reference = copy.deepcopy(module)
+    optimizers = [kind(list(each.parameters())) for each in (module, reference)]
+    engine = ZeroEngine(module, optimizers[:1], group=world_group(), zero_stage=2)
+    updates_of(optimizers[0]).round_bytes = round_bytes
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(4):
+        batches = torch.randn(size, 5, 8, generator=torch.Generator().manual_seed(step)).double()
+        optimizers[0].zero_grad()
+        loss = module(batches[rank]).square().mean()
+        with engine.backward(loss):
+            loss.backward()
+        optimizers[0].step()
+        engine.step_done()
+        optimizers[1].zero_grad()
+        reference(batches.flatten(0, 1)).square().mean().backward()
+        optimizers[1].step()
+    counts = [group.get("count") for optimizer in optimizers for group in optimizer.param_groups]
+    return snapshot(module), snapshot(reference), counts
+
+
+@pytest.mark.parametrize("round_bytes", [1.0, 2000.0, 1e9])
+@pytest.mark.parametrize("kind", [Shampoo, Lamb, MuonAndAdam])
+def test_any_number_of_rounds_is_one_step(kind, round_bytes):
+    for mine, wanted, counts in run_ranks(3, _trained, kind, round_bytes):
+        assert_close(mine, wanted, rtol=1e-9)
+        assert len(set(counts)) == 1
+
+
+def _one_step():
+    width, size = 256, dist.get_world_size()
+    module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+    optimizer = torch.optim.Muon(module.parameters())
+    engine = ZeroEngine(module, [optimizer], group=world_group(), zero_stage=2)
+    sent = []
+    for _ in range(2):
+        loss = module(torch.ones(1, width)).sum()
+        with engine.backward(loss):
+            loss.backward()
+        dist.barrier()
+        before = loopback_bytes()
+        optimizer.step()
+        dist.barrier()
+        sent.append(loopback_bytes() - before)
+        engine.step_done()
+        optimizer.zero_grad()
+    elements = 8 * width * width
+    state = sum(entry["momentum_buffer"].numel() for entry in optimizer.state.values())
+    packed = torch.tensor(float(updates_of(optimizer).sent_bytes)) / 2 / 4 / elements
+    dist.all_reduce(packed)
+    return sent[-1] / 4 / elements, packed.item(), state / elements, size
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_sent_and_state_held(ranks):
+    results = run_ranks(ranks, _one_step)
+    assert sum(state for _, _, state, _ in results) == 1.0
+    assert max(state for _, _, state, _ in results) == 1 / ranks
+    sent, packed, _, _ = results[0]
+    # Gradients to owners and values back are at most the model once each way, from all ranks together.
+    assert packed <= 2.01
+    # The counter sees all ranks: these, and slices that are gathered as after any step of ZeRO.
+    assert sent == pytest.approx(packed + ranks - 1, rel=0.02)
