@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning_pardist  # noqa: F401
 from tests.helpers.optimizers import ALL
 from tests.helpers.ranks import run_ranks
 from tests.integration import test_optimizers as cells
@@ -19,11 +20,15 @@ from tests.integration import test_optimizers as cells
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.optimizer_table")
     parser.add_argument("--rows", nargs="+", default=list(cells.STRATEGIES), choices=list(cells.STRATEGIES))
-    parser.add_argument("--found", type=Path, help="JSON file of cells that are known, to which those of this run go")
+    parser.add_argument(
+        "--found", type=Path, help="JSON file of rows that are known and not run again; this run's are added"
+    )
     options = parser.parse_args()
     known = options.found is not None and options.found.exists()
     found: dict[str, dict[str, str]] = json.loads(options.found.read_text()) if known else {}
     for row in options.rows:
+        if row in found:
+            continue
         found[row] = {name: _cell(row, name) for name in ALL}
         if options.found is not None:
             options.found.write_text(json.dumps(found, indent=1))
