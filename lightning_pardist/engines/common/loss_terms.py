@@ -83,6 +83,8 @@ _SMALL = 2**22
 _ADDITIONS = {"Add", "Sub", "Rsub", "Stack", "Cat"}
 _SAME = {"Neg", "ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand"}
 _SAME |= {"Select", "Slice", "T", "Transpose", "Permute", "Diagonal", "Index", "MaskedFill"}
+#: The sum over ranks that share a batch: below it is this rank's part, above what one process has.
+_SAME |= {"_Reduce"}
 _REDUCTIONS = {"Sum", "Mean", "Nansum"}
 _STATISTICS = {"Std", "Var", "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Logsumexp", "Prod", "Median"}
 _STATISTICS |= {"StdMean", "VarMean"}

@@ -15,6 +15,7 @@ Life cycle::
     unsplit_module(module)                                              # plain whole parameters again
 """
 
+from lightning_pardist.engines.tensor.context import ContextRuntime
 from lightning_pardist.engines.tensor.dispatch import Fallback, TensorRuntime
 from lightning_pardist.engines.tensor.layout import Layout
 from lightning_pardist.engines.tensor.parallelize import (
@@ -30,6 +31,7 @@ from lightning_pardist.engines.tensor.tensor_plan import CollectivePlan, Fallbac
 
 __all__ = [
     "CollectivePlan",
+    "ContextRuntime",
     "Fallback",
     "FallbackPlan",
     "Layout",

@@ -7,6 +7,7 @@ The same rules serve the plan, which asks what would happen, and the step, which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -47,6 +48,19 @@ class Operand:
         """Used as a whole in a computation that is split."""
         return Need(self, "whole", None)
 
+    def gathered(self) -> Need:
+        """Used as a whole in a computation that is split, however it lies."""
+        return self.whole() if self.layout is None else Need(self, "gather", None)
+
+    def moved(self, layout: Layout) -> Need:
+        """Used split like ``layout``, however it lies."""
+        return self.part(layout) if self.layout in (None, layout) else Need(self, "move", layout)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
     def part(self, layout: Layout) -> Need:
         """Used split like ``layout``: nothing to do if it lies so, a slice of it if it is whole.
 
@@ -65,11 +79,12 @@ class Need:
     """How an operand enters the local computation.
 
     ``keep``: as it lies. ``whole``: a whole tensor in a split computation. ``part``: a slice of a whole tensor.
-    ``raw``: a whole tensor where all ranks compute the same. ``gather``: a split tensor, put together.
+    ``raw``: a whole tensor where all ranks compute the same. ``gather``: a split tensor, put together. ``move``: a
+    split tensor, laid out in another way.
     """
 
     operand: Operand
-    how: Literal["keep", "whole", "part", "raw", "gather"]
+    how: Literal["keep", "whole", "part", "raw", "gather", "move"]
     layout: Layout | None
 
 
@@ -102,6 +117,8 @@ class Call:
         inplace: Whether the first operand is overwritten.
         sequence: Activations may be split along the sequence, to be gathered where features are split.
         planning: Nothing is run; parameters and buffers may still change their layout.
+        rank: This rank among them.
+        context: Activations are split, and parameters are whole: operands are moved rather than put together.
     """
 
     func: Callable[..., Any]
@@ -112,6 +129,8 @@ class Call:
     inplace: bool = False
     planning: bool = False
     sequence: bool = False
+    rank: int = 0
+    context: bool = False
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument given by position or by name."""

@@ -85,6 +85,9 @@ class TensorRuntime:
         fallbacks: Operators that ran on whole tensors since the start, by name.
     """
 
+    #: Whether activations are split and parameters whole.
+    context = False
+
     def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
         self.group = TensorGroup(mesh)
         self.sequence_parallel = sequence_parallel
@@ -298,7 +301,19 @@ class TensorRuntime:
         if rule is None:
             raise NoRule("no sharding rule")
         call_args, call_kwargs = map_only(Tensor, lambda tensor: _operand(tensor, next(numbers)), (args, kwargs))
-        return rule(Call(func, name, call_args, call_kwargs, self.group.size, inplace, sequence=self.sequence_parallel))
+        return rule(
+            Call(
+                func,
+                name,
+                call_args,
+                call_kwargs,
+                self.group.size,
+                inplace,
+                sequence=self.sequence_parallel,
+                rank=self.group.rank,
+                context=self.context,
+            )
+        )
 
     def _execute(
         self, func: Callable[..., Any], name: str, inplace: bool, outcome: Outcome, tensors: list[Tensor]
@@ -322,6 +337,7 @@ class TensorRuntime:
         if outcome.reduce:
             layout = scattered(name, result.shape, group.size) if self.sequence_parallel else None
             result = group.reduce(result) if layout is None else group.reduce_into_split(result, layout)
+            self._note_copies(name, tensors[0] if tensors else None, result)
             if outcome.reduce == "mean":
                 result = result / group.size
             if layout is not None:
@@ -338,12 +354,22 @@ class TensorRuntime:
 
     def _resolve(self, need: Need, tensor: Any) -> Tensor:
         if need.how == "whole":
-            return self.group.copy(tensor)
+            return self._enter(tensor)
         if need.how == "part" and need.layout is not None:
             return self.group.scatter(tensor, need.layout)
         if need.how == "gather" and isinstance(tensor, SplitTensor):
             return self.group.gather_into_split(tensor.local, tensor.split_layout)
+        if need.how == "move" and need.layout is not None:
+            return self.group.move(tensor.local, tensor.split_layout, need.layout)
         return tensor.local if isinstance(tensor, SplitTensor) else tensor
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        """A whole tensor in a computation that is split."""
+        return self.group.copy(tensor)
+
+    def outside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function none of whose arguments is split."""
+        return func(*args, **kwargs)
 
     def _wrap(self, result: Any, out: Any) -> Any:
         if isinstance(out, list):
@@ -378,10 +404,14 @@ class TensorRuntime:
             # Written into the part that was there, so that views of it change as they should.
             first.local.copy_(self.group.scatter(args[0], first.split_layout))
             return first
+        self._note_copies(name, first, result)
+        return result
+
+    def _note_copies(self, name: str, first: Any, result: Any) -> None:
+        """Remember what shares memory on one process and does not here, see :meth:`check_overwrite`."""
         if name in _VIEWS and isinstance(first, SplitTensor):
             for tensor in (first.local, *(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))):
                 self._copied_views[storage_key(tensor)] = tensor
-        return result
 
     def check_overwrite(self, tensor: Any, name: str) -> None:
         """Refuse to overwrite one of two tensors that user code believes to share memory, and that do not.
@@ -450,7 +480,7 @@ class _Mode(TorchFunctionMode):
                     "backward() or grad() was called on a tensor that is split over the tensor ranks. Reduce it to a"
                     " scalar first."
                 )
-            with _inside_engine(self):
+            with _inside_engine(self), self.runtime.group.summing(at_once=func is torch.autograd.grad):
                 return func(*args, **kwargs)
         if self.runtime._copied_views and args:
             name, inplace = plain_name(func)
@@ -458,7 +488,7 @@ class _Mode(TorchFunctionMode):
                 self.runtime.check_overwrite(args[0], name)
         if _concerned(args) or (kwargs and _concerned(kwargs.values())):
             return self.runtime.call(func, args, kwargs)
-        return func(*args, **kwargs)
+        return self.runtime.outside(func, args, kwargs)
 
 
 _ENGINE_CALLS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})

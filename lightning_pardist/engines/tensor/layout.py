@@ -27,21 +27,35 @@ class Layout:
     Attributes:
         dim: The split dim, counted from the front.
         segments: Equal runs of the dim, each of which is split by itself.
+        ends: Where the part of each rank ends in a segment; None for equal parts. See :func:`parted`.
     """
 
     dim: int
     segments: int = 1
+    ends: tuple[int, ...] | None = None
 
-    def local_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
+    def at(self, dim: int) -> Layout:
+        """The same along another dim."""
+        return Layout(dim, self.segments, self.ends)
+
+    def run(self, extent: int, rank: int, size: int) -> tuple[int, int]:
+        """Where the part of a rank starts and ends in a segment of a dim of global ``extent``."""
+        if self.ends is not None:
+            return (self.ends[rank - 1] if rank else 0), self.ends[rank]
+        step = extent // self.segments // size
+        return rank * step, (rank + 1) * step
+
+    def local_shape(self, shape: Sequence[int], size: int, rank: int = 0) -> tuple[int, ...]:
         """Shape of one rank's part of a tensor of global ``shape`` on ``size`` ranks."""
         local = list(shape)
-        local[self.dim] //= size
+        start, stop = self.run(local[self.dim], rank, size)
+        local[self.dim] = (stop - start) * self.segments
         return tuple(local)
 
     def global_shape(self, local_shape: Sequence[int], size: int) -> tuple[int, ...]:
         """Shape of the whole tensor whose parts on ``size`` ranks have ``local_shape``."""
         whole = list(local_shape)
-        whole[self.dim] *= size
+        whole[self.dim] = whole[self.dim] * size if self.ends is None else self.segments * self.ends[-1]
         return tuple(whole)
 
     def divides(self, shape: Sequence[int], size: int) -> bool:
@@ -51,20 +65,23 @@ class Layout:
 
     def take(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """This rank's part of a whole tensor: a view for one segment, a copy for several."""
+        start, stop = self.run(whole.shape[self.dim], rank, size)
         if self.segments == 1:
-            step = whole.shape[self.dim] // size
-            return whole.narrow(self.dim, rank * step, step)
+            return whole.narrow(self.dim, start, stop - start)
         parts: Tensor = whole.unflatten(self.dim, (self.segments, -1))
-        step = parts.shape[self.dim + 1] // size
-        part: Tensor = parts.narrow(self.dim + 1, rank * step, step).flatten(self.dim, self.dim + 1)
+        part: Tensor = parts.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 1)
         return part
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor of its parts, in the order of ranks."""
         if self.segments == 1:
             return torch.cat(list(parts), self.dim)
-        step = parts[0].shape[self.dim] // self.segments
-        runs = [part.narrow(self.dim, index * step, step) for index in range(self.segments) for part in parts]
+        steps = [part.shape[self.dim] // self.segments for part in parts]
+        runs = [
+            part.narrow(self.dim, index * step, step)
+            for index in range(self.segments)
+            for part, step in zip(parts, steps, strict=True)
+        ]
         return torch.cat(runs, self.dim)
 
     def chunks(self, shape: Sequence[int], rank: int, size: int) -> list[tuple[int, int, int]]:
@@ -79,7 +96,28 @@ class Layout:
 
     def describe(self) -> str:
         """Short form for tables: ``dim 0`` or ``dim 0 in 3 segments``."""
-        return f"dim {self.dim}" + (f" in {self.segments} segments" if self.segments > 1 else "")
+        parts = "" if self.ends is None else f", ending at {', '.join(map(str, self.ends))}"
+        return f"dim {self.dim}" + (f" in {self.segments} segments" if self.segments > 1 else "") + parts
+
+
+def parted(dim: int, extent: int, size: int, segments: int = 1) -> Layout:
+    """A dim of any extent over ``size`` ranks, in parts that differ by one at most, the longer ones first.
+
+    Args:
+        dim: To split.
+        extent: Of one segment.
+        size: Number of ranks.
+        segments: Of the dim.
+    """
+    short, longer = divmod(extent, size)
+    return ended(dim, [(rank + 1) * short + min(rank + 1, longer) for rank in range(size)], segments)
+
+
+def ended(dim: int, ends: Sequence[int], segments: int = 1) -> Layout:
+    """A dim split where ``ends`` say, in the one form that equal parts have."""
+    step = ends[0]
+    equal = step > 0 and all(end == step * (rank + 1) for rank, end in enumerate(ends))
+    return Layout(dim, segments, None if equal else tuple(ends))
 
 
 def to_placement(layout: Layout | None) -> Placement:

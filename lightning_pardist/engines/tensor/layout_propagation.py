@@ -18,10 +18,11 @@ from typing import Any
 from lightning_pardist.compat import pytree
 from lightning_pardist.engines.tensor.calls import Call, Need, NoRule, Operand, Outcome
 from lightning_pardist.engines.tensor.layout import Layout
+from lightning_pardist.engines.tensor.mha_arguments import MHA_PROJECTIONS
 from lightning_pardist.engines.tensor.operator_trace import Node, OperatorTrace, TraceSlot
 from lightning_pardist.engines.tensor.rules_elementwise import lookup
 from lightning_pardist.engines.tensor.rules_matmul import scattered
-from lightning_pardist.engines.tensor.rules_nn import MHA_PROJECTIONS, mha_layouts
+from lightning_pardist.engines.tensor.rules_nn import mha_layouts
 from lightning_pardist.engines.tensor.tensor_plan import CollectivePlan, FallbackPlan
 
 _SUMS = frozenset(["linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm", "grouped_mm"])

@@ -10,13 +10,18 @@ name           forward                backward
 ``reduce``     all-reduce             identity
 ``scatter``    slice                  all-gather
 ``gather``     all-gather             slice
+``move``       all-to-all             all-to-all
+``parameter``  identity               identity, to be averaged over ranks
 =============  =====================  ====================================
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +61,8 @@ class TensorGroup:
         #: Collectives issued since :meth:`reset`, by kind, and the bytes of the tensors they were called with.
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        #: Whether gradients of whole parameters are wanted now, and not collected for the data axis to average.
+        self.sums_at_once = False
         self._entered: OrderedDict[tuple[int, int], tuple[weakref.ref[Tensor], Tensor]] = OrderedDict()
 
     def reset(self) -> None:
@@ -66,6 +73,15 @@ class TensorGroup:
     def forget(self) -> None:
         """Drop tensors remembered for sharing an all-reduce. Called at both ends of a step."""
         self._entered.clear()
+
+    @contextmanager
+    def summing(self, *, at_once: bool) -> Iterator[None]:
+        """Around a run of the autograd engine: whether :meth:`parameter` sums gradients at once."""
+        before, self.sums_at_once = self.sums_at_once, at_once
+        try:
+            yield
+        finally:
+            self.sums_at_once = before
 
     def all_reduce_(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce in place over the tensor group. Collective."""
@@ -81,10 +97,53 @@ class TensorGroup:
         dist.all_gather([as_bytes(part) for part in parts], as_bytes(tensor), group=self.process_group)
         return parts
 
+    def put_together(self, local: Tensor, layout: Layout) -> Tensor:
+        """The whole tensor of every rank's part, without autograd. Collective."""
+        if layout.ends is None:
+            return layout.join(self.all_gather(local))
+        whole = layout.global_shape(local.shape, self.size)
+        shapes = [layout.local_shape(whole, self.size, rank) for rank in range(self.size)]
+        message = local.new_zeros(max(map(math.prod, shapes)))
+        message[: local.numel()] = local.reshape(-1)
+        parts = self.all_gather(message)
+        return layout.join([part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)])
+
+    def move_parts(self, local: Tensor, source: Layout, target: Layout) -> Tensor:
+        """This rank's part by ``target`` of a tensor that lies by ``source``, without autograd. Collective."""
+        if source.dim == target.dim:
+            return target.take(self.put_together(local, source), self.rank, self.size).contiguous()
+        whole = source.global_shape(local.shape, self.size)
+        mine = target.local_shape(whole, self.size, self.rank)
+        extents = [source.local_shape(whole, self.size, rank)[source.dim] for rank in range(self.size)]
+        shapes = [(*mine[: source.dim], extent, *mine[source.dim + 1 :]) for extent in extents]
+        pieces = [target.take(local, rank, self.size).reshape(-1) for rank in range(self.size)]
+        sizes = list(map(math.prod, shapes))
+        received = local.new_empty(sum(sizes))
+        message = torch.cat(pieces)
+        self._count("all_to_all", message)
+        splits = [piece.numel() for piece in pieces]
+        width = local.element_size()
+        dist.all_to_all_single(
+            as_bytes(received),
+            as_bytes(message),
+            [size * width for size in sizes],
+            [split * width for split in splits],
+            group=self.process_group,
+        )
+        parts = [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+        return source.join(parts)
+
     def reduce_scatter(self, tensor: Tensor, layout: Layout) -> Tensor:
         """This rank's part of the sum over ranks. Collective."""
         self._count("reduce_scatter", tensor)
         parts = [layout.take(tensor, rank, self.size).contiguous() for rank in range(self.size)]
+        if layout.ends is not None:
+            sizes = [part.numel() for part in parts]
+            mine = parts[self.rank]
+            flat = tensor.new_empty(self.size * mine.numel())
+            message = torch.cat([part.view(-1) for part in parts])
+            dist.all_to_all_single(flat, message, [mine.numel()] * self.size, sizes, group=self.process_group)
+            return flat.view(self.size, *mine.shape).sum(0)
         if dist.get_backend(self.process_group) == "nccl":
             out = torch.empty_like(parts[0])
             dist.reduce_scatter(out, parts, group=self.process_group)
@@ -144,6 +203,25 @@ class TensorGroup:
         result: Tensor = _ReduceScatter.run(partial, layout, self)
         return result
 
+    def move(self, local: Tensor, source: Layout, target: Layout) -> Tensor:
+        """A part that lies by ``source``, laid out by ``target``. Ulysses' all-to-all (arXiv 2309.14509)."""
+        if source == target:
+            return local
+        result: Tensor = _Move.run(local, source, target, self)
+        return result
+
+    def parameter(self, parameter: Tensor) -> Tensor:
+        """A whole parameter into a computation that is split, its gradients to be averaged over ranks later.
+
+        As :meth:`copy` without traffic: each rank's part of the gradient is multiplied by the number of ranks, so that
+        the mean over them, which the data axis takes with that over samples, is the sum. Where gradients are asked for
+        and not collected (``torch.autograd.grad``), they are summed at once.
+        """
+        if not (parameter.requires_grad and torch.is_grad_enabled()):
+            return parameter
+        result: Tensor = _Parts.run(parameter, self)
+        return result
+
     def _count(self, kind: str, tensor: Tensor) -> None:
         self.calls[kind] += 1
         self.bytes[kind] += tensor.numel() * tensor.element_size()
@@ -192,6 +270,35 @@ class _Reduce(PlainFunction):
         return _Copy.run(grads[0], ctx.group) if torch.is_grad_enabled() else grads[0], None
 
 
+class _Parts(PlainFunction):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        group = ctx.group
+        if torch.is_grad_enabled():
+            return _Reduce.run(grads[0].clone(), group), None
+        if group.sums_at_once:
+            return group.all_reduce_(grads[0].clone(memory_format=torch.contiguous_format)), None
+        return grads[0] * group.size, None
+
+
+class _Move(PlainFunction):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, source: Layout, target: Layout, group: TensorGroup) -> Tensor:
+        ctx.source, ctx.target, ctx.group = source, target, group
+        return group.move_parts(local.detach(), source, target)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _Move.run(grads[0], ctx.target, ctx.source, ctx.group), None, None, None
+        return ctx.group.move_parts(grads[0], ctx.target, ctx.source), None, None, None
+
+
 class _Scatter(PlainFunction):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
@@ -202,14 +309,14 @@ class _Scatter(PlainFunction):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
             return _Gather.run(grads[0], ctx.layout, ctx.group), None, None
-        return ctx.layout.join(ctx.group.all_gather(grads[0])), None, None
+        return ctx.group.put_together(grads[0], ctx.layout), None, None
 
 
 class _Gather(PlainFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
         ctx.layout, ctx.group = layout, group
-        return layout.join(group.all_gather(local.detach()))
+        return group.put_together(local.detach(), layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -222,7 +329,7 @@ class _GatherCopy(PlainFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
         ctx.layout, ctx.group = layout, group
-        return layout.join(group.all_gather(local.detach()))
+        return group.put_together(local.detach(), layout)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -241,4 +348,4 @@ class _ReduceScatter(PlainFunction):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if torch.is_grad_enabled():
             return _GatherCopy.run(grads[0], ctx.layout, ctx.group), None, None
-        return ctx.layout.join(ctx.group.all_gather(grads[0])), None, None
+        return ctx.group.put_together(grads[0], ctx.layout), None, None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_pardist.engines.tensor.calls import Call, NoRule, Operand, Outcome, find_rule, map_only, rule
 from lightning_pardist.engines.tensor.layout import Layout
@@ -49,9 +51,13 @@ def elementwise(call: Call) -> Outcome:
     for operand in operands:
         if operand.layout is None:
             continue
-        aligned = Layout(operand.layout.dim + ndim - operand.ndim, operand.layout.segments)
+        aligned = operand.layout.at(operand.layout.dim + ndim - operand.ndim)
         if target is None:
             target, first = aligned, operand
+        elif aligned != target and call.context:
+            # The largest stays as it lies; what is overwritten always does.
+            if operand.numel > first.numel and not (call.inplace and first is operands[0]):
+                target, first = aligned, operand
         elif aligned != target:
             # The one that is split in an odd way is at fault: segments that user code never took apart.
             odd = [operand] if aligned.segments >= target.segments else [first]
@@ -67,12 +73,12 @@ def elementwise(call: Call) -> Outcome:
     split_dim = target
 
     def need(operand: Operand) -> Any:
-        if operand.layout is not None:
-            return operand.keep()
         dim = split_dim.dim - (ndim - operand.ndim)
+        if operand.layout is not None and (not call.context or operand.layout == split_dim.at(dim)):
+            return operand.keep()
         if dim < 0 or operand.shape[dim] == 1:
-            return operand.whole()
-        return operand.part(Layout(dim, split_dim.segments))
+            return operand.gathered()
+        return operand.moved(split_dim.at(dim))
 
     args, kwargs = map_only(Operand, need, (call.args, call.kwargs))
     if call.name in ("type_as", "to", "zeros_like", "ones_like", "empty_like", "full_like") and call.args:
@@ -161,13 +167,28 @@ def _reduction(call: Call, x: Operand, dim: Any, keepdim: bool, *, addable: bool
     if dims is None or assert_layout.dim in dims:
         if not addable:
             raise NoRule(f"{call.name} along the split dim")
+        if call.name == "mean" and call.context:
+            return _mean_of_parts(call, x, dims)
         return Outcome(args, kwargs, reduce="mean" if call.name == "mean" else "sum")
     return Outcome(args, kwargs, out=drop_dims(assert_layout, [] if keepdim else dims))
 
 
+def _mean_of_parts(call: Call, x: Operand, dims: Sequence[int] | None) -> Outcome:
+    """Parts may have different lengths: their sums are added up, and divided by what one process divides by."""
+    count = x.numel if dims is None else math.prod(x.shape[dim] for dim in dims)
+    if not x.dtype.is_floating_point and call.kwargs.get("dtype") is None:
+        raise NoRule("a mean of integers")
+    args, kwargs = keep_all(call)
+
+    def run(group: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.sum(*args, **kwargs)
+
+    return Outcome(args, kwargs, reduce="sum", run=run, after=lambda result: result / count)
+
+
 def drop_dims(layout: Layout, dims: Sequence[int]) -> Layout:
     """The layout after other dims have gone."""
-    return Layout(layout.dim - sum(dim < layout.dim for dim in dims), layout.segments)
+    return layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
 
 
 @rule(
@@ -205,7 +226,7 @@ def glu(call: Call) -> Outcome:
     args, kwargs = keep_all(call)
     if call.arg(1, "dim", -1) % x.ndim != layout.dim:
         return Outcome(args, kwargs, out=layout)
-    if layout.segments % 2:
+    if layout.segments % 2 or layout.ends is not None:
         raise NoRule("halves of the split dim", segments=2 if layout.segments == 1 else None)
     return Outcome(args, kwargs, out=Layout(layout.dim, layout.segments // 2))
 

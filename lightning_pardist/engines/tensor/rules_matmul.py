@@ -22,7 +22,7 @@ Indexed = tuple[Operand, Sequence[str]]
 
 
 def contract(
-    operands: Sequence[Indexed], out: Sequence[str], *, sequence: bool = False
+    operands: Sequence[Indexed], out: Sequence[str], *, sequence: bool = False, context: bool = False
 ) -> tuple[list[Need], Layout | None, Literal["", "sum"]]:
     """How each operand is needed, how the result lies, and whether it is a part of a sum.
 
@@ -30,22 +30,25 @@ def contract(
         operands: Operands and the names of their dims.
         out: Names of the result's dims.
         sequence: An operand split along a leading dim gives way to a weight split by features, and is gathered.
+        context: All but what is split along one index of the result give way, as few bytes as can be.
 
     Raises:
         NoRule: If operands are split along different indices.
     """
     found = [
-        (operand, index[operand.layout.dim], operand.layout.segments) for operand, index in operands if operand.layout
+        (operand, index[operand.layout.dim], operand.layout.at(0)) for operand, index in operands if operand.layout
     ]
     if not found:
         raise NoRule("nothing is split")
+    if context:
+        return _contract_parts(operands, out, found)
     features = [item for item in found if not item[1].startswith("b")]
     chosen = _choose(features if sequence and features else found, operands, out)
-    odd = [operand for operand, index, segments in found if (index, segments) != chosen]
+    odd = [operand for operand, index, form in found if (index, form) != chosen]
     give_way = [operand for operand, index, _ in found if index.startswith("b")] if sequence else []
     if any(operand not in give_way for operand in odd):
         raise NoRule("operands split along different indices", odd)
-    letter, segments = chosen
+    letter, form = chosen
     needs = []
     for operand, index in operands:
         if operand in odd:
@@ -53,20 +56,46 @@ def contract(
         elif operand.layout is not None:
             needs.append(operand.keep())
         elif letter in index and operand.shape[index.index(letter)] > 1:
-            needs.append(operand.part(Layout(index.index(letter), segments)))
+            needs.append(operand.part(form.at(index.index(letter))))
         else:
             needs.append(operand.whole())
     if letter in out:
-        return needs, Layout(list(out).index(letter), segments), ""
+        return needs, form.at(list(out).index(letter)), ""
     return needs, None, "sum"
 
 
-def _choose(found: list[tuple[Operand, str, int]], operands: Sequence[Indexed], out: Sequence[str]) -> tuple[str, int]:
-    for _, letter, segments in found:
+def _choose(
+    found: list[tuple[Operand, str, Layout]], operands: Sequence[Indexed], out: Sequence[str]
+) -> tuple[str, Layout]:
+    for _, letter, form in found:
         if letter in out and all(letter in index for _, index in operands):
-            return letter, segments
+            return letter, form
     # Two dims that only look alike (head_dim against heads): the one with fewer segments is the plainer split.
-    return min(((letter, segments) for _, letter, segments in found), key=lambda item: item[1])
+    return min(((letter, form) for _, letter, form in found), key=lambda item: item[1].segments)
+
+
+def _contract_parts(
+    operands: Sequence[Indexed], out: Sequence[str], found: list[tuple[Operand, str, Layout]]
+) -> tuple[list[Need], Layout | None, Literal["", "sum"]]:
+    """Scores of attention stay split by rows, and keys are put together for them; rows of scores meet whole values."""
+    ways = list(dict.fromkeys((letter, form) for _, letter, form in found))
+    kept = [way for way in ways if way[0] in out]
+    if len(ways) > 1 and not kept:
+        raise NoRule("operands split along different indices that are summed over")
+
+    def given_up(way: tuple[str, Layout]) -> int:
+        return sum(operand.numel for operand, letter, form in found if (letter, form) != way)
+
+    letter, form = ways[0] if len(ways) == 1 else min(kept, key=given_up)
+    needs = [
+        operand.moved(form.at(index.index(letter)))
+        if letter in index and operand.shape[index.index(letter)] > 1
+        else operand.gathered()
+        for operand, index in operands
+    ]
+    if letter in out:
+        return needs, form.at(list(out).index(letter)), ""
+    return needs, None, "sum"
 
 
 def batch_letters(count: int) -> list[str]:
@@ -91,18 +120,20 @@ def _linear(group: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 def _with_bias(call: Call, operands: list[Indexed], bias: Operand | None, out: list[str], run: Any) -> Outcome:
     position = out.index("o")
     if bias is None:
-        needs, layout, reduce = contract(operands, out, sequence=call.sequence)
+        needs, layout, reduce = contract(operands, out, sequence=call.sequence, context=call.context)
         return Outcome((*needs, None), out=layout, reduce=reduce, run=run)
     split = [operand for operand, index in operands if operand.layout and index[operand.layout.dim] in ("i",)]
+    if split and call.context and len({operand.layout for operand, _ in operands if operand.layout}) > 1:
+        raise NoRule("features split in several ways")
     if split and bias.layout is None:
-        needs, layout, reduce = contract(operands, out, sequence=call.sequence)
+        needs, layout, reduce = contract(operands, out, sequence=call.sequence, context=call.context)
         trailing = len(out) - position - 1
         return Outcome(
             (*needs, None), out=layout, reduce=reduce, run=run,
             after=lambda result, value: result + value.reshape(-1, *[1] * trailing).to(result.dtype),
             after_needs=(Need(bias, "raw", None),),
         )  # fmt: skip
-    needs, layout, reduce = contract([*operands, (bias, ["o"])], out, sequence=call.sequence)
+    needs, layout, reduce = contract([*operands, (bias, ["o"])], out, sequence=call.sequence, context=call.context)
     if reduce:
         raise NoRule("a split bias added to a part of a sum", [bias])
     return Outcome(tuple(needs), out=layout, run=run)
@@ -122,6 +153,7 @@ def matmul(call: Call) -> Outcome:
         [(a, [*batch_letters(a.ndim - 2), rows, "k"]), (b, [*batch_letters(b.ndim - 2), "k", "n"])],
         out,
         sequence=call.sequence,
+        context=call.context,
     )
     return Outcome(tuple(needs), out=layout, reduce=reduce)
 
@@ -138,12 +170,14 @@ def addmm(call: Call) -> Outcome:
     if summed:
         if not plain or bias.layout is not None:
             raise NoRule("a scaled sum over the split dim")
-        needs, layout, reduce = contract(operands, out, sequence=call.sequence)
+        needs, layout, reduce = contract(operands, out, sequence=call.sequence, context=call.context)
         return Outcome(
             tuple(needs), out=layout, reduce=reduce, run=_matmul,
             after=lambda result, value: result + value.to(result.dtype), after_needs=(Need(bias, "raw", None),),
         )  # fmt: skip
-    needs, layout, reduce = contract([(bias, out[len(out) - bias.ndim :]), *operands], out, sequence=call.sequence)
+    needs, layout, reduce = contract(
+        [(bias, out[len(out) - bias.ndim :]), *operands], out, sequence=call.sequence, context=call.context
+    )
     return Outcome(tuple(needs), dict(call.kwargs), out=layout, reduce=reduce)
 
 
@@ -159,7 +193,9 @@ def grouped_product(call: Call) -> Outcome:
         raise NoRule("another form than rows by groups")
     if weight.layout is not None and weight.layout.dim == 0:
         raise NoRule("split between groups", [weight])
-    needs, layout, reduce = contract([(x, ["b1", "k"]), (weight, ["g", "k", "n"])], ["b1", "n"], sequence=call.sequence)
+    needs, layout, reduce = contract(
+        [(x, ["b1", "k"]), (weight, ["g", "k", "n"])], ["b1", "n"], sequence=call.sequence, context=call.context
+    )
     offsets = call.arg(2, "offs")
     if layout is not None and layout.dim == 0:
         raise NoRule("rows are split")
@@ -195,7 +231,9 @@ def einsum(call: Call) -> Outcome:
         right = "".join(sorted(letter for letter in set(left) - {","} if left.count(letter) == 1))
     if any(len(set(term)) != len(term) for term in terms):
         raise NoRule("an equation with a diagonal")
-    needs, layout, reduce = contract(list(zip(operands, map(list, terms), strict=True)), list(right))
+    needs, layout, reduce = contract(
+        list(zip(operands, map(list, terms), strict=True)), list(right), context=call.context
+    )
     return Outcome((equation, *needs), out=layout, reduce=reduce)
 
 
@@ -212,6 +250,7 @@ def convolution(call: Call) -> Outcome:
     spatial = [f"s{dim}" for dim in range(weight.ndim - 2)]
     batch = batch_letters(x.ndim - weight.ndim + 1)
     groups = settings[3]
+    _not_along_windows(x, weight, settings)
 
     def run(group: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         local_groups = groups if groups == 1 else math.gcd(groups, x.shape[-weight.ndim + 1] // weight.shape[1])
@@ -223,11 +262,24 @@ def convolution(call: Call) -> Outcome:
         return _with_bias(call, operands, bias, [*batch, "o", *spatial], run)
     # Group by group: the output channels are split as the input channels are.
     split = x.layout or (weight.layout and Layout(len(batch), weight.layout.segments))
-    if split is None or split.dim != len(batch) or groups % (call.size * split.segments):
+    if split is None or split.dim != len(batch) or split.ends or groups % (call.size * split.segments):
         raise NoRule("groups cut through the parts")
     part = Layout(0, split.segments)
     needs = [x.part(split), weight.part(part), bias.part(part) if bias is not None else None]
     return Outcome(tuple(needs), out=split, run=run)
+
+
+def _not_along_windows(x: Operand, weight: Operand, settings: Sequence[Any]) -> None:
+    """Windows reach into the parts of other ranks."""
+    windows = weight.ndim - 2
+    if x.layout is None or x.layout.dim < x.ndim - windows:
+        return
+    if (
+        math.prod(weight.shape[2:]) > 1
+        or settings[0] not in (1, (1,) * windows)
+        or settings[1] not in (0, (0,) * windows)
+    ):
+        raise NoRule("windows along the split dim", [x])
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -238,6 +290,7 @@ def transposed_convolution(call: Call) -> Outcome:
     settings = [call.arg(3 + position, name, 0 if "padding" in name else 1) for position, name in enumerate(names)]
     if settings[3] != 1:
         raise NoRule("a transposed convolution in groups")
+    _not_along_windows(x, weight, settings)
     spatial = [f"s{dim}" for dim in range(weight.ndim - 2)]
     batch = batch_letters(x.ndim - weight.ndim + 1)
     operands: list[Indexed] = [

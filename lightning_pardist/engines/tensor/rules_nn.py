@@ -16,8 +16,10 @@ from lightning_pardist.compat import pytree
 from lightning_pardist.compat.tensors import assert_async
 from lightning_pardist.engines.tensor.calls import Call, Need, NoRule, Operand, Outcome, rule
 from lightning_pardist.engines.tensor.layout import Layout
+from lightning_pardist.engines.tensor.mha_arguments import MHA_PROJECTIONS, added_mask, project
 from lightning_pardist.engines.tensor.regions import PlainFunction, TensorGroup
 from lightning_pardist.engines.tensor.rng import apart
+from lightning_pardist.engines.tensor.rules_context import context_attention, context_loss, context_multi_head
 from lightning_pardist.engines.tensor.rules_elementwise import keep_all
 
 
@@ -45,7 +47,7 @@ def batch_norm(call: Call) -> Outcome:
         raise NoRule("split along another dim than the channels")
     if training and not call.planning and any(stat is not None and stat.layout is None for stat in tensors[1:3]):
         raise NoRule("running statistics are whole")
-    part = Layout(0, x.layout.segments)
+    part = x.layout.at(0)
     needs = {
         name: None if value is None else value.part(part) for name, value in zip(names[1:], tensors[1:], strict=True)
     }
@@ -61,9 +63,9 @@ def batch_norm(call: Call) -> Outcome:
 def group_norm(call: Call) -> Outcome:
     """Whole groups on every rank."""
     x, groups = call.arg(0, "input"), call.arg(1, "num_groups")
-    if x.layout is None or x.layout.dim != 1 or groups % (call.size * x.layout.segments):
+    if x.layout is None or x.layout.dim != 1 or x.layout.ends or groups % (call.size * x.layout.segments):
         raise NoRule("groups cut through the parts")
-    part = Layout(0, x.layout.segments)
+    part = x.layout.at(0)
     weight, bias = call.arg(2, "weight"), call.arg(3, "bias")
     return Outcome(
         (
@@ -86,13 +88,15 @@ def prelu(call: Call) -> Outcome:
     of_channels = math.prod(weight.shape) > 1 and x.layout.dim == min(1, x.ndim - 1)
     if not of_channels and weight.layout is not None:
         raise NoRule("slopes are split in another way than the input", [weight])
-    need = weight.part(Layout(0, x.layout.segments)) if of_channels else weight.whole()
+    need = weight.part(x.layout.at(0)) if of_channels else weight.whole()
     return Outcome((x.keep(), need), out=x.layout)
 
 
 @rule("scaled_dot_product_attention")
 def attention(call: Call) -> Outcome:
     """Head by head (or sample by sample); whole keys and values are sliced, a mask as well where it has heads."""
+    if call.context:
+        return context_attention(call)
     query, key, value = (call.arg(position, name) for position, name in enumerate(("query", "key", "value")))
     mask, dropout = call.arg(3, "attn_mask"), call.arg(4, "dropout_p", 0.0)
     layout = query.layout
@@ -135,6 +139,9 @@ def embedding(call: Call) -> Outcome:
     """By vocabulary: every rank looks up what it holds, and the rest comes with the sum."""
     ids, weight = call.arg(0, "input"), call.arg(1, "weight")
     padding, max_norm = call.arg(2, "padding_idx"), call.arg(3, "max_norm")
+    if weight.layout is None and max_norm is None:
+        args, kwargs = keep_all(call)
+        return Outcome(args, kwargs, out=ids.layout)
     if ids.layout is not None or max_norm is not None:
         raise NoRule("indices are split, or the weight is renormalized")
     layout = weight.layout
@@ -179,6 +186,8 @@ def cross_entropy(call: Call) -> Outcome:
     )
     logits, target = call.arg(0, "input"), call.arg(1, "target")
     classes = 1 if logits.ndim > 1 else 0
+    if call.context:
+        return context_loss(call)
     if logits.layout != Layout(classes) or target.layout is not None:
         raise NoRule("split along another dim than the classes")
     if weight is not None or size_average is not None or reduce is not None or target.dtype.is_floating_point:
@@ -290,6 +299,8 @@ def multi_head_attention(call: Call) -> Outcome:
     bound = inspect.signature(F.multi_head_attention_forward).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     given = dict(bound.arguments)
+    if call.context:
+        return context_multi_head(call, given)
     projections = [given[name] for name in MHA_PROJECTIONS if given[name] is not None]
     if given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None:
         raise NoRule("extra keys", projections)
@@ -319,9 +330,6 @@ def multi_head_attention(call: Call) -> Outcome:
     return Outcome((), needs, out=[None, None], run=_attend, collectives=(("all_reduce", samples),))
 
 
-MHA_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight")
-
-
 def mha_layouts(separate: bool) -> dict[str, Layout]:
     """How the parameters of ``nn.MultiheadAttention`` lie when it is split by heads."""
     layouts = {"in_proj_bias": Layout(0, 3), "out_proj_weight": Layout(1)}
@@ -338,7 +346,7 @@ def _attend(group: TensorGroup, **given: Any) -> tuple[Tensor, Tensor | None]:
     heads = given["num_heads"] // group.size
     q, k, v = (
         part.reshape(part.shape[0], part.shape[1], heads, -1).permute(1, 2, 0, 3)
-        for part in _project(query, key, value, given)
+        for part in project(query, key, value, given)
     )
     mask = _mha_mask(group, given, q)
     dropout = given["dropout_p"] if given["training"] else 0.0
@@ -364,35 +372,9 @@ def _attend(group: TensorGroup, **given: Any) -> tuple[Tensor, Tensor | None]:
     return out.squeeze(1), None if weights is None else weights.squeeze(0)
 
 
-def _project(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    bias = given["in_proj_bias"]
-    biases = (None,) * 3 if bias is None else bias.chunk(3)
-    if given["use_separate_proj_weight"]:
-        parts = [given[name] for name in MHA_PROJECTIONS[1:4]]
-    elif query is key and key is value:
-        return F.linear(query, given["in_proj_weight"], bias).chunk(3, -1)
-    else:
-        parts = given["in_proj_weight"].chunk(3)
-    return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), parts, biases, strict=True))
-
-
 def _mha_mask(group: TensorGroup, given: dict[str, Any], q: Tensor) -> Tensor | None:
-    """Attention and padding masks added up, broadcast over ``[batch, local heads, queries, keys]``."""
-    total: Tensor | None = None
-    mask, padding = given["attn_mask"], given["key_padding_mask"]
-    if mask is not None:
-        if mask.dim() == 3:
-            mask = mask.view(q.shape[0], -1, *mask.shape[1:])
-            mask = mask if mask.shape[1] == 1 else Layout(1).take(mask, group.rank, group.size)
-        total = _additive(mask, q.dtype)
-    if padding is not None:
-        padding = padding if padding.dim() == 2 else padding.unsqueeze(0)
-        added = _additive(padding, q.dtype)[:, None, None, :]
-        total = added if total is None else total + added
-    return total
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype is not torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+    """As :func:`added_mask`, of this rank's heads."""
+    total = added_mask(given, q)
+    if total is None or total.shape[1] == 1:
+        return total
+    return Layout(1).take(total, group.rank, group.size)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_pardist.compat import pytree
 from lightning_pardist.engines.tensor.calls import Call, NoRule, Operand, Outcome, rule
-from lightning_pardist.engines.tensor.layout import Layout
+from lightning_pardist.engines.tensor.layout import Layout, ended
 from lightning_pardist.engines.tensor.rules_elementwise import keep_all
 
 
@@ -58,6 +58,8 @@ def viewed(shape: Sequence[int], layout: Layout, new_shape: Sequence[int], size:
 
 
 def _carrier(shape: Sequence[int], layout: Layout, new_shape: Sequence[int], size: int) -> Layout | None:
+    if layout.ends is not None:
+        return _uneven_carrier(shape, layout, new_shape)
     inner = math.prod(shape[layout.dim + 1 :])
     period = shape[layout.dim] // layout.segments * inner
     block = period // size
@@ -83,7 +85,7 @@ def view(call: Call) -> Outcome:
         raise NoRule("view as another type")
     new_shape = tuple(call.meta().shape)
     layout = x.layout if new_shape == x.shape else viewed(x.shape, x.layout, new_shape, call.size)
-    local = layout.local_shape(new_shape, call.size)
+    local = layout.local_shape(new_shape, call.size, call.rank)
     return Outcome((x.keep(), local), {}, out=layout, run=_reshape)
 
 
@@ -99,7 +101,7 @@ def permute(call: Call) -> Outcome:
     moved = call.func(probe, *call.args[1:], **call.kwargs)
     dim = [int(stride) for stride in moved.stride()].index(10 ** (x.ndim - layout.dim))
     args, kwargs = keep_all(call)
-    return Outcome(args, kwargs, out=Layout(dim, layout.segments))
+    return Outcome(args, kwargs, out=layout.at(dim))
 
 
 @rule("expand", "expand_as", "broadcast_to")
@@ -109,8 +111,8 @@ def expand(call: Call) -> Outcome:
     if not isinstance(x, Operand) or x.layout is None:
         raise NoRule("unusual arguments")
     shape = tuple(call.meta().shape)
-    layout = Layout(x.layout.dim + len(shape) - x.ndim, x.layout.segments)
-    return Outcome((x.keep(), layout.local_shape(shape, call.size)), {}, out=layout, run=_expand)
+    layout = x.layout.at(x.layout.dim + len(shape) - x.ndim)
+    return Outcome((x.keep(), layout.local_shape(shape, call.size, call.rank)), {}, out=layout, run=_expand)
 
 
 def _expand(group: Any, local: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -127,16 +129,18 @@ def repeat(call: Call) -> Outcome:
     if dim - len(sizes) >= -len(sizes) and dim < len(sizes) and sizes[dim] != 1:
         raise NoRule("repeated along the split dim")
     args, kwargs = keep_all(call)
-    return Outcome(args, kwargs, out=Layout(dim, layout.segments))
+    return Outcome(args, kwargs, out=layout.at(dim))
 
 
 @rule("repeat_interleave")
 def repeat_interleave(call: Call) -> Outcome:
     """Every element a number of times: blocks stay with their rank."""
-    _, layout = _first(call)
+    x, layout = _first(call)
     dim = call.arg(2, "dim")
     if not isinstance(call.arg(1, "repeats"), int) or dim is None:
         raise NoRule("a number of repeats for every element")
+    if layout.ends is not None and dim % x.ndim == layout.dim:
+        raise NoRule("repeated along the split dim")
     args, kwargs = keep_all(call)
     return Outcome(args, kwargs, out=layout)
 
@@ -150,6 +154,8 @@ def split(call: Call) -> Outcome:
     if dim != layout.dim:
         args, kwargs = keep_all(call)
         return Outcome(args, kwargs, out=[layout] * len(sizes))
+    if call.context:
+        return _split_anywhere(call, x, layout, sizes)
     segment = x.shape[dim] // layout.segments
     if any(size % segment or size == 0 for size in sizes):
         unit = math.gcd(*sizes)
@@ -182,6 +188,8 @@ def select(call: Call) -> Outcome:
     """One index of a dim that is not split."""
     x, layout = _first(call)
     dim = call.arg(1, "dim") % x.ndim
+    if call.context and dim == layout.dim:
+        return _one_of(call, x, layout, dim, call.arg(2, "index"))
     _not_along(call, layout, dim)
     args, kwargs = keep_all(call)
     return Outcome(args, kwargs, out=_without(layout, dim))
@@ -204,8 +212,8 @@ def narrow(call: Call) -> Outcome:
     if dim != layout.dim:
         args, kwargs = keep_all(call)
         return Outcome(args, kwargs, out=layout)
-    new, first = _segment_run(x, layout, start, start + length, call.size)
-    return Outcome((x.keep(), dim, first, length // call.size), out=new, run=_narrow)
+    new, first, local_length = _cut(call, x, layout, start, start + length)
+    return Outcome((x.keep(), dim, first, local_length), out=new, run=_narrow)
 
 
 def _narrow(group: Any, local: Tensor, dim: int, start: int, length: int) -> Tensor:
@@ -218,7 +226,9 @@ def getitem(call: Call) -> Outcome:
     x = call.args[0]
     if not isinstance(x, Operand) or x.layout is None:
         raise NoRule("a whole tensor indexed by a split one")
-    index, out = sliced(x, call.args[1], call.size)
+    if call.context and (place := _index_of_split(x, call.args[1])) is not None:
+        return _one_of(call, x, x.layout, x.layout.dim, place[0], place[1])
+    index, out = sliced(call, x, call.args[1])
     return Outcome((x.keep(), index), {}, out=out)
 
 
@@ -228,14 +238,14 @@ def setitem(call: Call) -> Outcome:
     x, index, value = call.args
     if not isinstance(x, Operand) or x.layout is None:
         raise NoRule("a split tensor written into a whole one", call.split_operands())
-    local_index, out = sliced(x, index, call.size)
+    local_index, out = sliced(call, x, index)
     if not isinstance(value, Operand):
         return Outcome((x.keep(), local_index, value), {}, out=x.layout)
     if value.ndim == 0:
         return Outcome((x.keep(), local_index, value.whole()), {}, out=x.layout)
     region = len(torch.empty(x.shape, device="meta")[_on_meta(index)].shape)
     dim = out.dim - (region - value.ndim)
-    need = value.whole() if dim < 0 or value.shape[dim] == 1 else value.part(Layout(dim, out.segments))
+    need = value.whole() if dim < 0 or value.shape[dim] == 1 else value.part(out.at(dim))
     return Outcome((x.keep(), local_index, need), {}, out=x.layout)
 
 
@@ -245,7 +255,18 @@ def _on_meta(index: Any) -> Any:
     return index
 
 
-def sliced(x: Operand, index: Any, size: int) -> tuple[Any, Layout]:
+def _expanded(x: Operand, index: Any) -> list[Any]:
+    """An index with an item for every dim."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    used = sum(_dims_used(item) for item in items)
+    if Ellipsis not in [item if item is Ellipsis else 0 for item in items]:
+        items.append(Ellipsis)
+    place = next(position for position, item in enumerate(items) if item is Ellipsis)
+    items[place : place + 1] = [slice(None)] * (x.ndim - used)
+    return items
+
+
+def sliced(call: Call, x: Operand, index: Any) -> tuple[Any, Layout]:
     """Local form of an index, and how the result lies.
 
     Raises:
@@ -258,15 +279,10 @@ def sliced(x: Operand, index: Any, size: int) -> tuple[Any, Layout]:
     tensors = [item for item in items if isinstance(item, Operand)]
     if len(tensors) > 1 or any(tensor.layout is not None for tensor in tensors):
         raise NoRule("indexed by several tensors")
-    used = sum(_dims_used(item) for item in items)
-    if Ellipsis not in [item if item is Ellipsis else 0 for item in items]:
-        items.append(Ellipsis)
-    place = next(position for position, item in enumerate(items) if item is Ellipsis)
-    items[place : place + 1] = [slice(None)] * (x.ndim - used)
-    return _walk(x, layout, items, size)
+    return _walk(call, x, layout, _expanded(x, index))
 
 
-def _walk(x: Operand, layout: Layout, items: list[Any], size: int) -> tuple[Any, Layout]:
+def _walk(call: Call, x: Operand, layout: Layout, items: list[Any]) -> tuple[Any, Layout]:
     local: list[Any] = []
     source, target = 0, 0
     out: Layout | None = None
@@ -278,9 +294,9 @@ def _walk(x: Operand, layout: Layout, items: list[Any], size: int) -> tuple[Any,
             start, stop, step = item.indices(x.shape[layout.dim])
             if step != 1:
                 raise NoRule("sliced with a step along the split dim")
-            kept, first = _segment_run(x, layout, start, stop, size)
-            item = slice(first, first + (stop - start) // size)
-            out = Layout(target, kept.segments)
+            kept, first, length = _cut(call, x, layout, start, stop)
+            item = slice(first, first + length)
+            out = kept.at(target)
         local.append(item.whole() if isinstance(item, Operand) else item)
         source += width
         target += _dims_made(item)
@@ -317,13 +333,103 @@ def _segment_run(x: Operand, layout: Layout, start: int, stop: int, size: int) -
     return Layout(layout.dim, (stop - start) // segment), start // size
 
 
+def _cut(call: Call, x: Operand, layout: Layout, start: int, stop: int) -> tuple[Layout, int, int]:
+    """Layout, local start and local length of the run ``start:stop`` of the split dim."""
+    if (start, stop) == (0, x.shape[layout.dim]):
+        low, high = layout.run(stop, call.rank, call.size)
+        return layout, 0, (high - low) * layout.segments
+    if call.context and layout.segments == 1 and stop > start:
+        runs = [layout.run(x.shape[layout.dim], rank, call.size) for rank in range(call.size)]
+        kept = [(min(max(low, start), stop), min(max(high, start), stop)) for low, high in runs]
+        low, high = kept[call.rank]
+        local = min(low - runs[call.rank][0], runs[call.rank][1] - runs[call.rank][0])
+        return ended(layout.dim, [high - start for _, high in kept]), local, high - low
+    if layout.ends is not None:
+        raise NoRule("slice cuts through the parts")
+    new, first = _segment_run(x, layout, start, stop, call.size)
+    return new, first, (stop - start) // call.size
+
+
+def _split_anywhere(call: Call, x: Operand, layout: Layout, sizes: list[int]) -> Outcome:
+    """Pieces of the split dim, each of which lies where its part of the dim lay."""
+    start, pieces = 0, []
+    for size in sizes:
+        pieces.append(_cut(call, x, layout, start, start + size))
+        start += size
+    return Outcome(
+        (x.keep(), [(first, length) for _, first, length in pieces], layout.dim),
+        out=[kept for kept, _, _ in pieces],
+        run=_narrow_all,
+    )
+
+
+def _narrow_all(group: Any, local: Tensor, pieces: list[tuple[int, int]], dim: int) -> tuple[Tensor, ...]:
+    return tuple(local.narrow(dim, first, length) for first, length in pieces)
+
+
+def _index_of_split(x: Operand, index: Any) -> tuple[int, Any] | None:
+    """The number that picks one of the split dim, and the rest of the index with all of a dim of one in its place."""
+    items = _expanded(x, index)
+    source = 0
+    for position, item in enumerate(items):
+        width = _dims_used(item)
+        if item is not None and source <= _layout(x).dim < source + width:
+            if isinstance(item, bool) or not isinstance(item, int):
+                return None
+            rest = [*items[:position], 0, *items[position + 1 :]]
+            plain = all(isinstance(each, (slice, int)) or each is None for each in rest)
+            return (item, tuple(rest)) if plain else None
+        source += width
+    return None
+
+
+def _one_of(call: Call, x: Operand, layout: Layout, dim: int, index: int, rest: Any = None) -> Outcome:
+    """One index of the split dim: the rank that has it sends it to all, as a sum with zeros."""
+    if x.dtype is torch.bool or layout.segments != 1:
+        raise NoRule(f"{call.name} along the split dim")
+    extent = x.shape[dim]
+    index = index + extent if index < 0 else index
+    if not 0 <= index < extent:
+        raise NoRule("an index that there is not")
+    start, stop = layout.run(extent, call.rank, call.size)
+    here = start <= index < stop
+
+    def run(group: Any, local: Tensor) -> Tensor:
+        if here:
+            one = local.narrow(dim, index - start, 1)
+        else:
+            # Of no elements and with a history, so that backward runs alike on all ranks.
+            one = torch.cat(
+                [local.narrow(dim, 0, 0), local.new_zeros(*local.shape[:dim], 1, *local.shape[dim + 1 :])], dim
+            )
+        return one.select(dim, 0) if rest is None else one[rest]
+
+    return Outcome((x.keep(),), reduce="sum", run=run)
+
+
+def _uneven_carrier(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layout | None:
+    """A dim that is as long as a segment and what lies behind it as before, alone or behind the segments."""
+    segment = shape[layout.dim] // layout.segments
+    inner = math.prod(shape[layout.dim + 1 :])
+    suffix = math.prod(new_shape)
+    for dim, extent in enumerate(new_shape):
+        suffix //= extent
+        if suffix == inner and extent and extent % segment == 0 and _lines_up(shape, layout, new_shape, dim):
+            return Layout(dim, extent // segment, layout.ends)
+    return None
+
+
+def _lines_up(shape: Sequence[int], layout: Layout, new_shape: Sequence[int], dim: int) -> bool:
+    return math.prod(shape[: layout.dim]) * shape[layout.dim] == math.prod(new_shape[: dim + 1])
+
+
 def _not_along(call: Call, layout: Layout, dim: int) -> None:
     if dim == layout.dim:
         raise NoRule(f"{call.name} along the split dim")
 
 
 def _without(layout: Layout, dim: int) -> Layout:
-    return Layout(layout.dim - (dim < layout.dim), layout.segments)
+    return layout.at(layout.dim - (dim < layout.dim))
 
 
 @rule("cat", "concat", "concatenate", "stack", "hstack_")
@@ -333,18 +439,43 @@ def concatenate(call: Call) -> Outcome:
     # Empty tensors of one dim join anything, as caches use them; they say nothing.
     tensors = [operand for operand in given if operand.shape != (0,)]
     stacked = call.name == "stack"
-    layouts = {operand.layout for operand in tensors if operand.layout is not None}
-    if len(layouts) != 1:
-        raise NoRule("tensors split in different ways")
-    layout = layouts.pop()
+    layouts = list(dict.fromkeys(operand.layout for operand in tensors if operand.layout is not None))
     ndim = tensors[0].ndim + stacked
     dim = call.arg(1, "dim", 0) % ndim
-    if not stacked and dim == layout.dim:
-        raise NoRule("concatenated along the split dim")
     if any(operand.ndim != tensors[0].ndim for operand in tensors):
         raise NoRule("tensors of different rank")
-    out = Layout(layout.dim + (stacked and dim <= layout.dim), layout.segments)
-    return Outcome(([operand.part(layout) for operand in tensors], dim), {}, out=out)
+    layout = layouts[0]
+    if not stacked and dim == layout.dim:
+        if call.context and len(call.split_operands()) == 1 and layout.segments == 1:
+            return _joined(call, tensors, layout)
+        raise NoRule("concatenated along the split dim")
+    if len(layouts) != 1 and not call.context:
+        raise NoRule("tensors split in different ways")
+    out = layout.at(layout.dim + (stacked and dim <= layout.dim))
+    return Outcome(([operand.moved(layout) for operand in tensors], dim), {}, out=out)
+
+
+def _joined(call: Call, tensors: list[Operand], layout: Layout) -> Outcome:
+    """Whole tensors before and behind a split one: the first and the last rank take them to what they have."""
+    dim = layout.dim
+    place = next(position for position, operand in enumerate(tensors) if operand.layout is not None)
+    before = sum(operand.shape[dim] for operand in tensors[:place])
+    behind = sum(operand.shape[dim] for operand in tensors[place + 1 :])
+    extent = tensors[place].shape[dim]
+    ends = [before + layout.run(extent, rank, call.size)[1] for rank in range(call.size)]
+    ends[-1] += behind
+    first, last = call.rank == 0, call.rank == call.size - 1
+
+    def run(group: Any, *parts: Tensor) -> Tensor:
+        # What another rank takes is here with no elements, so that its gradient is summed over all ranks.
+        mine = [
+            part if position == place or (first if position < place else last) else part.narrow(dim, 0, 0)
+            for position, part in enumerate(parts)
+        ]
+        return torch.cat(mine, dim)
+
+    return Outcome(tuple(operand.gathered() if operand.layout is None else operand.keep() for operand in tensors),
+                   out=ended(dim, ends), run=run)  # fmt: skip
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")

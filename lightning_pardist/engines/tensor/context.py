@@ -1,0 +1,168 @@
+"""Context parallelism: activations split along the sequence, parameters whole.
+
+User code computes on whole tensors until one of them holds a number for every token and feature: at an embedding, a
+linear layer or a norm. There the sequence is taken apart, and the tensor goes on as a
+:class:`~lightning_pardist.engines.tensor.split_tensor.SplitTensor` of global shape. Token ids, masks and positions stay
+whole, being small.
+
+Which dim is taken apart decides about cost alone: whatever it is, the sharding rules keep what one process computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_pardist.compat import pytree
+from lightning_pardist.engines.tensor.calls import plain_name
+from lightning_pardist.engines.tensor.dispatch import TensorRuntime
+from lightning_pardist.engines.tensor.layout import parted
+
+_LOOK_UPS = frozenset([F.embedding])
+_LAYERS = frozenset([F.linear, F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A place at which whole tensors are taken apart.
+
+    Attributes:
+        operator: Plain name of the torch function.
+        dims: Number of dims of its input.
+        dim: That is taken apart.
+    """
+
+    operator: str
+    dims: int
+    dim: int
+
+
+class ContextRuntime(TensorRuntime):
+    """Runs the user's step on activations that are split over the ranks of a context group.
+
+    Args:
+        mesh: One-dimensional mesh of the context ranks.
+        sequence_dim: The sequence's dim in token ids and in inputs of layers, the last dim of which are features; the
+            longest if None.
+
+    Attributes:
+        entries: Where whole tensors were taken apart since the start, and the extent of the latest.
+    """
+
+    context = True
+
+    def __init__(self, mesh: DeviceMesh, *, sequence_dim: int | None = None) -> None:
+        super().__init__(mesh)
+        self.sequence_dim = sequence_dim
+        self.entries: dict[Entry, int] = {}
+        self._extents: frozenset[int] = frozenset()
+        self._first: tuple[tuple[int, ...], int] | None = None
+
+    def expect(self, batch: Any) -> None:
+        """A step is about to run on ``batch``: its tensors tell how long sequences may be. Not collective."""
+        shapes = [leaf.shape for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+        behind = {extent for shape in shapes for extent in shape[1:]}
+        extents = behind or {shape[0] for shape in shapes}
+        # What a step predicts from is one shorter than what it is given.
+        self._extents = frozenset([*extents, *(extent - 1 for extent in extents)])
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._first = None
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return self.group.parameter(tensor)
+        return self.group.copy(tensor)
+
+    def _open(self, parameter: DTensor) -> Tensor:
+        raise RuntimeError(
+            "A parameter that is sharded over data ranks was used outside its module's call, which it was not in the"
+            " first run of this step. Set data_settings={'detect_direct_param_use': 'always'} to look for such uses in"
+            " every step."
+        )
+
+    def outside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function on whole tensors, or take its input apart first."""
+        looks_up = func in _LOOK_UPS
+        if not looks_up and func not in _LAYERS:
+            return func(*args, **kwargs)
+        source = args[0] if args else kwargs.get("input")
+        if not isinstance(source, Tensor) or isinstance(source, DTensor) or source.layout is not torch.strided:
+            return func(*args, **kwargs)
+        shape = tuple(source.shape)
+        dim = self._sequence_of_ids(shape) if looks_up else self._sequence_of_features(shape)
+        if dim is None or (looks_up and _renormalizes(args, kwargs)):
+            return func(*args, **kwargs)
+        if self._first is None:
+            self._first = shape, dim
+        self.entries[Entry(plain_name(func)[0], len(shape), dim)] = shape[dim]
+        split = self._wrap_part(source, dim)
+        if args:
+            return self.call(func, (split, *args[1:]), kwargs)
+        return self.call(func, args, {**kwargs, "input": split})
+
+    def summary(self) -> str:
+        """What was taken apart, sent and put together since the counts were reset, in lines. Not collective."""
+        size = self.group.size
+        found = "; ".join(
+            f"dim {entry.dim} of the {entry.dims} of {entry.operator}'s input, {extent:,} long"
+            for entry, extent in self.entries.items()
+        )
+        sent = ", ".join(
+            f"{count} {kind} of {self.group.bytes[kind] / 1e6:.2f} MB in all"
+            for kind, count in sorted(self.group.calls.items())
+        )
+        lines = [f"Sequences over {size} context ranks: {found}. A forward: {sent or 'nothing sent'}."]
+        lines += [
+            f"On whole tensors: {name}, {item.calls} times, {item.bytes_gathered / 1e6:.2f} MB put together"
+            f" ({item.reason})."
+            for name, item in self.fallbacks.items()
+        ]
+        return "\n".join(lines)
+
+    def _wrap_part(self, whole: Tensor, dim: int) -> Tensor:
+        layout = parted(dim, whole.shape[dim], self.group.size)
+        found: Tensor = self._wrap(self.group.scatter(whole, layout), layout)
+        return found
+
+    def _sequence_of_ids(self, shape: tuple[int, ...]) -> int | None:
+        """The dim of the sequence in what an embedding looks up."""
+        if not shape:
+            return None
+        length = self._first[0][self._first[1]] if self._first else None
+        if len(shape) == 1:
+            known = {length} if length is not None else self._extents
+            dim: int | None = 0 if shape[0] in known else None
+        elif self._first and shape == self._first[0]:
+            dim = self._first[1]
+        else:
+            dim = self._among(shape, range(len(shape)), length)
+        return dim if dim is not None and shape[dim] >= self.group.size else None
+
+    def _sequence_of_features(self, shape: tuple[int, ...]) -> int | None:
+        """The dim of the sequence in the input of a layer: neither features, the last, nor samples, the first."""
+        if len(shape) < 3:
+            return None
+        length = self._first[0][self._first[1]] if self._first else None
+        dim = self._among(shape, range(1, len(shape) - 1), length)
+        return dim if shape[dim] >= self.group.size and shape[dim] > 1 else None
+
+    def _among(self, shape: tuple[int, ...], dims: range, length: int | None) -> int:
+        if self.sequence_dim is not None and -len(shape) <= self.sequence_dim < len(shape):
+            return self.sequence_dim % len(shape)
+        if length is not None and length in (shape[dim] for dim in dims):
+            return next(dim for dim in dims if shape[dim] == length)
+        longest = max(shape[dim] for dim in dims)
+        return next(dim for dim in reversed(dims) if shape[dim] == longest)
+
+
+def _renormalizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None

@@ -1,0 +1,361 @@
+"""Context parallelism: every mask, loss and length is one process's, on 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_pardist.engines.tensor import ContextRuntime
+from tests.helpers.ranks import cpu_mesh, run_ranks
+from tests.helpers.zoo import build
+
+TOKENS, WIDTH = 48, 32
+
+
+def make_runtime(**settings):
+    mesh = cpu_mesh((dist.get_world_size(),), ("context_parallel",))
+    return ContextRuntime(mesh["context_parallel"], **settings)
+
+
+def run_beside_one_process(reference, batch, runtime):
+    """Largest relative errors of the loss and of gradients, averaged over ranks as the data axis does."""
+    model = copy.deepcopy(reference)
+    expected = reference.loss(batch)
+    expected.backward()
+    runtime.expect(batch)
+    with runtime.step():
+        loss = model.loss(batch)
+        loss.backward()
+    scale = max(p.grad.norm() for p in reference.parameters() if p.grad is not None)
+    worst = 0.0
+    for (name, one), (_, part) in zip(reference.named_parameters(), model.named_parameters(), strict=True):
+        assert (one.grad is None) == (part.grad is None), name
+        if one.grad is not None:
+            mean = part.grad.clone()
+            dist.all_reduce(mean)
+            error = (mean / dist.get_world_size() - one.grad).norm() / one.grad.norm().clamp_min(1e-2 * scale)
+            worst = max(worst, error.item())
+    return abs(loss.item() - expected.item()) / abs(expected.item()), worst
+
+
+# --- models that others wrote ------------------------------------------------------------------------------------
+
+#: With what is put together, for lack of a rule.
+SEQUENCES = {
+    "gpt": set(),
+    "gpt_checkpointed": set(),
+    "llama": set(),
+    "bert": {"getitem"},
+    "vit": set(),
+}
+
+
+def _zoo(name):
+    reference = build(name).double()
+    batch = reference.batch(0)
+    batch = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch
+    )
+    runtime = make_runtime()
+    return run_beside_one_process(reference, batch, runtime), set(runtime.fallbacks), len(runtime.entries)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_zoo_computes_what_one_process_does(name):
+    for (loss, gradients), whole, entries in run_ranks(2, _zoo, name):
+        # Some round their logits to single precision for the loss.
+        assert loss < 1e-6
+        assert gradients < 1e-9
+        assert whole <= SEQUENCES[name]
+        assert entries
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["gpt", "llama", "bert", "vit", "transformer", "transformer_time_first", "tagger", "mixer", "moe", "moe_stacked"],
+)
+def test_zoo_on_four_ranks(name):
+    for (loss, gradients), _, _ in run_ranks(4, _zoo, name):
+        assert loss < 1e-6
+        assert gradients < 1e-9
+
+
+# --- masks -------------------------------------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """Attention in one of several ways, under one of several masks, and a loss over tokens that count."""
+
+    def __init__(self, way="fused", mask="causal", heads=4, key_heads=None, length=22):
+        super().__init__()
+        torch.manual_seed(1)
+        self.way, self.mask, self.heads, self.length = way, mask, heads, length
+        self.key_heads = key_heads or heads
+        head = WIDTH // heads
+        self.tokens, self.places = nn.Embedding(TOKENS, WIDTH), nn.Embedding(64, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = (nn.Linear(WIDTH, self.key_heads * head) for _ in range(2))
+        self.torchs = nn.MultiheadAttention(WIDTH, heads, batch_first=True)
+        self.bias = nn.Parameter(torch.randn(heads, 1, 1))
+        self.out, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, TOKENS)
+
+    def batch(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(1, TOKENS, (3, self.length), generator=generator)
+        ids[0, self.length - 6 :] = 0
+        ids[2, self.length - 1 :] = 0
+        return ids
+
+    def allowed(self, ids):
+        """Which keys a query may look at, or what is added to scores."""
+        length = ids.shape[1]
+        rows, columns = torch.arange(length)[:, None], torch.arange(length)[None]
+        causal = columns <= rows
+        if self.mask == "window":
+            return (causal & (rows - columns < 5))[None, None]
+        if self.mask == "chunks":
+            return (causal & (rows // 4 == columns // 4))[None, None]
+        if self.mask == "documents":
+            documents = (ids % 7 == 0).cumsum(1)
+            return (causal & (documents[:, :, None] == documents[:, None]))[:, None]
+        if self.mask == "padding":
+            return ((ids != 0)[:, None, None] | (rows == columns)).expand(-1, 1, length, -1)
+        if self.mask == "alibi":
+            distance = (columns - rows).to(self.bias.dtype)
+            return (distance * self.bias.exp()).masked_fill(~causal, -1e9)[None]
+        return causal[None, None] if self.mask == "causal" else None
+
+    def attend(self, x, ids):
+        if self.way == "torch":
+            mask = self.allowed(ids)
+            outside = ids == 0 if self.mask == "padding" else None
+            mask = None if self.mask == "padding" or mask is None else ~mask[0, 0]
+            return self.torchs(x, x, x, attn_mask=mask, key_padding_mask=outside, need_weights=self.mask == "window")[0]
+        batch, length, _ = x.shape
+        split = [
+            layer(x).view(batch, length, count, -1).transpose(1, 2)
+            for layer, count in ((self.query, self.heads), (self.key, self.key_heads), (self.value, self.key_heads))
+        ]
+        mask, grouped = self.allowed(ids), self.key_heads != self.heads
+        if self.way == "fused":
+            flag = {"is_causal": True} if self.mask == "causal" else {"attn_mask": mask}
+            mixed = F.scaled_dot_product_attention(*split, enable_gqa=grouped, **flag)
+        else:
+            q, k, v = (part.repeat_interleave(self.heads // part.shape[1], 1) for part in split)
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+            if mask is not None:
+                scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+            mixed = scores.softmax(-1) @ v
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        return self.head(x + self.attend(self.norm(x), ids))
+
+    def loss(self, ids):
+        if self.mask in ("none", "padding"):
+            return F.cross_entropy(self(ids).transpose(1, 2), ids, ignore_index=0)
+        return F.cross_entropy(self(ids)[:, :-1].reshape(-1, TOKENS), ids[:, 1:].reshape(-1), ignore_index=0)
+
+
+WAYS = {
+    "heads": {},
+    "rows": {"heads": 1},
+    "few_key_heads": {"key_heads": 1},
+    "eager": {"way": "eager"},
+    "torch": {"way": "torch"},
+    "torch_rows": {"way": "torch", "heads": 1},
+}
+MASKS = ["causal", "window", "chunks", "documents", "padding", "alibi", "none"]
+
+
+def _masks(cells):
+    found = {}
+    for way, mask in cells:
+        reference = Reader(mask=mask, **WAYS[way]).double()
+        runtime = make_runtime()
+        errors = run_beside_one_process(reference, reference.batch(0), runtime)
+        found[way, mask] = errors, set(runtime.fallbacks)
+    return found
+
+
+CELLS = [
+    (way, mask) for way in WAYS for mask in MASKS if not (way.startswith("torch") and mask in ("documents", "alibi"))
+]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_mask_means_what_it_does_on_one_process(world_size):
+    for found in run_ranks(world_size, _masks, CELLS):
+        wrong = {cell: errors for cell, (errors, _) in found.items() if not max(errors) < 1e-10}
+        assert not wrong
+        assert not {cell: whole for cell, (_, whole) in found.items() if whole}
+
+
+def _planted(rows_of_a_part_as_if_whole):
+    """A mask whose rows are taken as if the part were the whole."""
+    from lightning_pardist.engines.tensor import rules_context
+
+    right = rules_context.causal_rows
+
+    def wrong(start, stop, k, v):
+        return right(0, stop - start, k, v)
+
+    rules_context.causal_rows = wrong if rows_of_a_part_as_if_whole else right
+    try:
+        reference = Reader(heads=1).double()
+        return run_beside_one_process(reference, reference.batch(0), make_runtime())
+    finally:
+        rules_context.causal_rows = right
+
+
+def test_a_wrong_mask_is_seen():
+    assert max(run_ranks(2, _planted, False)[0]) < 1e-10
+    loss, gradients = run_ranks(2, _planted, True)[0]
+    # What parity is tested at, and far beyond.
+    assert loss > 1e-5
+    assert gradients > 1e-3
+
+
+# --- losses ------------------------------------------------------------------------------------------------------
+
+
+class Losses(nn.Module):
+    """Losses as people write them, on tokens of uneven lengths."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(2)
+        self.kind = kind
+        self.net = nn.Sequential(nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.head = nn.Linear(WIDTH, TOKENS)
+        self.register_buffer("class_weights", torch.linspace(0.5, 2.0, TOKENS))
+
+    def batch(self, seed):
+        ids = torch.randint(1, TOKENS, (2, 13), generator=torch.Generator().manual_seed(seed))
+        ids[0, 9:] = 0
+        return ids
+
+    def loss(self, ids):
+        hidden = self.net(ids)
+        logits, target = self.head(hidden)[:, :-1], ids[:, 1:]
+        counts = (target != 0).to(logits.dtype)
+        if self.kind == "masked mean":
+            per_token = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
+            return (per_token * counts).sum() / counts.sum()
+        if self.kind == "picked":
+            picked = logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+            return -(picked * counts).sum(1).div(counts.sum(1)).mean()
+        if self.kind == "weights":
+            return F.cross_entropy(logits.flatten(0, 1), target.flatten(), self.class_weights, ignore_index=0)
+        if self.kind == "smoothed":
+            return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0, label_smoothing=0.1)
+        if self.kind == "soft":
+            return F.cross_entropy(logits.flatten(0, 1), F.one_hot(target, TOKENS).flatten(0, 1).to(logits.dtype))
+        if self.kind == "nll":
+            return F.nll_loss(logits.log_softmax(-1).flatten(0, 1), target.flatten(), ignore_index=0)
+        if self.kind == "sum":
+            return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+        if self.kind == "regression":
+            return F.mse_loss(hidden.mean(1), torch.ones(2, WIDTH, dtype=hidden.dtype)) + F.l1_loss(
+                hidden, hidden.detach() + 1
+            )
+        if self.kind == "first token":
+            return self.head(hidden[:, 0]).logsumexp(-1).mean() + self.head(hidden[:, -1]).square().mean()
+        if self.kind == "neighbours":
+            return (hidden[:, 1:] - hidden[:, :-1]).square().mean() + hidden.std()
+        if self.kind == "penalty":
+            grads = torch.autograd.grad(logits.square().mean(), list(self.net.parameters()), create_graph=True)
+            return sum(grad.square().sum() for grad in grads)
+        return torch.cat([self.head.weight.new_ones(2, 3, WIDTH), hidden], 1).square().mean((1, 2)).sum()
+
+
+KINDS = ["masked mean", "picked", "weights", "smoothed", "soft", "nll", "sum", "regression", "first token"]
+KINDS += ["neighbours", "penalty", "prefix"]
+
+
+def _losses():
+    found = {}
+    for kind in KINDS:
+        reference = Losses(kind).double()
+        found[kind] = run_beside_one_process(reference, reference.batch(0), make_runtime())
+    return found
+
+
+def test_losses_are_those_of_one_process():
+    for found in run_ranks(2, _losses):
+        assert not {kind: errors for kind, errors in found.items() if not max(errors) < 1e-10}
+
+
+# --- what is sent, and what is split -----------------------------------------------------------------------------
+
+
+def _sent():
+    reference = Reader(length=24)
+    runtime = make_runtime()
+    runtime.expect(reference.batch(0))
+    with runtime.step():
+        reference.loss(reference.batch(0)).backward()
+    return dict(runtime.group.calls), dict(runtime.group.bytes)
+
+
+def test_attention_by_heads_sends_a_rank_s_part_of_four_tensors_each_way():
+    calls, sent = run_ranks(2, _sent)[0]
+    assert calls == {"all_to_all": 8, "all_reduce": 1}
+    assert sent["all_to_all"] == 8 * 3 * 24 // 2 * WIDTH * 4
+
+
+def kept_for_backward(model, batch):
+    """Bytes of the activations that a forward keeps, each storage once."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model.loss(batch)
+    found = sum(kept.values())
+    loss.backward()
+    return found
+
+
+def _kept(mask):
+    model = Reader(length=256, mask=mask)
+    batch = model.batch(0).repeat(1, 4)[:, :256].clamp(min=1)
+    model.places = nn.Embedding(256, WIDTH)
+    one = kept_for_backward(model, batch)
+    runtime = make_runtime()
+    runtime.expect(batch)
+    with runtime.step():
+        return kept_for_backward(model, batch) / one
+
+
+def test_a_rank_keeps_its_part_of_the_activations():
+    for share in run_ranks(2, _kept, "causal"):
+        assert share < 1.15 / 2
+
+
+def _sequence_dim(sequence_dim):
+    runtime = make_runtime(sequence_dim=sequence_dim)
+    net = Losses("masked mean").double()
+    errors = run_beside_one_process(net, net.batch(0).repeat(8, 1), runtime)
+    return errors, {entry.dim for entry in runtime.entries}
+
+
+def test_any_dim_may_be_split():
+    for setting, dim in ((0, 0), (1, 1), (None, 0)):
+        for errors, dims in run_ranks(2, _sequence_dim, setting):
+            assert max(errors) < 1e-10
+            assert dims == {dim}
