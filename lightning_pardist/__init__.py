@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_pardist.runtime.environments.slurm import SLURMEnvironment
     from lightning_pardist.runtime.environments.torchrun import TorchrunEnvironment
     from lightning_pardist.runtime.watchdog import PeerFailedError
+    from lightning_pardist.strategies.context import ContextParallelStrategy
     from lightning_pardist.strategies.data_parallel import DataParallelStrategy
     from lightning_pardist.strategies.ddp import DDPStrategy
     from lightning_pardist.strategies.fsdp import FSDPStrategy
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 #: Where the public names are. They are imported when they are used, so that the import costs next to nothing.
 _HOMES = {
     "CannotPipelineError": "lightning_pardist.engines.pipeline",
+    "ContextParallelStrategy": "lightning_pardist.strategies.context",
     "DDPStrategy": "lightning_pardist.strategies.ddp",
     "DamagedCheckpointError": "lightning_pardist.checkpoint.errors",
     "DataParallelStrategy": "lightning_pardist.strategies.data_parallel",
@@ -89,6 +91,7 @@ registry.register()
 
 __all__ = [
     "CannotPipelineError",
+    "ContextParallelStrategy",
     "DDPStrategy",
     "DamagedCheckpointError",
     "DataParallelStrategy",

@@ -19,6 +19,8 @@ TENSOR_AXIS = AXES[-1]
 BATCH_AXES = ("outer_parallel", "data_replicate", "data_shard")
 #: Those over which gradients are averaged in every step.
 GRADIENT_AXES = ("data_replicate", "data_shard", "context_parallel")
+#: Those over which states are sharded.
+SHARD_AXES = ("data_shard", "context_parallel")
 #: ``data_replicate`` x ``data_shard``, under the name that modules for Lightning's ``ModelParallelStrategy`` ask for.
 DATA_AXES = ("data_replicate", "data_shard")
 DATA_AXIS = "data_parallel"
@@ -41,11 +43,15 @@ class JobMeshes:
         batch: Ranks that see different samples.
         gradients: Ranks whose gradients are averaged in every step. The same mesh as ``batch`` where neither an outer
             nor a context axis is in use.
+        data: Ranks that see different samples and average their gradients in every step.
+        shard: Ranks over which states are sharded, alone or behind ``data_replicate``.
     """
 
     all: DeviceMesh
     batch: DeviceMesh
     gradients: DeviceMesh
+    data: DeviceMesh
+    shard: DeviceMesh
     _over: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
 
     def over(self, axes: Sequence[str]) -> ProcessGroup:
@@ -211,7 +217,10 @@ class ParallelDims:
             there = tuple(axis for axis in axes if axis in names)
             return data if there == DATA_AXES else flatten_mesh(mesh[there], name)
 
-        return JobMeshes(mesh, view(BATCH_AXES, "batch"), view(GRADIENT_AXES, "gradients"))
+        shards = flatten_mesh(mesh[SHARD_AXES], "shard") if self.context_parallel > 1 else mesh["data_shard"]
+        if self.data_replicate > 1:
+            shards = mesh["data_replicate", "shard" if self.context_parallel > 1 else "data_shard"]
+        return JobMeshes(mesh, view(BATCH_AXES, "batch"), view(GRADIENT_AXES, "gradients"), data, shards)
 
     def describe(self) -> str:
         """The degrees that differ from 1, as ``2 data_replicate x 4 tensor_parallel``."""

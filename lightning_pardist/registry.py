@@ -51,6 +51,7 @@ class Entry:
 
 _DDP, _ZERO, _FSDP = "ddp.DDPStrategy", "zero.ZeroStrategy", "fsdp.FSDPStrategy"
 _DP, _LOCAL_SGD = "data_parallel.DataParallelStrategy", "local_sgd.LocalSGDStrategy"
+_CONTEXT = "context.ContextParallelStrategy"
 _TENSOR, _PIPELINE, _HYBRID = "tensor.TensorParallelStrategy", "pipeline.PipelineStrategy", "hybrid.HybridStrategy"
 
 TABLE: tuple[Entry, ...] = (
@@ -91,6 +92,10 @@ TABLE: tuple[Entry, ...] = (
           "weights inside each node (TP) x batch, optimizer state, gradients, parameters across nodes",
           "the same, and parameters do not fit a node",
           {"tensor_parallel_size": "node", "data_parallel": "zero3"}),
+    Entry("pardist_cp", _CONTEXT, "the sequence of each batch (CP)",
+          "sequences are long: a rank has the activations of a part of each"),
+    Entry("pardist_cp_zero3", _CONTEXT, "the sequence of each batch (CP), optimizer state, gradients, parameters",
+          "the same, and parameters do not fit either", {"data_parallel": "zero3"}),
     Entry("pardist_mp", _PIPELINE, "layers (PP) x batch (DP)", "the model fits no device and batches cannot be divided",
           {"schedule": "mp"}),
     Entry("pardist_pp_gpipe", _PIPELINE, "layers (PP) x batch (DP)", "the simplest schedule (GPipe)",

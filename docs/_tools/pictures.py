@@ -226,6 +226,31 @@ def mesh() -> str:
     return picture.svg()
 
 
+def context() -> str:
+    """Two context ranks: tokens outside of attention, heads inside."""
+    picture = Canvas(640, 250, "Two context ranks: half of the tokens each, and half of the heads in attention")
+    for rank in range(2):
+        y = 40 + rank * 110
+        picture.text(10, y + 38, f"rank {rank}", bold=True)
+        for x0, fill, label in ((80, _BATCH, "x"), (500, _BATCH, "y")):
+            for part in range(2):
+                mine = part == rank
+                picture.box(x0 + 40 * part, y, 40, 70, fill if mine else _EMPTY, f"{label}.{part}" if mine else "")
+        for head in range(2):
+            mine = head == rank
+            picture.box(290, y + 35 * head, 90, 35, _PARAMETERS if mine else _EMPTY, f"heads {head}" if mine else "")
+        for x1, x2 in ((162, 208), (242, 288), (382, 418), (452, 498)):
+            picture.arrow(x1, y + 35, x2, y + 35)
+    for x in (210, 420):
+        picture.box(x, 40, 32, 180, _OPTIMIZER)
+        picture.text(x + 16, 30, "all-to-all", anchor="middle")
+    picture.text(120, 30, "tokens of a part", anchor="middle")
+    picture.text(335, 30, "attention", anchor="middle")
+    picture.text(540, 30, "tokens of a part", anchor="middle")
+    picture.text(80, 242, "Every rank has its heads of all tokens, and the mask as the module made it.")
+    return picture.svg()
+
+
 def local_sgd() -> str:
     """Two islands of two ranks."""
     picture = Canvas(640, 170, "Two islands of two ranks, whose parameters are averaged every few steps")
@@ -287,6 +312,7 @@ PICTURES: dict[str, Callable[[], str]] = {
         "What each of four ranks holds under HSDP, two nodes of two", [(True, True, True)], group=2
     ),
     "tensor.svg": tensor,
+    "context.svg": context,
     "pipeline.svg": pipeline,
     "mesh.svg": mesh,
     "local_sgd.svg": local_sgd,

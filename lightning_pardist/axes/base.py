@@ -139,6 +139,11 @@ class RunContext:
         return self.distributed.meshes.over(axes)
 
     @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks that see different samples and average their gradients in every step, this one among them."""
+        return self.distributed.meshes.data.get_group()
+
+    @property
     def samples(self) -> Samples:
         """Batches to plan with.
 
@@ -152,7 +157,7 @@ class RunContext:
     @property
     def loss_group(self) -> dist.ProcessGroup:
         """Ranks whose losses make up that of the next step, this one among them."""
-        return next((axis.loss_group for axis in self.axes if axis.loss_group is not None), self.gradient_group)
+        return next((axis.loss_group for axis in self.axes if axis.loss_group is not None), self.data_group)
 
     @property
     def island(self) -> int:
@@ -189,7 +194,7 @@ class RunContext:
 
     def plain(self, tree: Any) -> Any:
         """Values that a module computed, as ordinary whole tensors. Collective if an axis split any."""
-        for axis in self.model_axes:
+        for axis in self.axes:
             tree = axis.plain(tree)
         return tree
 

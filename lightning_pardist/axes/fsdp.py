@@ -38,7 +38,7 @@ from lightning_pardist.engines.fsdp.fully_sharded import Accumulate
 from lightning_pardist.engines.fsdp.shard import Reshard
 from lightning_pardist.engines.fsdp.tiling import find_tiled, weights
 from lightning_pardist.engines.pipeline.placement import replace_in
-from lightning_pardist.mesh import TENSOR_AXIS, Degree
+from lightning_pardist.mesh import SHARD_AXES, TENSOR_AXIS, Degree
 from lightning_pardist.settings import one_of, positive
 
 _MIB = 2**20
@@ -206,8 +206,7 @@ class FSDPAxis(DataParallelAxis):
         return self.offload.settings is not None and self.context.device.type != "cpu"
 
     def _shard(self, module: nn.Module, *, is_copy: bool = False) -> FullySharded:
-        dims, plugin = self.context.dims, self.context.precision
-        axes = ("data_shard",) if dims.data_replicate == 1 else ("data_replicate", "data_shard")
+        plugin = self.context.precision
         policy = self.mp_policy
         if policy is None and isinstance(plugin, HalfPrecision) and not self._pipelined:
             policy = MixedPrecisionPolicy(param_dtype=half_dtype(plugin), reduce_dtype=torch.float32)
@@ -227,7 +226,7 @@ class FSDPAxis(DataParallelAxis):
         )
         return shard(
             module,
-            self.context.mesh[axes],
+            self.context.distributed.meshes.shard,
             units=units,
             tile_above_bytes=tile_bytes,
             reshard_after_forward=self.reshard_after_forward,
@@ -250,7 +249,7 @@ class FSDPAxis(DataParallelAxis):
             optimizers,
             accumulate=self.accumulate,
             offload=self.offload.settings,
-            update_group=lambda: self.context.group_over("data_shard", TENSOR_AXIS),
+            update_group=lambda: self.context.group_over(*SHARD_AXES, TENSOR_AXIS),
             update_scope=self.context.update_scope,
         )
 

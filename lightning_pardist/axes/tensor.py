@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.module_copies import copies_of
 from lightning_pardist.axes.pipeline.meta_stages import stand_ins
 from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_pruning
+from lightning_pardist.axes.shared_batch import SharedBatchAxis
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat import pytree
-from lightning_pardist.compat.lightning_functions import collect_rng_states, set_rng_states
 from lightning_pardist.engines.common.meta_init import (
     InitFunction,
     on_meta,
@@ -33,7 +28,6 @@ from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.ddp.buffers import broadcast_module
 from lightning_pardist.engines.tensor import (
     TensorParallelPlan,
-    TensorRuntime,
     apply_layout,
     attach,
     local_like,
@@ -49,12 +43,8 @@ from lightning_pardist.trainer.sample_batches import NoSampleError, on_device
 
 TensorParallelSize = int | Literal["auto", "node", "machine"]
 
-#: Methods of a LightningModule that hand tensors to the Trainer, which knows plain ones only.
-_ABSENT = object()
-_REPORTS = ("log", "log_dict", "all_gather", "print")
 
-
-class TensorAxis(ParallelAxis):
+class TensorAxis(SharedBatchAxis):
     """Shards layers over tensor ranks by a plan derived from one traced run of the user's step.
 
     The arguments are those of :class:`~lightning_pardist.TensorParallelStrategy`.
@@ -68,6 +58,7 @@ class TensorAxis(ParallelAxis):
     order = 10
     splits_module = True
     creates_values = True
+    kind = "tensor"
 
     def __init__(
         self,
@@ -86,6 +77,7 @@ class TensorAxis(ParallelAxis):
         elif tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size={tensor_parallel_size} is not positive. Use 1 or more, or 'auto'.")
         one_of("on_indivisible", on_indivisible, ("error", "replicate"))
+        super().__init__()
         self.tensor_parallel_size = tensor_parallel_size
         self.overrides = dict(plan or {})
         self.on_indivisible: Literal["error", "replicate"] = on_indivisible
@@ -96,10 +88,8 @@ class TensorAxis(ParallelAxis):
         #: Until the run ends that has derived it.
         self._plan_is_new = False
         self._planned_for = ""
-        self.runtime: TensorRuntime | None = None
         self._split: nn.Module | None = None
         self._copies: list[nn.Module] = []
-        self._wrapped: list[tuple[nn.Module, str, Any]] = []
 
     @override
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
@@ -206,90 +196,6 @@ class TensorAxis(ParallelAxis):
             for optimizer in optimizers:
                 attach(optimizer, scope=self.context.update_scope)
 
-    # --- steps --------------------------------------------------------------------------------------------------
-
-    @override
-    def running(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.runtime is None else self.runtime.step()
-
-    @override
-    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.runtime is None:
-            return step(*args, **kwargs)
-        self._agree(self.runtime, (args, kwargs))
-        return self.plain(step(*args, **kwargs))
-
-    @override
-    def backward(self, run: Callable[[], None]) -> None:
-        if self.runtime is None:
-            run()
-            return
-        with self.runtime.step():
-            run()
-
-    @override
-    def plain(self, tree: Any) -> Any:
-        """The same without split tensors and parameters, for code outside of steps. Collective if there are any."""
-        return tree if self.runtime is None else self.runtime.plain(tree)
-
-    # --- one stream of samples and random numbers ---------------------------------------------------------------
-
-    def _share_random_state(self, group: dist.ProcessGroup) -> None:
-        """All tensor ranks draw the same numbers: samples, dropout of whole tensors. Collective over the group."""
-        states = [collect_rng_states(include_cuda=torch.cuda.is_available())]
-        dist.broadcast_object_list(states, group_src=0, group=group)
-        set_rng_states(states[0])
-
-    def _agree(self, runtime: TensorRuntime, batch: Any) -> None:
-        """Refuse different samples on the ranks of one tensor group, and bring random streams together again.
-
-        One small gather a step. Random streams drift where one rank does something that others do not (a picture drawn
-        on the first rank, say), and with them dropout, which would be wrong in silence.
-        """
-        samples, random = runtime.meet("step", _fingerprint(batch), _random_fingerprint()).unbind(1)
-        if (samples != samples[0]).any():
-            raise RuntimeError(
-                f"The ranks of one tensor group were given different batches, and {self.context.name} splits"
-                " the work on one batch. Shuffle alike on all ranks (seed_everything), and shard samples by"
-                " trainer.strategy.distributed_sampler_kwargs."
-            )
-        if (random != random[0]).any():
-            self._share_random_state(runtime.group.process_group)
-
-    # --- what leaves a step ------------------------------------------------------------------------------------
-
-    def _wrap_reports(self, module: pl.LightningModule) -> None:
-        """Values that steps log, and what metrics take, are plain tensors; metrics combine over the data axis."""
-        for child in module.modules():
-            if isinstance(child, pl.LightningModule):
-                for name in _REPORTS:
-                    self._wrap(child, name)
-            elif isinstance(child, Metric):
-                self._wrap(child, "update")
-                if child.process_group is None:
-                    self._replace(child, "process_group", self.context.batch_group)
-
-    def _wrap(self, owner: nn.Module, name: str) -> None:
-        original = getattr(owner, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.plain((args, kwargs))
-            return original(*args, **kwargs)
-
-        self._replace(owner, name, wrapped)
-
-    def _replace(self, owner: nn.Module, name: str, value: Any) -> None:
-        self._wrapped.append((owner, name, owner.__dict__.get(name, _ABSENT)))
-        owner.__dict__[name] = value
-
-    def _unwrap(self) -> None:
-        for owner, name, before in reversed(self._wrapped):
-            if before is _ABSENT:
-                owner.__dict__.pop(name, None)
-            else:
-                owner.__dict__[name] = before
-        self._wrapped.clear()
-
     # --- the gradient norm --------------------------------------------------------------------------------------
 
     @override
@@ -382,27 +288,3 @@ def _local_value(value: Any, param: nn.Parameter) -> Any:
     if not isinstance(value, Tensor) or not isinstance(param, DTensor) or not value.dim():
         return value
     return own_part(local_like(value, param)) if value.shape == param.shape else value
-
-
-def _fingerprint(tree: Any) -> int:
-    """A number that differs between different batches, of a sample of their elements; shapes alone on an accelerator,
-    where looking at elements would wait for it.
-    """
-    result = 0
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            result = zlib.crc32(str(tuple(leaf.shape)).encode(), result)
-            if leaf.device.type == "cpu" and leaf.layout == torch.strided and leaf.numel():
-                flat = leaf.detach().reshape(-1)
-                sample = flat[:: max(1, flat.numel() // 256)].contiguous()
-                result = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), result)
-        elif isinstance(leaf, (int, float, str)):
-            result = zlib.crc32(repr(leaf).encode(), result)
-    return result
-
-
-def _random_fingerprint() -> int:
-    result = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        result = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), result)
-    return result

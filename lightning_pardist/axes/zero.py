@@ -61,7 +61,7 @@ class ZeroAxis(DataParallelAxis):
     @property
     @override
     def steps_on_parts(self) -> bool:
-        return self.context.dims.data_parallel > 1
+        return self.context.gradient_group.size() > 1
 
     @override
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:

@@ -418,9 +418,11 @@ class PardistStrategy(ParallelStrategy):
             axis.check(trainer)
         self.checkpoints.check(trainer)
         self.accelerator.setup(trainer)
-        if self.dims.batch_size == 1 and any(axis.splits_module or axis.splits_batch for axis in self.axes):
-            # Tensor ranks draw random numbers of their own: only a seeded sampler shuffles alike on all of them.
-            self._changes.callback(keep_loaders(trainer, shuffled=self.dims.tensor_parallel == 1))
+        shares = self.dims.context_parallel > 1 or any(axis.splits_module or axis.splits_batch for axis in self.axes)
+        if self.dims.batch_size == 1 and shares:
+            # Tensor and context ranks draw random numbers of their own: only a seeded sampler shuffles alike on all.
+            shuffled = self.dims.size("context_parallel", "tensor_parallel") == 1
+            self._changes.callback(keep_loaders(trainer, shuffled=shuffled))
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.data_duties.attach_first(trainer)
         verify_same_module(module, group=world_group())
@@ -471,7 +473,7 @@ class PardistStrategy(ParallelStrategy):
             self.context.data_axis.to_device(self.model)
 
     def _convert_layers(self, plugin: LayerSync, model: nn.Module) -> None:
-        self.model, revert = layer_sync.convert_layers(plugin, model, self.context.gradient_group)
+        self.model, revert = layer_sync.convert_layers(plugin, model, self.context.data_group)
 
         def undo() -> None:
             if self.model is not None:

@@ -78,7 +78,7 @@ class DataParallelDuties:
             trainer: Its loaders are not made yet.
         """
         context, module = self.context, self.context.module
-        if self._trains(trainer) and max(context.gradient_group.size(), context.loss_group.size()) > 1:
+        if self._trains(trainer) and max(context.data_group.size(), context.loss_group.size()) > 1:
             self.loss_weights = LossWeights(
                 trainer,
                 context.loss_weight,

@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from lightning_pardist import (
+    ContextParallelStrategy,
     FSDPStrategy,
     HybridStrategy,
     LocalSGDStrategy,
@@ -39,6 +40,19 @@ STRATEGIES = {
         functools.partial(
             TensorParallelStrategy,
             tensor_parallel_size=2,
+            data_parallel="zero3",
+            data_settings={"min_unit_size_mb": 0},
+        ),
+        4,
+    ),
+    # The sequence is shorter than the batch is large.
+    "cp-2": (functools.partial(ContextParallelStrategy, sequence_dim=1), 2),
+    "cp_ddp-4": (functools.partial(ContextParallelStrategy, context_parallel_size=2, sequence_dim=1), 4),
+    "cp_zero3-4": (
+        functools.partial(
+            ContextParallelStrategy,
+            context_parallel_size=2,
+            sequence_dim=1,
             data_parallel="zero3",
             data_settings={"min_unit_size_mb": 0},
         ),
@@ -129,6 +143,8 @@ _TOO_SMALL = dict.fromkeys(("classifier", "param_groups", "large_embedding"), "t
 _FOUR_STAGES = ("pp_interleaved-2", "pp-4", "pp_zb-4")
 REFUSED = {row: _BY_PIPELINES for row in STRATEGIES if row.startswith("pp")}
 REFUSED |= {row: {"gan": "optimizes by hand"} for row in PROCESSES}
+_NO_SEQUENCE = ("mnist", "cifar", "classifier", "param_groups", "batch_norm", "gan", "awkward")
+REFUSED |= {row: dict.fromkeys(_NO_SEQUENCE, "found no sequence") for row in STRATEGIES if row.startswith("cp")}
 REFUSED |= dict.fromkeys(_FOUR_STAGES, _BY_PIPELINES | _TOO_SMALL)
 #: Cells that every push runs, of rows that need not run them all; `make test-all` runs the rest.
 QUICK = {
@@ -149,6 +165,9 @@ QUICK = {
     "tp-zero1-4": (),
     "tp-zero2-4": (),
     "tp-zero3-4": ("clip_norm",),
+    "cp-2": ("adam", "accumulate", "clip_norm"),
+    "cp_ddp-4": (),
+    "cp_zero3-4": (),
     "pp_gpipe-2": ("adam",),
     "pp_interleaved-2": ("clip_norm",),
     "pp_zb-2": ("accumulate",),
@@ -180,8 +199,8 @@ def _run_column(strategy, devices, feature, modules):
 def _cells():
     for row, (_, devices) in STRATEGIES.items():
         for feature, (_, _, trainer_kwargs) in FEATURES.items():
-            if row.startswith(("pp", "dp")) and "sync_batchnorm" in trainer_kwargs:
-                continue  # Batch norm normalizes micro-batches.
+            if row.startswith(("pp", "dp", "cp")) and "sync_batchnorm" in trainer_kwargs:
+                continue  # Batch norm normalizes micro-batches, and its modules have no sequence.
             if feature not in ISLANDS.get(row, FEATURES):
                 continue
             # On four ranks every push runs what differs most.
@@ -205,7 +224,10 @@ def test_same_numbers_as_one_process(row, feature):
                 assert_close(got["optimizer"], want["optimizer"])
 
 
-@pytest.mark.parametrize(("row", "module"), [("pp-2", "gan"), ("pp-2", "awkward"), ("pp_interleaved-2", "classifier")])
+@pytest.mark.parametrize(
+    ("row", "module"),
+    [("pp-2", "gan"), ("pp-2", "awkward"), ("pp_interleaved-2", "classifier"), ("cp-2", "classifier")],
+)
 def test_refused_with_the_reason(row, module):
     strategy, devices = STRATEGIES[row]
     with pytest.raises(RankFailed, match=REFUSED[row][module]):

@@ -27,6 +27,7 @@ STRATEGY_PAGES = {
     "zero.md": lightning_pardist.ZeroStrategy,
     "fsdp.md": lightning_pardist.FSDPStrategy,
     "tensor.md": lightning_pardist.TensorParallelStrategy,
+    "context.md": lightning_pardist.ContextParallelStrategy,
     "pipeline.md": lightning_pardist.PipelineStrategy,
     "hybrid.md": lightning_pardist.HybridStrategy,
     "local_sgd.md": lightning_pardist.LocalSGDStrategy,
@@ -35,7 +36,7 @@ STRATEGY_PAGES = {
 #: What the Trainer gives a strategy, or a strategy gives its base.
 _NOT_SETTINGS = {
     "self", "kwargs", "unknown", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io",
-    "precision_plugin", "data", "tensor", "pipeline", "axes",
+    "precision_plugin", "data", "tensor", "context", "pipeline", "axes",
 }  # fmt: skip
 
 

@@ -1,0 +1,112 @@
+"""Context-parallel axis: the sequence of each batch split over ranks that hold the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_pardist.axes.shared_batch import SharedBatchAxis
+from lightning_pardist.engines.tensor import ContextRuntime
+from lightning_pardist.mesh import Degree
+from lightning_pardist.settings import one_of
+
+ContextParallelSize = int | Literal["auto"]
+
+
+class ContextAxis(SharedBatchAxis):
+    """Splits activations along the sequence over context ranks.
+
+    The arguments are those of :class:`~lightning_pardist.ContextParallelStrategy`.
+
+    Raises:
+        ValueError: If a setting is out of range; during a run, if other axes split the module, or the first step has
+            nothing to split.
+    """
+
+    name = "context"
+    mesh_axes = ("context_parallel",)
+    order = 20
+    kind = "context"
+
+    def __init__(self, *, context_parallel_size: ContextParallelSize = "auto", sequence_dim: int | None = None) -> None:
+        super().__init__()
+        if isinstance(context_parallel_size, str):
+            one_of("context_parallel_size", context_parallel_size, ("auto",), or_else="a number of ranks")
+        elif context_parallel_size < 1:
+            raise ValueError(
+                f"context_parallel_size={context_parallel_size} is not positive. Use 1 or more, or 'auto'."
+            )
+        self.context_parallel_size = context_parallel_size
+        self.sequence_dim = sequence_dim
+        self._told = ""
+
+    @override
+    def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
+        return {"context_parallel": self.context_parallel_size}
+
+    @override
+    def check(self, trainer: pl.Trainer) -> None:
+        dims = self.context.dims
+        for axis in ("tensor_parallel", "pipeline_parallel"):
+            if dims.size(axis) > 1:
+                raise ValueError(
+                    f"context_parallel_size={dims.context_parallel} and {axis}_size={dims.size(axis)} are not available"
+                    f" together yet. Set one of them to 1."
+                )
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @override
+    def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.runtime is not None:
+            return
+        mesh = self.context.mesh["context_parallel"]
+        self._share_random_state(mesh.get_group())
+        self.runtime = ContextRuntime(mesh, sequence_dim=self.sequence_dim)
+        self._wrap_reports(module)
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        runtime, module = self.runtime, self.context.module
+        if not isinstance(runtime, ContextRuntime):
+            return step(*args, **kwargs)
+        runtime.expect((args, kwargs))
+        runtime.group.reset()
+        output = super().run_step(step, *args, **kwargs)
+        if module is not None and module.trainer.training and not self._told:
+            self._tell(runtime, type(module).__name__)
+        return output
+
+    def _tell(self, runtime: ContextRuntime, name: str) -> None:
+        """Say what the first step has split.
+
+        Raises:
+            ValueError: If there was nothing.
+        """
+        if not runtime.entries:
+            raise ValueError(
+                f"{self.context.name} found no sequence in {name}.training_step: no embedding of token ids, and no"
+                f" linear layer or norm of inputs [samples, sequence, features], that {runtime.group.size} ranks can"
+                " split. Set sequence_dim, or use pardist_ddp or pardist_zero3."
+            )
+        self._told = runtime.summary()
+        rank_zero_info(self._told)
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    @override
+    def describe(self) -> str:
+        if self.runtime is None:
+            return ""
+        return self._told or f"Sequences over {self.runtime.group.size} context ranks, as the first step shows them."
+
+    @override
+    def teardown(self) -> None:
+        self._unwrap()
+        self.runtime, self._told = None, ""

@@ -1,0 +1,147 @@
+"""Base of axes whose ranks work on one batch together: steps on split tensors, and one stream of random numbers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_pardist.axes.base import ParallelAxis
+from lightning_pardist.compat import pytree
+from lightning_pardist.compat.lightning_functions import collect_rng_states, set_rng_states
+from lightning_pardist.engines.tensor import TensorRuntime
+
+_ABSENT = object()
+#: Methods of a LightningModule that hand tensors to the Trainer, which knows plain ones only.
+_REPORTS = ("log", "log_dict", "all_gather", "print")
+
+
+class SharedBatchAxis(ParallelAxis):
+    """An axis whose ranks see the same samples, and run the user's step on tensors of global shape that are split.
+
+    Attributes:
+        kind: Of its groups of ranks, for messages.
+        runtime: Runs steps; None outside of a Trainer's run.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.runtime: TensorRuntime | None = None
+        self._wrapped: list[tuple[nn.Module, str, Any]] = []
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.runtime is None else self.runtime.step()
+
+    @override
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.runtime is None:
+            return step(*args, **kwargs)
+        self._agree(self.runtime, (args, kwargs))
+        return self.plain(step(*args, **kwargs))
+
+    @override
+    def backward(self, run: Callable[[], None]) -> None:
+        if self.runtime is None:
+            run()
+            return
+        with self.runtime.step():
+            run()
+
+    @override
+    def plain(self, tree: Any) -> Any:
+        """The same without split tensors and parameters, for code outside of steps. Collective if there are any."""
+        return tree if self.runtime is None else self.runtime.plain(tree)
+
+    # --- one stream of samples and random numbers ---------------------------------------------------------------
+
+    def _share_random_state(self, group: dist.ProcessGroup) -> None:
+        """All ranks of the axis draw the same numbers: samples, dropout of whole tensors. Collective over the group."""
+        states = [collect_rng_states(include_cuda=torch.cuda.is_available())]
+        dist.broadcast_object_list(states, group_src=0, group=group)
+        set_rng_states(states[0])
+
+    def _agree(self, runtime: TensorRuntime, batch: Any) -> None:
+        """Refuse different samples on the ranks of one group, and bring random streams together again.
+
+        One small gather a step. Random streams drift where one rank does something that others do not (a picture drawn
+        on the first rank, say), and with them dropout, which would be wrong in silence.
+        """
+        samples, random = runtime.meet("step", _fingerprint(batch), _random_fingerprint()).unbind(1)
+        if (samples != samples[0]).any():
+            raise RuntimeError(
+                f"The ranks of one {self.kind} group were given different batches, and {self.context.name} splits"
+                " the work on one batch. Shuffle alike on all ranks (seed_everything), and shard samples by"
+                " trainer.strategy.distributed_sampler_kwargs."
+            )
+        if (random != random[0]).any():
+            self._share_random_state(runtime.group.process_group)
+
+    # --- what leaves a step ------------------------------------------------------------------------------------
+
+    def _wrap_reports(self, module: pl.LightningModule) -> None:
+        """Values that steps log, and what metrics take, are plain tensors; metrics combine over the data axis."""
+        for child in module.modules():
+            if isinstance(child, pl.LightningModule):
+                for name in _REPORTS:
+                    self._wrap(child, name)
+            elif isinstance(child, Metric):
+                self._wrap(child, "update")
+                if child.process_group is None:
+                    self._replace(child, "process_group", self.context.batch_group)
+
+    def _wrap(self, owner: nn.Module, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.plain((args, kwargs))
+            return original(*args, **kwargs)
+
+        self._replace(owner, name, wrapped)
+
+    def _replace(self, owner: nn.Module, name: str, value: Any) -> None:
+        self._wrapped.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+        owner.__dict__[name] = value
+
+    def _unwrap(self) -> None:
+        for owner, name, before in reversed(self._wrapped):
+            if before is _ABSENT:
+                owner.__dict__.pop(name, None)
+            else:
+                owner.__dict__[name] = before
+        self._wrapped.clear()
+
+
+def _fingerprint(tree: Any) -> int:
+    """A number that differs between different batches, of a sample of their elements; shapes alone on an accelerator,
+    where looking at elements would wait for it.
+    """
+    result = 0
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            result = zlib.crc32(str(tuple(leaf.shape)).encode(), result)
+            if leaf.device.type == "cpu" and leaf.layout == torch.strided and leaf.numel():
+                flat = leaf.detach().reshape(-1)
+                sample = flat[:: max(1, flat.numel() // 256)].contiguous()
+                result = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), result)
+        elif isinstance(leaf, (int, float, str)):
+            result = zlib.crc32(repr(leaf).encode(), result)
+    return result
+
+
+def _random_fingerprint() -> int:
+    result = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        result = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), result)
+    return result
