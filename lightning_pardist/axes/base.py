@@ -198,6 +198,12 @@ class RunContext:
             tree = axis.plain(tree)
         return tree
 
+    def agree_on_counts(self, counts: Tensor) -> Tensor:
+        """What a batch's losses count, of what each rank has seen that works on it. Collective over those ranks."""
+        for axis in self.axes:
+            counts = axis.agree_on_counts(counts)
+        return counts
+
     def before_collective(self) -> None:
         """Called right before a collective that steps and hooks may lead to, on every rank that takes part."""
         for axis in self.axes:
@@ -348,6 +354,10 @@ class ParallelAxis:
     def around_backward(self) -> AbstractContextManager[None]:
         """Around a backward pass, and what the engine of the data axis does for it. Not collective."""
         return nullcontext()
+
+    def agree_on_counts(self, counts: Tensor) -> Tensor:
+        """What a batch's losses count, where this rank has seen a part of them. Collective over this axis."""
+        return counts
 
     def start_evaluation(self) -> None:
         """Validation, test or predict begins on this rank. Not collective: a rank without samples skips predict."""

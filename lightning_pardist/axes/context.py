@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_pardist.axes.shared_batch import SharedBatchAxis
@@ -82,6 +84,11 @@ class ContextAxis(SharedBatchAxis):
         if module is not None and module.trainer.training and not self._told:
             self._tell(runtime, type(module).__name__)
         return output
+
+    @override
+    def agree_on_counts(self, counts: Tensor) -> Tensor:
+        # A rank whose part of a mask is empty takes a count of one for that of nothing.
+        return counts if self.runtime is None else self.runtime.group.all_reduce_(counts, dist.ReduceOp.MAX)
 
     def _tell(self, runtime: ContextRuntime, name: str) -> None:
         """Say what the first step has split.

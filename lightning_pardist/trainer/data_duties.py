@@ -85,6 +85,7 @@ class DataParallelDuties:
                 group=lambda: context.loss_group,
                 before=context.before_collective,
                 value_weights=context.value_weights,
+                agree=context.agree_on_counts if context.dims.context_parallel > 1 else None,
             )
             self._attached.attach(self.loss_weights)
         if self.sync_metrics or context.dims.batch_size == 1:

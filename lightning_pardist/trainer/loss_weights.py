@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -79,6 +79,7 @@ class LossWeights:
         group: Gives the ranks whose losses make up that of the next step.
         before: Called before each collective.
         value_weights: What weighs logged values that have lost their graphs; to be filled by the step.
+        agree: Combines what ranks that share a batch have each seen of what its losses count; None if none share one.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class LossWeights:
         group: Callable[[], dist.ProcessGroup],
         before: Callable[[], None],
         value_weights: dict[str, Tensor | float | None],
+        agree: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self._agree = agree
         self._trainer = trainer
         self._setting = setting
         self._group = group
@@ -147,6 +150,7 @@ class LossWeights:
         terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting)
         if loss is not None:
             self._tell(loss, terms)
+        terms = self._agreed(terms)
         entries = self._values(loss, terms, noted)
         self._before()
         found = exchange(
@@ -163,6 +167,14 @@ class LossWeights:
         if not self._counts:
             for entry in reversed(noted):
                 self._forget(entry)
+
+    def _agreed(self, terms: list[Term]) -> list[Term]:
+        """Counts that are those of the whole batch, where this rank's part of it may hold nothing that counts."""
+        if self._agree is None or not terms:
+            return terms
+        counts = [torch.as_tensor(term.count, dtype=torch.float64, device=self._device) for term in terms]
+        agreed = self._agree(torch.stack(counts)).unbind()
+        return [replace(term, count=count) for term, count in zip(terms, agreed, strict=True)]
 
     # --- what is logged -----------------------------------------------------------------------------------------
 

@@ -136,6 +136,34 @@ def test_four_ranks_with_different_samples_train_like_one_process(data_parallel,
     _compare(run_ranks(4, _fit, functools.partial(_strategy, data_parallel, size), 4), _expected())
 
 
+class Sparse(Reader):
+    """A mean by hand over few tokens, one of them in all on some ranks."""
+
+    def loss(self, batch):
+        (ids,) = batch
+        per_token = F.cross_entropy(self(ids)[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+        counted = ids[:, 1:] == 1 + torch.arange(len(ids)).unsqueeze(1) // 2
+        return (per_token * counted).sum() / counted.sum().clamp(min=1)
+
+
+def _fit_sparse(strategy="auto", devices=1):
+    module = Sparse()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
+    trainer.fit(module, datamodule=Data())
+    return snapshot(module)
+
+
+def _fit_sparse_over_context():
+    return _fit_sparse(_strategy(size=2), 4)
+
+
+@pytest.mark.slow
+def test_means_over_a_single_token_are_those_of_one_process():
+    expected = run_ranks(2, _fit_sparse, "pardist_ddp", 2)[0]
+    for weights in run_ranks(4, _fit_sparse_over_context):
+        assert_close(weights, expected)
+
+
 @pytest.mark.slow
 def test_shards_and_replicas_around_context():
     strategy = functools.partial(
