@@ -88,7 +88,8 @@ def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> 
     weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
     batch_norms = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
     logged = {"loss": trainer.callback_metrics["loss_epoch"].detach().clone()}
-    wide_loss = module.loss_dtype == torch.float64
+    # Of one process: stages before the last have no loss.
+    wide_loss = getattr(module, "loss_dtype", None) == torch.float64
     return {"weights": weights, "logged": logged, "batch norms": batch_norms, "fp64 loss": wide_loss}
 
 
