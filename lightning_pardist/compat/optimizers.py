@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ _SCHEDULERS = "schedulers that count steps taken elsewhere"
 NAMES = (
     Private("torch.optim.optimizer._global_optimizer_pre_hooks", _HOOKS, "call no hooks there"),
     Private("torch.optim.optimizer._global_optimizer_post_hooks", _HOOKS, "call no hooks there"),
+    Private("torch.optim.optimizer._get_foreach_kernels_supported_devices", "planning optimizers of devices on a CPU",
+            "plan with one operator a parameter"),
     Private("torch.optim.Optimizer._optimizer_step_pre_hooks", _HOOKS, "call no hooks there"),
     Private("torch.optim.Optimizer._optimizer_step_post_hooks", _HOOKS, "call no hooks there"),
     Private("torch.optim.Optimizer._optimizer_step_code", "the profiler's name for a step", "leave it out"),
@@ -30,6 +34,19 @@ NAMES = (
     Private("torch.amp.GradScaler._unscale_grads_", _SCALING, "a scaler class of our own"),
     Private("torch._amp_foreach_non_finite_check_and_unscale_", _SCALING, "isfinite() and mul_()"),
 )  # fmt: skip
+
+
+@contextmanager
+def as_on_devices() -> Iterator[None]:
+    """Inside, optimizers on CPU take all parameters in one operator by default, as they do on CUDA."""
+    # No attribute of the package, which deletes it.
+    module: Any = importlib.import_module("torch.optim.optimizer")
+    before = module._get_foreach_kernels_supported_devices
+    module._get_foreach_kernels_supported_devices = lambda: [*before(), "cpu"]
+    try:
+        yield
+    finally:
+        module._get_foreach_kernels_supported_devices = before
 
 
 def pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_pardist.engines.pipeline.clock import expected_idle_share
 from lightning_pardist.registry import TABLE, Entry
 
 #: Names whose engines run differently: others are the same with another start or other degrees.
@@ -30,7 +31,7 @@ PLANNED = (
     "pardist_pp_zb",
 )
 _LARGEST_TENSOR_GROUP = 8
-_LARGEST_PIPELINE = 16
+_LARGEST_PIPELINE = 8
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,20 @@ class Candidate:
         """The strategy, for a plan: the process' allocator stays as it is."""
         entry = self.entry
         return entry.make(**{**entry.preset, **self.settings, "keep_freed_memory": False})
+
+    def least_idle_share(self, num_stages: int, samples: float) -> float:
+        """Idle time over total of a pipeline whose micro-batches have one sample each, at least.
+
+        Args:
+            num_stages: Ranks of a pipeline.
+            samples: Of a batch.
+        """
+        settings = {**self.entry.preset, **self.settings}
+        schedule = settings.get("schedule", "1f1b")
+        if num_stages == 1 or schedule not in ("gpipe", "1f1b", "interleaved"):
+            return 0.0
+        chunks = settings.get("chunks_per_rank", 1)
+        return expected_idle_share(schedule, num_stages, max(round(samples), 1), chunks_per_rank=chunks)
 
     @property
     def line(self) -> str:

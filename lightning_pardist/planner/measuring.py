@@ -24,7 +24,7 @@ from lightning_pardist.planner.ledger import Ledger, Operator
 from lightning_pardist.planner.profiles import DeviceProfile, Link
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_ROUNDS = 5
+_ROUNDS = 3
 _TIMEOUT = timedelta(seconds=120)
 
 
@@ -112,21 +112,24 @@ def measure_rank(device: torch.device, *, ranks_per_node: int) -> DeviceProfile:
 
 
 def _median(run: Callable[[], Any], device: torch.device, *, repeat: int = 1) -> float:
-    """Seconds of one run."""
-    times = []
-    for _ in range(_ROUNDS + 1):
+    """Seconds of one run, that many on every rank: ranks may wait for each other in it."""
+
+    def once() -> float:
         begin = time.perf_counter()
         for _ in range(repeat):
             run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) / repeat)
-    return statistics.median(times[1:])
+        return (time.perf_counter() - begin) / repeat
+
+    once()
+    return statistics.median(once() for _ in range(_ROUNDS))
 
 
 def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> float:
     """Floating point operations a second of a matrix product; 0 where there is none."""
-    size = 8192 if device.type == "cuda" else 512
+    # Some dtypes have no fast product on some processors.
+    size = 8192 if device.type == "cuda" else 384
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any
@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_pardist.compat.fake_group import alone_among, several_alone
 from lightning_pardist.compat.lightning_loops import belongings
+from lightning_pardist.compat.optimizers import as_on_devices
 from lightning_pardist.compat.pytree import tree_map_only
 from lightning_pardist.mesh import ParallelDims
 from lightning_pardist.planner.exchange import Exchange, Stuck, Turns
@@ -106,7 +107,7 @@ def trace_rank(
     if dist.is_initialized():
         # In a thread there is another record of process groups.
         return trace_ranks(module, batch, strategy, [place], trainer_settings=trainer_settings, forms=forms)[0]
-    with _undisturbed():
+    with _undisturbed(), _optimizers_of(place):
         return _traced(module, batch, strategy, place, trainer_settings or {}, forms, None)
 
 
@@ -150,7 +151,7 @@ def trace_ranks(
         finally:
             turns.leave(index, failed=failed)
 
-    with _undisturbed(), several_alone(places[0].stands_for), SkippedKernels():
+    with _undisturbed(), _optimizers_of(places[0]), several_alone(places[0].stands_for), SkippedKernels():
         threads = [Thread(target=run, args=(index,), daemon=True) for index in range(len(places))]
         for thread in threads:
             thread.start()
@@ -199,6 +200,10 @@ def _traced(
     return RankTrace(
         dims, place.rank, watch.held, watch.peak_in, watch.events, watch.before_optimizer, list(skipped.looked_at)
     )
+
+
+def _optimizers_of(place: Place) -> AbstractContextManager[None]:
+    return nullcontext() if place.stands_for == "gloo" else as_on_devices()
 
 
 def dims_of(strategy: PardistStrategy, place: Place) -> ParallelDims:

@@ -100,7 +100,7 @@ class Search:
         try:
             dims = dims_of(candidate.make(), self._first)
             share = self._share(dims)
-            if (why := self._cannot_be_best(dims, share)) is not None:
+            if (why := self._cannot_be_best(candidate, dims, share)) is not None:
                 self._refused.append(Refused(candidate, why))
                 return
             traced = _Traced(candidate, self._trace(candidate, stage_places(dims, self._first), share), share)
@@ -113,7 +113,10 @@ class Search:
             return
         self._traced.append(traced)
         self._rows.append(self._row(traced, self._profile))
-        if not self._rows[-1].fits and "activation_checkpointing" not in candidate.settings:
+        row = self._rows[-1]
+        rest = row.memory["peak"] - row.memory["activations"] + self._profile.reserved_bytes
+        may_fit = rest <= self._profile.memory_bytes or not self._leave_out
+        if not row.fits and may_fit and "activation_checkpointing" not in candidate.settings:
             self.add(with_checkpointing(candidate))
 
     def plan(self, notes: Sequence[str] = ()) -> Plan:
@@ -199,18 +202,21 @@ class Search:
                 f"The module's step fails on this batch without values: {type(error).__name__}: {sentence(error)}"
             ) from error
 
-    def _cannot_be_best(self, dims: ParallelDims, share: float) -> str | None:
+    def _cannot_be_best(self, candidate: Candidate, dims: ParallelDims, share: float) -> str | None:
         """Why not, by a bound: the ranks that share a batch can divide its arithmetic, and no more.
 
-        Tensor ranks issue as many operators as one process, stages their part of them.
+        Tensor ranks issue as many operators as one process, stages their part of them; so they do in an optimizer's
+        step, unless parameters are flattened.
         """
         best = max((row.samples_per_s for row in self._rows if row.fits), default=0.0)
         apart, profile = dims.world_size // dims.batch_size, self._profile
         if not self._leave_out or not best or apart == 1:
             return None
-        events = self._alone.events[: self._alone.before_optimizer]
+        flat = candidate.settings.get("data_parallel") in ("zero1", "zero2")
+        events = self._alone.events[: self._alone.before_optimizer if flat else None]
         work = [event for event in events if isinstance(event, Operator)]
         computes = share * sum(operator_seconds(each, profile) for each in work if each.flops) / apart
+        computes /= 1 - candidate.least_idle_share(dims.pipeline_parallel, samples_of(self._batch) * share)
         issues = len(work) * profile.host_s_per_operator / dims.pipeline_parallel
         least = max(computes, issues)
         most = samples_of(self._batch) * share * dims.batch_size * self._job.accumulated / least if least else best

@@ -215,8 +215,11 @@ class SkippedKernels(UncompiledMode):
     def _note_look(self) -> None:
         frame: Any = sys._getframe(2)
         while frame is not None:
-            package = frame.f_globals.get("__name__", "").partition(".")[0]
-            if package == "lightning_pardist" and "planner" not in frame.f_code.co_filename:
+            name = frame.f_globals.get("__name__", "")
+            package = name.partition(".")[0]
+            own = package == "lightning_pardist" and name != __name__ and not name.endswith((".ledger", ".arguments"))
+            if own:
+                # One of the engines, or the planner, whose caller has not looked.
                 return
             if package not in _OWN_CODE:
                 self.looked_at[f"{frame.f_code.co_filename}:{frame.f_lineno}"] = None

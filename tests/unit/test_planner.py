@@ -157,6 +157,13 @@ def test_stages_of_a_pipeline_run_together_and_wait_for_each_other():
     assert by_name["pardist_pp_gpipe"].memory["activations"] >= by_name["pardist_pp"].memory["activations"]
 
 
+def test_three_axes_at_once():
+    (row,) = make_plan(devices=8, strategies=["pardist_3d"]).rows
+    assert row.dims.layout == {"pipeline_parallel": 2, "data_replicate": 2, "tensor_parallel": 2}
+    assert row.memory["parameters"] < 0.5 * 4 * sum(param.numel() for param in Classifier().parameters())
+    assert {"pipeline_parallel", "data_replicate"} <= set(row.sent)
+
+
 def test_a_global_batch_is_divided(planned):
     found = make_plan(strategies=["pardist_ddp", "pardist_tp"], global_batch=16)
     per_rank = {row.dims.batch_size: row.samples for row in found.rows}
