@@ -235,7 +235,8 @@ class Losses(nn.Module):
         super().__init__()
         torch.manual_seed(2)
         self.kind = kind
-        self.net = nn.Sequential(nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        counted = nn.Embedding(TOKENS, WIDTH, scale_grad_by_freq=kind == "frequencies")
+        self.net = nn.Sequential(counted, nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.head = nn.Linear(WIDTH, TOKENS)
         self.register_buffer("class_weights", torch.linspace(0.5, 2.0, TOKENS))
 
@@ -275,11 +276,23 @@ class Losses(nn.Module):
         if self.kind == "penalty":
             grads = torch.autograd.grad(logits.square().mean(), list(self.net.parameters()), create_graph=True)
             return sum(grad.square().sum() for grad in grads)
+        if self.kind == "broadcast token":
+            places = torch.linspace(0, 1, hidden.shape[1], dtype=hidden.dtype)[None, :, None]
+            return (hidden[:, :1] + places).square().mean() + F.mse_loss(hidden[:, -1:], places.expand_as(hidden))
+        if self.kind == "expanded token":
+            first, rest = hidden.split([1, hidden.shape[1] - 1], 1)
+            return (first.expand(-1, 7, -1).square().mean() + rest.sum(1).square().mean()) * hidden.chunk(4, 1)[3].std()
+        if self.kind == "matched token":
+            return (hidden.narrow(1, 2, 1) @ hidden.transpose(1, 2)).square().mean() + (
+                hidden[:, 3:4].unsqueeze(-1) @ hidden.unsqueeze(-2)
+            ).square().mean()
+        if self.kind == "frequencies":
+            return hidden.square().mean()
         return torch.cat([self.head.weight.new_ones(2, 3, WIDTH), hidden], 1).square().mean((1, 2)).sum()
 
 
 KINDS = ["masked mean", "picked", "weights", "smoothed", "soft", "nll", "sum", "regression", "first token"]
-KINDS += ["neighbours", "penalty", "prefix"]
+KINDS += ["neighbours", "penalty", "prefix", "broadcast token", "expanded token", "matched token", "frequencies"]
 
 
 def _losses():
@@ -290,8 +303,9 @@ def _losses():
     return found
 
 
-def test_losses_are_those_of_one_process():
-    for found in run_ranks(2, _losses):
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_losses_are_those_of_one_process(ranks):
+    for found in run_ranks(ranks, _losses):
         assert not {kind: errors for kind, errors in found.items() if not max(errors) < 1e-10}
 
 

@@ -99,7 +99,7 @@ class ContextRuntime(TensorRuntime):
             return func(*args, **kwargs)
         shape = tuple(source.shape)
         dim = self._sequence_of_ids(shape) if looks_up else self._sequence_of_features(shape)
-        if dim is None or (looks_up and _renormalizes(args, kwargs)):
+        if dim is None or (looks_up and _looks_at_all(args, kwargs)):
             return func(*args, **kwargs)
         if self._first is None:
             self._first = shape, dim
@@ -164,5 +164,7 @@ class ContextRuntime(TensorRuntime):
         return next(dim for dim in reversed(dims) if shape[dim] == longest)
 
 
-def _renormalizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None
+def _looks_at_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an embedding does more than look up: weights renormalized, or gradients divided by frequencies."""
+    max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
+    return max_norm is not None or bool(args[5] if len(args) > 5 else kwargs.get("scale_grad_by_freq"))

@@ -259,8 +259,8 @@ def context_loss(call: Call) -> Outcome:
         total = group.reduce(call.func(scores, target, weight=weight, reduction="sum", **others))
         if reduction == "sum" or likely:
             return total if reduction == "sum" else total / samples
-        count = _counted(counted, weight, ignored, total.dtype)
-        return total / (count if whole else group.all_reduce_(count))
+        count = _counted(counted, weight, ignored, torch.promote_types(total.dtype, torch.float32))
+        return (total / (count if whole else group.all_reduce_(count))).to(total.dtype)
 
     return Outcome((*needs, counted), run=run, collectives=(("all_reduce", 1),))
 
@@ -292,6 +292,8 @@ def element_loss(call: Call) -> Outcome:
     shape = torch.broadcast_shapes(*(operand.shape for operand in tensors.values()))
     first = max((operand for operand in tensors.values() if operand.layout), key=lambda operand: operand.numel)
     lie = first.layout.at(first.layout.dim + len(shape) - first.ndim) if first.layout else Layout(0)
+    if first.layout and shape[lie.dim] != first.shape[first.layout.dim]:
+        raise NoRule("one of the split dim is broadcast")
     needs = {name: _aligned(operand, lie, len(shape)) for name, operand in tensors.items()}
     plain = {name: item for name, item in given.items() if name not in tensors and item is not None}
     reduction = plain.pop("reduction", "mean")

@@ -71,6 +71,7 @@ def elementwise(call: Call) -> Outcome:
     if call.kwargs.get("out") is not None:
         raise NoRule("out= with a split tensor")
     split_dim = target
+    _covers(first, [operand.shape[-(ndim - target.dim) :] for operand in operands if operand.ndim >= ndim - target.dim])
 
     def need(operand: Operand) -> Any:
         dim = split_dim.dim - (ndim - operand.ndim)
@@ -87,6 +88,21 @@ def elementwise(call: Call) -> Outcome:
         # The other operand gives its type alone.
         args = (args[0], *map_only(Operand, lambda op: op.keep(), call.args[1:]))
     return Outcome(args, kwargs, out=target, random=_draws(call))
+
+
+def _covers(split: Operand, others: Sequence[Sequence[int]]) -> None:
+    """Refuse to broadcast a split dim of one.
+
+    Args:
+        split: Along whose split dim the result is to lie.
+        others: Sizes of all operands from that dim on.
+
+    Raises:
+        NoRule: If another operand is longer there: no rank has all that its part needs.
+    """
+    layout = split.layout
+    if layout is not None and any(sizes[0] > split.shape[layout.dim] for sizes in others):
+        raise NoRule("one of the split dim is broadcast")
 
 
 def _draws(call: Call) -> bool:
@@ -179,11 +195,13 @@ def _mean_of_parts(call: Call, x: Operand, dims: Sequence[int] | None) -> Outcom
     if not x.dtype.is_floating_point and call.kwargs.get("dtype") is None:
         raise NoRule("a mean of integers")
     args, kwargs = keep_all(call)
+    dtype = call.kwargs.get("dtype") or x.dtype
 
     def run(group: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.sum(*args, **kwargs)
+        # A sum does not fit where a mean does.
+        return torch.sum(*args, **kwargs | {"dtype": torch.promote_types(dtype, torch.float32)})
 
-    return Outcome(args, kwargs, reduce="sum", run=run, after=lambda result: result / count)
+    return Outcome(args, kwargs, reduce="sum", run=run, after=lambda result: (result / count).to(dtype))
 
 
 def drop_dims(layout: Layout, dims: Sequence[int]) -> Layout:

@@ -87,6 +87,13 @@ def _contract_parts(
         return sum(operand.numel for operand, letter, form in found if (letter, form) != way)
 
     letter, form = ways[0] if len(ways) == 1 else min(kept, key=given_up)
+    extents = {operand.shape[index.index(letter)] for operand, index in operands if letter in index}
+    if any(
+        operand.shape[index.index(letter)] < max(extents)
+        for operand, index in operands
+        if _lies(operand, index, letter)
+    ):
+        raise NoRule("one of the split dim is broadcast")
     needs = [
         operand.moved(form.at(index.index(letter)))
         if letter in index and operand.shape[index.index(letter)] > 1
@@ -96,6 +103,11 @@ def _contract_parts(
     if letter in out:
         return needs, form.at(list(out).index(letter)), ""
     return needs, None, "sum"
+
+
+def _lies(operand: Operand, index: Sequence[str], letter: str) -> bool:
+    """Whether an operand is split along a letter."""
+    return operand.layout is not None and index[operand.layout.dim] == letter
 
 
 def batch_letters(count: int) -> list[str]:

@@ -139,6 +139,8 @@ def embedding(call: Call) -> Outcome:
     """By vocabulary: every rank looks up what it holds, and the rest comes with the sum."""
     ids, weight = call.arg(0, "input"), call.arg(1, "weight")
     padding, max_norm = call.arg(2, "padding_idx"), call.arg(3, "max_norm")
+    if ids.layout is not None and call.arg(5, "scale_grad_by_freq", False):
+        raise NoRule("frequencies of split indices")
     if weight.layout is None and max_norm is None:
         args, kwargs = keep_all(call)
         return Outcome(args, kwargs, out=ids.layout)

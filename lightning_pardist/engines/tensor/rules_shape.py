@@ -112,6 +112,8 @@ def expand(call: Call) -> Outcome:
         raise NoRule("unusual arguments")
     shape = tuple(call.meta().shape)
     layout = x.layout.at(x.layout.dim + len(shape) - x.ndim)
+    if shape[layout.dim] != x.shape[x.layout.dim]:
+        raise NoRule("repeated along the split dim")
     return Outcome((x.keep(), layout.local_shape(shape, call.size, call.rank)), {}, out=layout, run=_expand)
 
 
@@ -342,7 +344,10 @@ def _cut(call: Call, x: Operand, layout: Layout, start: int, stop: int) -> tuple
         runs = [layout.run(x.shape[layout.dim], rank, call.size) for rank in range(call.size)]
         kept = [(min(max(low, start), stop), min(max(high, start), stop)) for low, high in runs]
         low, high = kept[call.rank]
-        local = min(low - runs[call.rank][0], runs[call.rank][1] - runs[call.rank][0])
+        # Ranks before the run have nothing of it at their end, those behind it at their start.
+        local = max(min(low - runs[call.rank][0], runs[call.rank][1] - runs[call.rank][0]), 0)
+        if stop - start == 1:
+            raise NoRule("one of the split dim, which may be broadcast later")
         return ended(layout.dim, [high - start for _, high in kept]), local, high - low
     if layout.ends is not None:
         raise NoRule("slice cuts through the parts")
@@ -368,15 +373,24 @@ def _narrow_all(group: Any, local: Tensor, pieces: list[tuple[int, int]], dim: i
 
 
 def _index_of_split(x: Operand, index: Any) -> tuple[int, Any] | None:
-    """The number that picks one of the split dim, and the rest of the index with all of a dim of one in its place."""
+    """The number that picks one of the split dim, and the rest of the index with all of a dim of one in its place.
+
+    A slice that keeps one picks it as well, and the dim stays.
+    """
     items = _expanded(x, index)
     source = 0
     for position, item in enumerate(items):
         width = _dims_used(item)
         if item is not None and source <= _layout(x).dim < source + width:
+            place: int | slice = 0
+            if isinstance(item, slice):
+                start, stop, step = item.indices(x.shape[_layout(x).dim])
+                if stop - start != 1 or step != 1 or x.shape[_layout(x).dim] == 1:
+                    return None
+                item, place = start, slice(None)
             if isinstance(item, bool) or not isinstance(item, int):
                 return None
-            rest = [*items[:position], 0, *items[position + 1 :]]
+            rest = [*items[:position], place, *items[position + 1 :]]
             plain = all(isinstance(each, (slice, int)) or each is None for each in rest)
             return (item, tuple(rest)) if plain else None
         source += width
