@@ -23,8 +23,10 @@ def test_every_name_makes_its_strategy(entry):
     assert entry.name in StrategyRegistry
     trainer = quiet_trainer(strategy=entry.name, devices=2)
     assert type(trainer.strategy) is entry.strategy
-    assert trainer.world_size == 2
-    assert trainer._accelerator_connector.is_distributed
+    # Replicas of DataParallel are threads of one process.
+    processes = 1 if entry.name == "pardist_dp" else 2
+    assert trainer.world_size == processes
+    assert processes == 1 or trainer._accelerator_connector.is_distributed
 
 
 def test_registering_again_is_harmless():
