@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_pardist.compat.collective_waits import timed_waits
@@ -58,6 +58,7 @@ class StepProfile(pl.Callback):
 
     Attributes:
         seconds: What this rank measured: seconds by kind for each batch.
+        shown: What the first rank has logged; empty before, and on others.
 
     Raises:
         ValueError: If ``steps`` is not positive or ``skip`` is negative.
@@ -70,6 +71,7 @@ class StepProfile(pl.Callback):
         self.skip = skip
         self.dirpath = dirpath
         self.seconds: list[dict[str, float]] = []
+        self.shown = ""
         self._seen = 0
         self._clock: StepClock | None = None
         self._running = contextlib.ExitStack()
@@ -78,7 +80,16 @@ class StepProfile(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._seen, self.seconds, self._told = 0, [], False
+        self._seen, self.seconds, self.shown, self._told = 0, [], "", False
+        self._axes.clear()
+        if dist.is_initialized():
+            # Of a run before this one, whose store it still is.
+            default_store().delete_key(_key(trainer.global_rank))
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, PardistStrategy):
+            rank_zero_warn(
+                f"StepProfile cannot see where {type(trainer.strategy).__name__} waits inside of torch, and counts it"
+                " as compute. Use a strategy of this package to have waits told apart."
+            )
 
     @override
     def on_train_batch_end(
@@ -148,7 +159,8 @@ class StepProfile(pl.Callback):
             except RuntimeError:
                 rank_zero_info("StepProfile: a rank has not measured its steps, so only the first one is shown.")
         self._told = True
-        rank_zero_info(report(ranks, len(self.seconds)))
+        self.shown = report(ranks, len(self.seconds))
+        rank_zero_info(self.shown)
         means = {kind: statistics.fmean(rank.get(kind, 0.0) for rank in ranks) for kind in kinds_of(ranks)}
         for logger in trainer.loggers:
             scalars = {f"step_profile/{kind.replace(' ', '_')}_ms": 1e3 * value for kind, value in means.items()}

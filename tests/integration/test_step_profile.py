@@ -90,6 +90,24 @@ def test_the_slowest_rank_and_what_it_is_slow_at(at, tmp_path):
     assert f"Rank 1 is the slowest: {1e3 * seconds:.2f} ms a step more than the median in {at}." in report(means, STEPS)
 
 
+def _train_twice(folder):
+    _train("pardist_zero2", 2, "", folder)
+    profiles = []
+    for slow in (False, True):
+        module = Slow()
+        module.at = "compute" if slow else ""
+        profile = StepProfile(3, skip=1)
+        trainer = quiet_trainer(strategy="pardist_ddp", devices=2, callbacks=[profile], use_distributed_sampler=False)
+        trainer.fit(module, datamodule=Data(module.dataset(12 * 6)))
+        profiles.append(profile.shown)
+    return profiles
+
+
+def test_a_second_run_compares_its_own_numbers(tmp_path):
+    (_, second), _ = run_ranks(2, _train_twice, str(tmp_path))
+    assert "Rank 1 is the slowest" in second
+
+
 def test_stages_wait_along_the_pipeline(tmp_path):
     for _, kinds in run_ranks(2, _train, "pardist_pp", 2, "", str(tmp_path)):
         assert "wait pipeline_parallel" in kinds
