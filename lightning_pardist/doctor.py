@@ -90,7 +90,7 @@ def examine(options: Options) -> int:
         options: What the Trainer will be told.
 
     Returns:
-        0 if training could start, 1 if not.
+        0 if training could start, 1 if not, 2 if the profile could not be saved where it was asked for.
     """
     # Whatever a library waits for: this is how long it may take in all.
     limit = _end_after(6 * options.timeout_s + 60)
@@ -112,16 +112,26 @@ class _Examination:
 
     def run(self) -> int:
         facts = self._facts
+        # The first rank writes.
+        unwritable = _unwritable(self._options.save) if facts.rank == 0 else ""
         alone = facts.world_size == 1 or not self._environment.creates_processes_externally
         if alone or self._meeting is None:
+            if unwritable:
+                return _refused(unwritable)
             _show([facts], {}, {}, _compare([facts]), facts.problems, self._not_examined(alone))
             if self._options.save is not None:
-                # Two ranks at least: one sees no link.
+                # On CPU two ranks, unless another number was asked for: one sees no link.
                 ranks = torch.cuda.device_count() if torch.cuda.is_available() else 2
-                self._write(measure_alone(max(self._options.devices or ranks, 1)))
+                ranks = max(self._options.devices or ranks, 1)
+                _tell_of_measuring(ranks)
+                try:
+                    self._write(measure_alone(ranks))
+                except (OSError, RuntimeError) as error:
+                    print(f"error: nothing was saved: {error}", file=sys.stderr)
+                    return 1
             return 1 if facts.problems else 0
         try:
-            return self._with_others(self._meeting)
+            return self._with_others(self._meeting, unwritable)
         except Exception as error:
             # One rank's view is all there is now, so every rank shows its own.
             problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -140,14 +150,18 @@ class _Examination:
             found.append(f"connections among the {ranks} ranks, which nothing has started. The Trainer's numbers fit.")
         return found
 
-    def _with_others(self, meeting: RendezvousEndpoint) -> int:
+    def _with_others(self, meeting: RendezvousEndpoint, unwritable: str) -> int:
         rank, size = self._facts.rank, self._facts.world_size
         wait = timedelta(seconds=self._options.timeout_s)
         store = open_store(meeting, rank=rank, world_size=size, timeout=wait)
         listener = socket.create_server((self._facts.address, 0))
-        store.set(f"doctor/facts/{rank}", json.dumps([asdict(self._facts), listener.getsockname()[1]]))
+        store.set(f"doctor/facts/{rank}", json.dumps([asdict(self._facts), listener.getsockname()[1], unwritable]))
         answers = [self._read(store, f"doctor/facts/{other}", f"rank {other} did not come") for other in range(size)]
-        everyone, ports = [Facts(**facts) for facts, _ in answers], [port for _, port in answers]
+        everyone, ports = [Facts(**facts) for facts, _, _ in answers], [port for _, port, _ in answers]
+        if answers[0][2]:
+            listener.close()
+            self._part(store)
+            return _refused(unwritable) if rank == 0 else 2
         skews = self._clock(store)
         problems = self._reach(everyone, ports)
         # Nobody closes its port while others may still try it.
@@ -161,14 +175,18 @@ class _Examination:
             measured = self._measure(meeting, store, [facts.host for facts in everyone])
         if rank == 0:
             _show(everyone, skews, measured, _compare(everyone, skews), problems, self._not_examined(alone=False))
-        # The first rank holds the store: it ends last.
+        self._part(store)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return 1 if problems else 0
+
+    def _part(self, store: Store) -> None:
+        """Wait for the others on the first rank, which holds the store: it ends last."""
+        rank, size = self._facts.rank, self._facts.world_size
         store.add("doctor/done", 1)
         deadline = time.monotonic() + 10
         while rank == 0 and store.add("doctor/done", 0) < size and time.monotonic() < deadline:
             time.sleep(0.05)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return 1 if problems else 0
 
     def _read(self, store: Store, key: str, otherwise: str) -> Any:
         deadline = time.monotonic() + self._options.timeout_s
@@ -241,7 +259,9 @@ class _Examination:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             found[axis] = (float(slowest[0]), -float(slowest[1]))
         if options.save is not None:
-            profile = measure_rank(device, ranks_per_node=max(1, sum(other == facts.host for other in hosts)))
+            if facts.rank == 0:
+                _tell_of_measuring(facts.world_size)
+            profile = measure_rank(device, hosts=hosts)
             if facts.rank == 0:
                 self._write(profile)
         return found
@@ -250,6 +270,29 @@ class _Examination:
         path = Path(str(self._options.save))
         path.write_text(json.dumps(profile.to_json(), indent=2) + "\n")
         print(f"The profile of {profile.name} is in {path}: pardist plan --device {path}")
+
+
+def _unwritable(path: str | None) -> str:
+    """Why the profile cannot be written there; empty if it can, or none is asked for. Leaves what is there alone."""
+    if path is None:
+        return ""
+    existed = os.path.lexists(path)
+    try:
+        Path(path).open("ab").close()
+    except OSError as error:
+        return f"--save {path} cannot be written: {error.strerror}."
+    if not existed:
+        Path(path).unlink()
+    return ""
+
+
+def _refused(message: str) -> int:
+    print(f"pardist doctor: {message}", file=sys.stderr)
+    return 2
+
+
+def _tell_of_measuring(num_ranks: int) -> None:
+    print(f"Measuring devices and links on {num_ranks} rank(s), which takes about a minute.", flush=True)
 
 
 def _as_the_trainer_would(options: Options) -> tuple[ParallelDims | None, ClusterEnvironment, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--explain", type=int, metavar="ROW", help="explain a row of the table")
     found, rest = parser.parse_known_args(list(arguments))
 
-    from lightning_pardist.cli.train import module_and_data
+    from lightning_pardist.cli.train import REFUSALS, is_about_settings, module_and_data
     from lightning_pardist.planner import PlanError, ProfileError, plan
     from lightning_pardist.planner.profiles import find_profile
+    from lightning_pardist.planner.words import sentence
 
     # As `python script.py` does, and a console script does not.
     if os.getcwd() not in sys.path:
@@ -71,8 +73,15 @@ def main(arguments: Sequence[str]) -> int:
             global_batch=found.global_batch,
             **settings,
         )
-    except (PlanError, ProfileError, ValueError) as error:
+    except (PlanError, ProfileError) as error:
+        # Where the module's or the data's own code failed, what it raised says more than the sentence.
+        if error.__cause__ is not None and not is_about_settings(error.__cause__):
+            traceback.print_exception(error.__cause__)
         return _refused(str(error))
+    except REFUSALS as error:
+        if not is_about_settings(error):
+            raise
+        return _refused(sentence(error))
     for path, content in ((found.json, made.to_json_text), (found.html, made.to_html)):
         try:
             if path:

@@ -20,7 +20,7 @@ from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
 
 _DEEPSPEED = "--deepspeed-config"
 _PROFILE = "--profile-steps"
-_REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)
+REFUSALS = (ValueError, TypeError, RuntimeError, ImportError, MisconfigurationException)
 #: An error that nothing else has passed through is about what was set on the command line.
 _SETTING_UP = ("lightning_pardist", "lightning", "jsonargparse", "contextlib", "functools")
 
@@ -41,8 +41,8 @@ class _CLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except _REFUSALS as error:
-            if not _is_about_settings(error):
+        except REFUSALS as error:
+            if not is_about_settings(error):
                 raise
             raise _RefusedError(_shortened(str(error))) from error
 
@@ -88,8 +88,9 @@ def module_and_data(arguments: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]
         The module, whose parameters have no values; the data; settings of the Trainer that were given.
 
     Raises:
-        ValueError: If an option is refused, with a sentence; or no data was given.
+        PlanError: If an option is refused, with a sentence; or no data was given.
     """
+    from lightning_pardist.planner.errors import PlanError
     from lightning_pardist.planner.skipped_kernels import SkippedKernels
 
     try:
@@ -107,7 +108,7 @@ def module_and_data(arguments: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]
         given = parser.parse_object({"data": data})
         return module, parser.instantiate_classes(given).data, dict(config.trainer)
     except (_RefusedError, argparse.ArgumentError) as error:
-        raise ValueError(_shortened(str(error))) from error
+        raise PlanError(_shortened(str(error))) from None
 
 
 class _Planned(_CLI):
@@ -130,7 +131,7 @@ def _strategies_in_help() -> str:
     return f"Strategies of this package, for --trainer.strategy (`pardist strategies` says more): {names}"
 
 
-def _is_about_settings(error: BaseException) -> bool:
+def is_about_settings(error: BaseException) -> bool:
     """Whether only the parser, Lightning and this package took part, and no class of the user's."""
     link: BaseException | None = error
     while link is not None:

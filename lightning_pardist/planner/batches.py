@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,25 +12,40 @@ from torch import Tensor
 
 from lightning_pardist.compat.pytree import tree_leaves, tree_map_only
 from lightning_pardist.planner.errors import PlanError
+from lightning_pardist.planner.words import sentence
 
 
 def first_batch(data: Any) -> Any:
     """The batch of a loader or a data module, or the batch that was given.
 
     Raises:
-        PlanError: If there is none, or no tensor in it.
+        PlanError: If there is none, or no tensor in it, or the data's own code fails, whose error is the cause.
     """
+    kind = type(data).__name__
     if isinstance(data, pl.LightningDataModule):
-        data.prepare_data()
-        data.setup("fit")
-        data = data.train_dataloader()
+        with _naming(f"{kind}.prepare_data()"):
+            data.prepare_data()
+        with _naming(f"{kind}.setup('fit')"):
+            data.setup("fit")
+        with _naming(f"{kind}.train_dataloader()"):
+            data = data.train_dataloader()
     if hasattr(data, "__iter__") and not isinstance(data, (Tensor, Mapping, tuple, list, str)):
-        data = next(iter(data), None)
+        with _naming(f"the first batch of {kind}"):
+            data = next(iter(data), None)
     if data is None:
         raise PlanError("There is no batch: pass one, a DataLoader that has one, or a LightningDataModule.")
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
         raise PlanError(f"The batch, a {type(data).__name__}, has no tensor in it: nothing can be planned with it.")
     return data
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Say what of the data failed; the error itself is the cause."""
+    try:
+        yield
+    except Exception as error:
+        raise PlanError(f"{what} failed: {type(error).__name__}: {sentence(error)}") from error
 
 
 def samples_of(batch: Any) -> int:

@@ -9,7 +9,8 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from lightning_pardist.compat.process_groups import FileStore
 from lightning_pardist.planner.ledger import Ledger, Operator
-from lightning_pardist.planner.profiles import DeviceProfile, Link
+from lightning_pardist.planner.profiles import DeviceProfile, Link, data_sheet_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ROUNDS = 3
@@ -32,14 +33,18 @@ def measure_alone(num_ranks: int) -> DeviceProfile:
     """The profile of this machine, by so many ranks that are started for it and end again.
 
     Args:
-        num_ranks: Ranks, each on a device of its own; at least 2 are needed to see a link.
+        num_ranks: Ranks, each on a device of its own; with one alone links are a data sheet's.
 
     Raises:
-        RuntimeError: If a rank fails.
+        RuntimeError: If a rank fails, with which one and why in one sentence.
     """
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_rank, args=(num_ranks, f"{folder}/store", queue), nprocs=num_ranks, start_method="spawn")
+        try:
+            start_processes(_rank, args=(num_ranks, f"{folder}/store", queue), nprocs=num_ranks, start_method="spawn")
+        except ProcessException as error:
+            why = (str(error).strip().splitlines() or ["it ended"])[-1]
+            raise RuntimeError(f"rank {error.error_index} of {num_ranks} that measure failed: {why}") from error
     return DeviceProfile(**queue.get())
 
 
@@ -52,7 +57,7 @@ def _rank(rank: int, num_ranks: int, path: str, queue: Any) -> None:
     store = FileStore(path, num_ranks)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
-    profile = measure_rank(device, ranks_per_node=num_ranks)
+    profile = measure_rank(device, hosts=[platform.node()] * num_ranks)
     if rank == 0:
         found = {name: getattr(profile, name) for name in profile.__dataclass_fields__}
         queue.put(found)
@@ -60,12 +65,12 @@ def _rank(rank: int, num_ranks: int, path: str, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-def measure_rank(device: torch.device, *, ranks_per_node: int) -> DeviceProfile:
+def measure_rank(device: torch.device, *, hosts: Sequence[str]) -> DeviceProfile:
     """The profile of the slowest rank, measured on all at the same time. Collective over the world.
 
     Args:
         device: This rank's.
-        ranks_per_node: Ranks ``0 .. ranks_per_node - 1`` are on the first node, and so on.
+        hosts: The name of every rank's host, the same list on all ranks.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     flops = {str(dtype).removeprefix("torch."): _flops(device, dtype) for dtype in _DTYPES}
@@ -75,30 +80,23 @@ def measure_rank(device: torch.device, *, ranks_per_node: int) -> DeviceProfile:
     slowest = torch.tensor(list(rates.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
     rates = dict(zip(rates, slowest.tolist(), strict=True))
-    node = rank // ranks_per_node
-    nodes = [list(range(first, min(first + ranks_per_node, world_size)))
-             for first in range(0, world_size, ranks_per_node)]  # fmt: skip
-    groups = [dist.new_group(ranks) for ranks in nodes]
-    inside = _link(device, groups[node]) if len(nodes[node]) > 1 else None
-    across = dist.new_group([ranks[0] for ranks in nodes]) if len(nodes) > 1 else None
-    between = _link(device, across) if across is not None and rank == nodes[node][0] else None
-    told = [(inside, between)]
-    dist.broadcast_object_list(told, src=0)
-    inside, between = told[0]
+    inside, between = _links(device, hosts, rank)
+    name, memory, reserved = _smallest(_device_facts(device, hosts.count(hosts[rank])))
     sources = [f"measured by pardist doctor on {world_size} ranks of {platform.node()}, torch {torch.__version__}"]
-    if between is None:
-        sources.append("between nodes: not measured (there was one), taken to be as inside a node")
-    if inside is None:
-        sources.append("inside a node: not measured (there was one rank), taken to be as between nodes")
-    one = inside or between or Link(0.0, 1e12)
-    name, memory, reserved = _device_facts(device, ranks_per_node)
+    sheet = data_sheet_of(name)
+    assumed = tuple(which for which, link in (("inside", inside), ("between", between)) if link is None)
+    for which in assumed:
+        sources.append(
+            f"link {which}: not measured with {world_size} rank(s) on {len(set(hosts))} host(s), assumed to be that of"
+            f" {sheet.name}: {'; '.join(sheet.sources)}"
+        )
     return DeviceProfile(
         name,
         memory,
         {name: rate for name, rate in rates.items() if name in flops and rate > 0},
         rates["memory"],
-        inside or one,
-        between or one,
+        inside or _of_data_sheet(sheet.inside, sheet),
+        between or _of_data_sheet(sheet.between, sheet, at_most=inside),
         host_s_per_operator=-rates["operator"],
         asynchronous=device.type == "cuda",
         backend="nccl" if device.type == "cuda" else "gloo",
@@ -107,8 +105,57 @@ def measure_rank(device: torch.device, *, ranks_per_node: int) -> DeviceProfile:
         memory_efficiency=1.0,
         link_efficiency=1.0,
         is_measured=True,
+        assumed_links=assumed,
         sources=tuple(sources),
     )
+
+
+def nodes_of(hosts: Sequence[str]) -> list[list[int]]:
+    """Ranks by host, in the order of their first ranks: however many there are on each, and however they are placed."""
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    return list(nodes.values())
+
+
+def _links(device: torch.device, hosts: Sequence[str], rank: int) -> tuple[Link | None, Link | None]:
+    """The slowest link inside a node and that between nodes; None where there is none. Collective over the world."""
+    nodes = nodes_of(hosts)
+    # Every rank makes every group, in one order.
+    groups = [dist.new_group(ranks) for ranks in nodes]
+    across = dist.new_group([ranks[0] for ranks in nodes]) if len(nodes) > 1 else None
+    node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
+    inside = _link(device, groups[node]) if len(nodes[node]) > 1 else None
+    between = _link(device, across) if across is not None and rank == nodes[node][0] else None
+    found = _gathered((inside, between))
+    return _slowest([each for each, _ in found]), _slowest([each for _, each in found])
+
+
+def _gathered(own: Any) -> list[Any]:
+    """What every rank has, by rank. Collective over the world."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def _slowest(links: Sequence[Link | None]) -> Link | None:
+    seen = [link for link in links if link is not None]
+    if not seen:
+        return None
+    return Link(max(link.latency_s for link in seen), min(link.bytes_per_s for link in seen))
+
+
+def _smallest(own: tuple[str, float, float]) -> tuple[str, float, float]:
+    """The first rank's name, and the memory of the rank with the least of it. Collective over the world."""
+    everyone = _gathered(own)
+    _, memory, reserved = min(everyone, key=lambda facts: facts[1] - facts[2])
+    return everyone[0][0], memory, reserved
+
+
+def _of_data_sheet(link: Link, sheet: DeviceProfile, *, at_most: Link | None = None) -> Link:
+    """A data sheet's link as collectives reach it, and no faster than one that was measured."""
+    link = replace(link, bytes_per_s=link.bytes_per_s * sheet.link_efficiency)
+    return link if at_most is None else _slowest([link, at_most]) or link
 
 
 def _median(run: Callable[[], Any], device: torch.device, *, repeat: int = 1) -> float:

@@ -110,6 +110,7 @@ class Plan:
         devices: Ranks a node.
         num_nodes: Nodes.
         notes: What is not as asked.
+        untraced: Of an answer of :meth:`what_if`, candidates without numbers that may be the best there.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Plan:
         devices: int,
         num_nodes: int,
         notes: Sequence[str] = (),
+        untraced: Sequence[Candidate] = (),
         again: Callable[[DeviceProfile], Plan] | None = None,
         scaling: Callable[[], list[tuple[int, float]]] = list,
     ) -> None:
@@ -129,7 +131,8 @@ class Plan:
         self.device = device
         self.devices = devices
         self.num_nodes = num_nodes
-        self.notes = tuple(notes)
+        self.untraced = tuple(untraced)
+        self.notes = (*notes, *([self._make_another] if untraced else []))
         self._again = again
         self._scaling = scaling
 
@@ -146,6 +149,9 @@ class Plan:
         links: float = 1.0,
     ) -> Plan:
         """The same candidates on another device, with more memory or faster links, without running anything again.
+
+        Candidates that the plan had no reason to trace may be the best there, with less memory above all. Then a note
+        names them (``untraced``), and only a new plan tells.
 
         Args:
             device: In place of the plan's own, as :func:`~lightning_pardist.plan` takes it; of the same backend.
@@ -175,6 +181,11 @@ class Plan:
 
     def why_nothing_fits(self) -> str:
         """What would have to change for the candidate that needs the least."""
+        if self.untraced:
+            return (
+                f"No candidate that was traced fits {size_text(self.device.memory_bytes)}, and not all were."
+                f" {self._make_another}"
+            )
         least = min(self.rows, key=lambda row: row.memory["peak"])
         needs = least.memory["peak"] + self.device.reserved_bytes
         return (
@@ -182,6 +193,11 @@ class Plan:
             f" devices of {size_text(needs)} ({size_text(self.device.reserved_bytes)} of it reserved), or a smaller"
             " batch, or more devices."
         )
+
+    @property
+    def _make_another(self) -> str:
+        names = ", ".join(map(str, self.untraced[:4])) + (", ..." if len(self.untraced) > 4 else "")
+        return f"Not traced, and may be the best here: {names}. Make a new plan() for {self.device.name} as it is here."
 
     def explain(self, row: Row | int) -> str:
         """What makes a row's memory and time.
@@ -258,9 +274,8 @@ class Plan:
     @property
     def headline(self) -> str:
         """What was planned for, and where its rates are from."""
-        rates = "measured" if self.device.is_measured else "data sheet, efficiencies assumed"
         where = f"{self.devices} x {self.num_nodes} {self.device.name}"
-        return f"{where} ({size_text(self.device.memory_bytes)} each; {rates})"
+        return f"{where} ({size_text(self.device.memory_bytes)} each; {self.device.rates_text})"
 
     @property
     def trainer_line(self) -> str:
@@ -291,20 +306,26 @@ class Plan:
     __repr__ = __str__
 
 
-def ranked(rows: Sequence[Row], profile: DeviceProfile) -> list[Row]:
-    """Rows, the best first, each with its reason."""
+def ranked(rows: Sequence[Row], profile: DeviceProfile, *, all_traced: bool = True) -> list[Row]:
+    """Rows, the best first, each with its reason.
+
+    Args:
+        rows: In any order.
+        profile: What they are timed and limited by.
+        all_traced: Whether nothing else could be the best.
+    """
     ordered = sorted(rows, key=lambda row: (not row.fits, -row.samples_per_s if row.fits else 0, row.memory["peak"]))
     best = ordered[0] if ordered and ordered[0].fits else None
-    return [_with_reason(row, best, profile) for row in ordered]
+    return [_with_reason(row, best, profile, all_traced) for row in ordered]
 
 
-def _with_reason(row: Row, best: Row | None, profile: DeviceProfile) -> Row:
+def _with_reason(row: Row, best: Row | None, profile: DeviceProfile, all_traced: bool) -> Row:
     room = profile.memory_bytes - profile.reserved_bytes
     if not row.fits:
         over = size_text(row.memory["peak"] - room)
         reason = f"does not fit: {over} too much, the peak is in {row.peak_in}"
     elif row is best:
-        reason = "the fastest that fits"
+        reason = "the fastest that fits" if all_traced else "the fastest of those traced that fits"
     else:
         reason = "" if best is None else _against(row, best)
     return replace(row, reason=reason)

@@ -51,6 +51,7 @@ class DeviceProfile:
         memory_efficiency: Share of ``bytes_per_s`` that other operators reach.
         link_efficiency: Share of a link's bandwidth that collectives reach.
         is_measured: Whether rates are measured (then efficiencies are 1), and not a data sheet's.
+        assumed_links: Of a measured profile those of ``"inside"`` and ``"between"`` that no ranks could measure.
         sources: Where the numbers are from.
     """
 
@@ -69,11 +70,21 @@ class DeviceProfile:
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.75
     is_measured: bool = False
+    assumed_links: tuple[str, ...] = ()
     sources: tuple[str, ...] = field(default=())
 
     def flops_of(self, dtype: str) -> float:
         """Operations a second of matrix products of a dtype; those of fp32 where it is not listed."""
         return self.flops.get(dtype, self.flops["float32"]) * self.matmul_efficiency
+
+    @property
+    def rates_text(self) -> str:
+        """Where rates are from, in few words."""
+        if not self.is_measured:
+            return "data sheet, efficiencies assumed"
+        if not self.assumed_links:
+            return "measured"
+        return f"measured, but links {' and '.join(_LINKS[each] for each in self.assumed_links)} assumed"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as :meth:`read` takes them."""
@@ -103,7 +114,10 @@ class DeviceProfile:
         try:
             links = {name: Link(**content[name]) for name in ("inside", "between")}
             flops = {str(name): float(value) for name, value in content["flops"].items()}
-            made = cls(**{**content, **links, "flops": flops, "sources": tuple(content.get("sources", ()))})
+            lists = {name: tuple(map(str, content.get(name, ()))) for name in ("sources", "assumed_links")}
+            made = cls(**{**content, **links, **lists, "flops": flops})
+            if unknown := sorted(set(made.assumed_links) - set(_LINKS)):
+                raise ValueError(f"assumed_links names {', '.join(unknown)}")
             numbers = [made.memory_bytes, made.bytes_per_s, *flops.values()]
             numbers += [made.inside.bytes_per_s, made.between.bytes_per_s]
             if "float32" not in flops or not all(float(number) > 0 for number in numbers):
@@ -113,6 +127,7 @@ class DeviceProfile:
         return made
 
 
+_LINKS = {"inside": "inside a node", "between": "between nodes"}
 _NODE_400G = "8 network cards of 400 Gb/s for 8 devices, as in DGX H100: 50 GB/s a device"
 _LATENCY = "latencies, efficiencies, host time an operator and reserved memory: assumed"
 _INSIDE_LATENCY, _BETWEEN_LATENCY = 5e-6, 15e-6
@@ -160,6 +175,20 @@ _TABLE: dict[str, DeviceProfile] = {
         sources=("all numbers assumed: one core of no machine in particular",),
     ),
 }  # fmt: skip
+
+
+def data_sheet_of(name: str) -> DeviceProfile:
+    """The data sheet that is nearest to a device.
+
+    Args:
+        name: As the device calls itself, such as ``"NVIDIA H100 80GB HBM3"``. One of a kind that is not in the table
+            gets the profile with the slowest links.
+    """
+    words = name.lower()
+    slowest = min(
+        (each for each in _TABLE.values() if each.backend == "nccl"), key=lambda each: each.inside.bytes_per_s
+    )
+    return next((profile for kind, profile in _TABLE.items() if kind in words), slowest)
 
 
 def find_profile(device: str | Path | DeviceProfile, *, memory_gb: float | None = None) -> DeviceProfile:

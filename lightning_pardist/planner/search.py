@@ -23,6 +23,8 @@ from lightning_pardist.planner.skipped_kernels import Forms
 from lightning_pardist.planner.step_time import operator_seconds, sent_bytes, time_ranks, time_step, without_spans
 from lightning_pardist.planner.words import sentence
 
+_NOT_TRACED = "not traced, and may be the best here: make a new plan."
+
 
 @dataclass(frozen=True)
 class Job:
@@ -66,6 +68,21 @@ class _Traced:
     share: float
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """A candidate that a bound says how fast it can be of.
+
+    Attributes:
+        candidate: Which.
+        dims: Its degrees of parallelism.
+        share: See :class:`_Traced`.
+    """
+
+    candidate: Candidate
+    dims: ParallelDims
+    share: float
+
+
 class Search:
     """Traces candidates, and compares them. Not collective.
 
@@ -88,6 +105,7 @@ class Search:
         self._traced: list[_Traced] = []
         self._rows: list[Row] = []
         self._refused: list[Refused] = []
+        self._left_out: list[_Bound] = []
         self._forms: Forms = {}
         # An error of the module's own comes up here, and is not taken for a refusal of every strategy.
         self._alone = self._traced_alone()
@@ -100,10 +118,16 @@ class Search:
         try:
             dims = dims_of(candidate.make(), self._first)
             share = self._share(dims)
-            if (why := self._cannot_be_best(candidate, dims, share)) is not None:
+            bound = _Bound(candidate, dims, share)
+            if self._leave_out and (why := self._cannot_be_best(bound, self._rows, self._profile)) is not None:
                 self._refused.append(Refused(candidate, why))
+                self._left_out.append(bound)
                 return
             traced = _Traced(candidate, self._trace(candidate, stage_places(dims, self._first), share), share)
+            row = self._row(traced, self._profile)
+        except PlanError as error:
+            self._refused.append(Refused(candidate, f"cannot be planned: {sentence(error)}."))
+            return
         except (ValueError, MisconfigurationException, CannotPipelineError) as error:
             self._refused.append(Refused(candidate, f"refused: {sentence(error)}"))
             return
@@ -112,10 +136,8 @@ class Search:
             self._refused.append(Refused(candidate, reason))
             return
         self._traced.append(traced)
-        self._rows.append(self._row(traced, self._profile))
-        row = self._rows[-1]
-        rest = row.memory["peak"] - row.memory["activations"] + self._profile.reserved_bytes
-        may_fit = rest <= self._profile.memory_bytes or not self._leave_out
+        self._rows.append(row)
+        may_fit = _may_fit_with_checkpointing(row, self._profile) or not self._leave_out
         if not row.fits and may_fit and "activation_checkpointing" not in candidate.settings:
             self.add(with_checkpointing(candidate))
 
@@ -131,17 +153,43 @@ class Search:
         return self._plan_for(self._profile, tuple(notes))
 
     def _plan_for(self, profile: DeviceProfile, notes: Sequence[str]) -> Plan:
-        rows = self._rows if profile is self._profile else [self._row(each, profile) for each in self._traced]
+        rows, refused, untraced = self._rows, self._refused, list[Candidate]()
+        if profile is not self._profile:
+            rows = [self._row(each, profile) for each in self._traced]
+            refused, untraced = self._rechecked(rows, profile)
         return Plan(
-            ranked(rows, profile),
-            self._refused,
+            ranked(rows, profile, all_traced=not untraced),
+            refused,
             device=profile,
             devices=self._job.devices,
             num_nodes=self._job.num_nodes,
             notes=notes,
+            untraced=untraced,
             again=lambda other: self._plan_for(other, notes),
             scaling=lambda: self._scaling(profile),
         )
+
+    def _rechecked(self, rows: Sequence[Row], profile: DeviceProfile) -> tuple[list[Refused], list[Candidate]]:
+        """What has no row with another profile, and of it what may be the best there but was never traced.
+
+        Those are candidates that the bound left out and would not leave out there, and rows that do not fit, but may
+        with activation checkpointing, which the search tries only where it was needed.
+        """
+        refused, untraced = [], []
+        for each in self._refused:
+            bound = next((bound for bound in self._left_out if bound.candidate is each.candidate), None)
+            if bound is not None:
+                why = self._cannot_be_best(bound, rows, profile)
+                each = Refused(each.candidate, why or _NOT_TRACED)
+                untraced += [each.candidate] if why is None else []
+            refused.append(each)
+        known = [row.candidate for row in rows] + [each.candidate for each in self._refused]
+        for before, row in zip(self._rows, rows, strict=True):
+            lighter = with_checkpointing(row.candidate)
+            if not row.fits and lighter not in known and (before.fits or _may_fit_with_checkpointing(row, profile)):
+                refused.append(Refused(lighter, _NOT_TRACED))
+                untraced.append(lighter)
+        return refused, untraced
 
     def _scaling(self, profile: DeviceProfile) -> list[tuple[int, float]]:
         """What replicas bring: they send the same buckets, whatever their number is."""
@@ -202,15 +250,16 @@ class Search:
                 f"The module's step fails on this batch without values: {type(error).__name__}: {sentence(error)}"
             ) from error
 
-    def _cannot_be_best(self, candidate: Candidate, dims: ParallelDims, share: float) -> str | None:
+    def _cannot_be_best(self, bound: _Bound, rows: Sequence[Row], profile: DeviceProfile) -> str | None:
         """Why not, by a bound: the ranks that share a batch can divide its arithmetic, and no more.
 
         Tensor ranks issue as many operators as one process, stages their part of them; so they do in an optimizer's
         step, unless parameters are flattened.
         """
-        best = max((row.samples_per_s for row in self._rows if row.fits), default=0.0)
-        apart, profile = dims.world_size // dims.batch_size, self._profile
-        if not self._leave_out or not best or apart == 1:
+        candidate, dims, share = bound.candidate, bound.dims, bound.share
+        best = max((row.samples_per_s for row in rows if row.fits), default=0.0)
+        apart = dims.world_size // dims.batch_size
+        if not best or apart == 1:
             return None
         flat = candidate.settings.get("data_parallel") in ("zero1", "zero2")
         events = self._alone.events[: self._alone.before_optimizer if flat else None]
@@ -257,6 +306,11 @@ class Search:
             looked_at=tuple(dict.fromkeys(place for each in ranks for place in each.looked_at)),
             timelines=times,
         )
+
+
+def _may_fit_with_checkpointing(row: Row, profile: DeviceProfile) -> bool:
+    """Whether what is held besides activations leaves room."""
+    return row.memory["peak"] - row.memory["activations"] + profile.reserved_bytes <= profile.memory_bytes
 
 
 def _sent_by_axis(events: Sequence[Event], dims: ParallelDims) -> dict[str, float]:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_pardist.planner.errors import PlanError
 from lightning_pardist.planner.ledger import Event, Message, Operator
 from lightning_pardist.planner.profiles import DeviceProfile, Link
 
@@ -85,6 +86,9 @@ def time_ranks(
         steps: Events by global rank.
         profile: The device.
         ranks_per_node: See :func:`time_step`.
+
+    Raises:
+        PlanError: If ranks wait for messages that none of them sends.
     """
     wires: dict[tuple[int, int], deque[float]] = {}
     players = {rank: _Player(rank, events, profile, ranks_per_node, wires) for rank, events in steps.items()}
@@ -99,6 +103,9 @@ def time_ranks(
             moved = players[rank].go_on() or moved
             if players[rank].is_done:
                 waiting.discard(rank)
+    if waiting:
+        stuck = ", ".join(f"rank {rank} for {players[rank].waits_for}" for rank in sorted(waiting))
+        raise PlanError(f"ranks wait for messages that are never sent: {stuck}")
     end = max(player.end for player in players.values())
     return {rank: player.result(end) for rank, player in players.items()}
 
@@ -131,6 +138,13 @@ class _Player:
     @property
     def end(self) -> float:
         return max([self._device, self._host, *self._groups.values()])
+
+    @property
+    def waits_for(self) -> str:
+        """The event that it cannot play yet."""
+        event = self._events[self._next]
+        number = f"event {self._next} of {len(self._events)}"
+        return f"{event.name} ({number})" if isinstance(event, Message) else number
 
     def go_on(self) -> bool:
         """Play events until one needs a message that has not been sent; whether there were any."""

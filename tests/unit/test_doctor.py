@@ -1,9 +1,11 @@
 """``pardist doctor``: what it warns of, and with which status it ends."""
 
 import dataclasses
+import json
 
 import pytest
 
+from lightning_pardist import doctor
 from lightning_pardist.cli import main
 from lightning_pardist.doctor import _compare
 from lightning_pardist.runtime.environments.facts import Facts
@@ -132,6 +134,40 @@ def test_other_numbers_than_the_trainers(monkeypatch, capsys):
         monkeypatch.setenv(name, str(value))
     assert main(["doctor", "--timeout", "1", "--devices", "4"]) == 1
     assert "makes 4 ranks, but world_size=2" in capsys.readouterr().out
+
+
+def test_a_profile_that_cannot_be_saved_is_refused_before_measuring(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "measure_alone", None)
+    assert main(["doctor", "--save", str(tmp_path / "missing" / "profile.json")]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("pardist doctor: --save ")
+    assert shown.err.count("\n") == 1
+    assert "about a minute" not in shown.out
+
+
+def test_measuring_says_how_long_and_what_failed(tmp_path, monkeypatch, capsys):
+    def fail(num_ranks):
+        raise RuntimeError("rank 1 of 2 that measure failed: no memory")
+
+    monkeypatch.setattr(doctor, "measure_alone", fail)
+    path = tmp_path / "profile.json"
+    assert main(["doctor", "--devices", "2", "--save", str(path)]) == 1
+    shown = capsys.readouterr()
+    assert "about a minute" in shown.out
+    assert shown.err == "error: nothing was saved: rank 1 of 2 that measure failed: no memory\n"
+    assert not path.exists()
+
+
+@pytest.mark.slow
+def test_a_profile_under_torchrun(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_pardist")
+    path = tmp_path / "profile.json"
+    finished = run_script(*torchrun, "doctor", "--save", str(path))
+    assert finished.code == 0, finished.output
+    assert json.loads(path.read_text())["assumed_links"] == ["between"]
+    finished = run_script(*torchrun, "doctor", "--save", str(tmp_path / "missing" / "profile.json"))
+    assert finished.code != 0
+    assert finished.output.count("cannot be written") == 1, finished.output
 
 
 @pytest.mark.slow

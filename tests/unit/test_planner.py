@@ -3,14 +3,19 @@
 import json
 from dataclasses import replace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
+from torch.multiprocessing import ProcessRaisedException
 
 import lightning_pardist
 from lightning_pardist.cli import main
-from lightning_pardist.planner import DeviceProfile, PlanError, ProfileError, find_profile, plan
+from lightning_pardist.planner import DeviceProfile, PlanError, ProfileError, find_profile, measuring, plan, search
 from lightning_pardist.planner.ledger import Message, Operator
+from lightning_pardist.planner.measuring import measure_alone, measure_rank, nodes_of
+from lightning_pardist.planner.profiles import Link, data_sheet_of
 from lightning_pardist.planner.skipped_kernels import SkippedKernels
 from lightning_pardist.planner.step_time import message_seconds, time_ranks, time_step
 from tests.helpers.models import Classifier
@@ -23,6 +28,17 @@ class SecondOrder(Classifier):
 
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters())
+
+
+class BrokenData(pl.LightningDataModule):
+    """Its own code fails."""
+
+    def setup(self, stage):
+        raise KeyError("the column that is not there")
+
+
+class NoLoader(pl.LightningDataModule):
+    """Lightning finds that something is missing."""
 
 
 def make_plan(**kwargs):
@@ -205,6 +221,93 @@ def test_stages_are_played_together():
     times = time_ranks({0: [work, sends], 1: [receives, work]}, profile, ranks_per_node=2)
     assert times[0].step == times[1].step == pytest.approx(2 * times[0].compute, rel=0.1)
     assert times[1].stages == pytest.approx(times[0].compute, rel=0.1)
+
+
+def test_ranks_that_wait_for_what_is_never_sent_are_no_fast_pipeline(monkeypatch):
+    receives = Message("recv_", (0, 1), 8, (1,), 0)
+    with pytest.raises(PlanError, match=r"never sent: rank 1 for recv_ \(event 0 of 1\)"):
+        time_ranks({0: [], 1: [receives]}, find_profile("cpu"), ranks_per_node=2)
+
+    def stuck(*_, **__):
+        raise PlanError("ranks wait for messages that are never sent")
+
+    monkeypatch.setattr(search, "time_ranks", stuck)
+    with pytest.raises(PlanError, match="pardist_ddp: cannot be planned: ranks wait"):
+        make_plan(devices=2, strategies=["pardist_ddp"])
+
+
+def test_what_if_says_what_was_left_out_and_may_be_best_there():
+    # The time of the host rules, so that four replicas are faster than four tensor ranks.
+    found = make_plan(device=replace(find_profile("h100"), host_s_per_operator=1e-3))
+    assert found.best is not None
+    assert any(each.reason.startswith("not traced") for each in found.refused)
+    assert found.what_if().untraced == found.untraced == ()
+    least = min(row.memory["peak"] for row in found.rows)
+    small = found.what_if(memory_gb=(least + found.device.reserved_bytes - 1000) / 1e9)
+    assert small.best is None
+    strategies = {each.strategy for each in small.untraced}
+    assert {"pardist_ddp", "pardist_tp"} <= strategies
+    assert "No candidate fits" not in small.why_nothing_fits()
+    assert "Make a new plan()" in small.why_nothing_fits()
+    assert small.notes[-1] in str(small)
+    # Replicas wait for their links there, which the bound of the others knows nothing of.
+    slow = found.what_if(links=1e-9)
+    assert slow.untraced
+    assert slow.rows[0].reason == "the fastest of those traced that fits"
+    assert slow.what_if(links=1e9).untraced == ()
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """A world of one, whose rates are not measured."""
+    for name in ("_flops", "_memory_rate", "_operator_seconds"):
+        monkeypatch.setattr(measuring, name, lambda *_, **__: 1e9)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield torch.device("cpu")
+    torch.distributed.destroy_process_group()
+
+
+def test_links_that_nobody_measured_are_a_data_sheets_and_said_to_be(one_rank, tmp_path):
+    profile = measure_rank(one_rank, hosts=["a"])
+    sheet = find_profile("cpu")
+    assert profile.inside == Link(sheet.inside.latency_s, sheet.inside.bytes_per_s * sheet.link_efficiency)
+    assert profile.between == Link(sheet.between.latency_s, sheet.between.bytes_per_s * sheet.link_efficiency)
+    assert profile.assumed_links == ("inside", "between")
+    assert profile.rates_text == "measured, but links inside a node and between nodes assumed"
+    assert sum("assumed to be that of CPU" in each for each in profile.sources) == 2
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(profile.to_json()))
+    assert DeviceProfile.read(path) == profile
+
+
+def test_the_nearest_data_sheet():
+    assert data_sheet_of("NVIDIA H100 80GB HBM3").name == "H100 SXM"
+    assert data_sheet_of("AMD Instinct MI300X OAM").name == "MI300X"
+    assert data_sheet_of("a GPU of another kind").name == "L40S"
+
+
+def test_nodes_are_the_hosts_of_ranks_however_they_are_placed():
+    assert nodes_of(["a", "b", "a", "b", "b"]) == [[0, 2], [1, 3, 4]]
+    assert nodes_of(["a"]) == [[0]]
+
+
+def test_a_rank_that_fails_to_measure_is_one_sentence(monkeypatch):
+    def fail(*_, **__):
+        raise ProcessRaisedException("\n\n-- Process 1\nTraceback\nRuntimeError: no memory\n", 1, 0)
+
+    monkeypatch.setattr(measuring, "start_processes", fail)
+    with pytest.raises(RuntimeError, match=r"^rank 1 of 2 that measure failed: RuntimeError: no memory$"):
+        measure_alone(2)
+
+
+@pytest.mark.parametrize(("data", "own"), [("BrokenData", True), ("NoLoader", False)])
+def test_an_error_of_the_datas_own_code_stays_visible(data, own, capsys):
+    arguments = ["--model", "tests.helpers.models.Classifier", "--data", f"{__name__}.{data}"]
+    assert main(["plan", "--devices", "2", *arguments]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said[-1].startswith(f"pardist plan: {data}.")
+    assert ("Traceback (most recent call last):" in said) == own
+    assert any("the column that is not there" in line for line in said) == own
 
 
 def test_the_name_is_public():
