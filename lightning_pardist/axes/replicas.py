@@ -94,10 +94,12 @@ class ReplicaAxis(ParallelAxis):
         """Find out how what a step leaves behind goes together, and try whether the module can be replicated.
 
         Raises:
+            ValueError: If the module cannot be replicated.
             CannotPipelineError: If batches cannot be cut, or steps of parts do not go together.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._try_to_replicate(module)
         number = len(self.devices)
         settings = self._settings(num_microbatches=number)
         with undisturbed_random():
@@ -119,6 +121,16 @@ class ReplicaAxis(ParallelAxis):
         if self._loss.coupled:
             rank_zero_warn(coupled_samples(module, self._loss.coupled))
         self._threads = ReplicaThreads(self.devices)
+
+    def _try_to_replicate(self, module: pl.LightningModule) -> None:
+        """Raise a ValueError if the module cannot be replicated."""
+        try:
+            replicate(module, self.devices[-1], checks_functions=True)
+        except Exception as error:
+            raise ValueError(
+                f"{type(module).__name__} cannot be replicated: {error}. Or use pardist_ddp, with a process for each"
+                " device."
+            ) from error
 
     # --- steps --------------------------------------------------------------------------------------------------
 

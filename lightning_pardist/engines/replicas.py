@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextvars
 import copy
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from types import MethodType
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -19,29 +21,28 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 
-def replicate(module: M, device: torch.device, *, made: Callable[[nn.Module], None] | None = None) -> M:
+def replicate(
+    module: M, device: torch.device, *, made: Callable[[nn.Module], None] | None = None, checks_functions: bool = False
+) -> M:
     """A copy of a module for one more device, whose gradients reach the module's own parameters.
 
     On the device of a parameter the copy has the parameter itself; elsewhere a tensor copied from it, through which
     autograd goes back. Buffers are copies. Of other attributes the copy has the same objects, in lists, dicts and sets
-    of its own; methods, modules and parameters among them are the copy's.
+    of its own at any depth; methods, modules and parameters among them are the copy's.
 
     Args:
         module: Plain.
         device: Where the copy computes.
         made: Called with each submodule of the copy, before anything else sees it.
+        checks_functions: Whether to look for functions that would stay bound to the module.
+
+    Raises:
+        ValueError: If it is to, and an attribute is a function that holds the module in a closure, with its name.
     """
     others: dict[int, Any] = {}
     shells: list[nn.Module] = []
     for each in module.modules():
-        # By the protocol of copies, since modules may hold what is bound to themselves.
-        shell = copy.copy(each)
-        # What a class leaves out of its pickles by None.
-        left_out = {key: value for key, value in each.__dict__.items() if shell.__dict__.get(key, value) is None}
-        shell.__dict__.update(left_out)
-        for table in TABLES:
-            shell.__dict__[table] = dict(each.__dict__[table])
-        others[id(each)] = shell
+        others[id(each)] = shell = _shell(each)
         shells.append(shell)
     for each in shells:
         for tensors in (own_parameters(each), own_buffers(each)):
@@ -52,14 +53,32 @@ def replicate(module: M, device: torch.device, *, made: Callable[[nn.Module], No
                 tensors[name] = None if tensor is None else others[id(tensor)]
         children = own_modules(each)
         children.update({name: child and others[id(child)] for name, child in children.items()})
-    for each in shells:
+    of_copy = _OfCopy(others, checks_functions)
+    for (name, _), each in zip(module.named_modules(), shells, strict=True):
         for key, value in each.__dict__.items():
             if key not in TABLES:
-                each.__dict__[key] = _of_copy(value, others)
+                each.__dict__[key] = of_copy(value, f"{name}.{key}".removeprefix("."))
         if made is not None:
             made(each)
     replica: M = others[id(module)]
     return replica
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """A module with the same attributes, and tables of its own."""
+    try:
+        # By the protocol of copies, since modules may hold what is bound to themselves.
+        shell = copy.copy(module)
+    except Exception:
+        # Some have none: parametrized ones forbid it, as their classes cannot be pickled.
+        shell = type(module).__new__(type(module))
+        shell.__dict__.update(module.__dict__)
+    # What a class leaves out of its pickles by None.
+    left_out = {key: value for key, value in module.__dict__.items() if shell.__dict__.get(key, value) is None}
+    shell.__dict__.update(left_out)
+    for table in TABLES:
+        shell.__dict__[table] = dict(module.__dict__[table])
+    return shell
 
 
 def _copied(tensor: Tensor, device: torch.device, *, is_buffer: bool) -> Tensor:
@@ -68,19 +87,94 @@ def _copied(tensor: Tensor, device: torch.device, *, is_buffer: bool) -> Tensor:
     return tensor if tensor.device == device else tensor.to(device)
 
 
-def _of_copy(value: Any, others: dict[int, Any]) -> Any:
-    """An attribute of the module as the copy has it."""
-    if id(value) in others:
-        return others[id(value)]
-    if isinstance(value, MethodType) and id(value.__self__) in others:
-        return MethodType(value.__func__, others[id(value.__self__)])
-    if type(value) in (list, tuple, set):
-        return type(value)([others.get(id(item), item) for item in value])
-    if isinstance(value, dict):
-        own = copy.copy(value)
-        own.update({key: others[id(item)] for key, item in value.items() if id(item) in others})
+class _OfCopy:
+    """Attributes of a module as its copy has them.
+
+    Args:
+        others: What takes the place of modules and tensors, by their ids.
+        checks_functions: Whether functions that hold such are refused.
+    """
+
+    def __init__(self, others: dict[int, Any], checks_functions: bool) -> None:
+        self._others, self._checks_functions = others, checks_functions
+        #: Containers that have been copied, which may hold each other.
+        self._made: dict[int, Any] = {}
+
+    def __call__(self, value: Any, name: str) -> Any:
+        """The attribute of the copy.
+
+        Raises:
+            ValueError: For a function that holds what is the module's own, with its name.
+        """
+        for known in (self._others, self._made):
+            if id(value) in known:
+                return known[id(value)]
+        if isinstance(value, MethodType):
+            owner = self(value.__self__, name)
+            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if isinstance(value, FunctionType):
+            if self._checks_functions and self._is_held(value, set()):
+                raise ValueError(
+                    f"{name} has {value.__qualname__}, a function that holds the module, one of its submodules or"
+                    " buffers in a variable from outside, so that every replica would use the first one's. Make it a"
+                    " method of the module, or give it what it needs as an argument"
+                )
+            return value
+        if isinstance(value, partial):
+            parts = [self(part, name) for part in (value.func, *value.args, *value.keywords.values())]
+            args, keywords = parts[1 : 1 + len(value.args)], parts[1 + len(value.args) :]
+            return partial(parts[0], *args, **dict(zip(value.keywords, keywords, strict=True)))
+        return self._container(value, name)
+
+    def _container(self, value: Any, name: str) -> Any:
+        if isinstance(value, (tuple, frozenset)):
+            items = [self(item, name) for item in value]
+            if all(mine is theirs for mine, theirs in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, (list, deque)):
+            row: list[Any] | deque[Any] = copy.copy(value)
+            self._made[id(value)] = row
+            for index, item in enumerate(value):
+                row[index] = self(item, name)
+            return row
+        if isinstance(value, set):
+            return {self(item, name) for item in value}
+        if not isinstance(value, dict):
+            return value
+        own: dict[Any, Any] = copy.copy(value)
+        self._made[id(value)] = own
+        for key, item in value.items():
+            if (other := self(item, name)) is not item:
+                own[key] = other
+        keys = {key: self._others[id(key)] for key in value if id(key) in self._others}
+        if keys:
+            entries = [(keys.get(key, key), item) for key, item in own.items()]
+            own.clear()
+            own.update(entries)
         return own
-    return value
+
+    def _is_held(self, value: Any, seen: set[int]) -> bool:
+        """Whether a value is the module's own or holds what is."""
+        if id(value) in self._others:
+            return self._others[id(value)] is not value
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        inside: list[Any] = []
+        if isinstance(value, MethodType):
+            inside = [value.__self__]
+        elif isinstance(value, FunctionType):
+            # A cell may be empty yet.
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+            inside = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        elif isinstance(value, partial):
+            inside = [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, dict):
+            inside = [*value, *value.values()]
+        elif isinstance(value, (list, tuple, deque, set, frozenset)):
+            inside = list(value)
+        return any(self._is_held(item, seen) for item in inside)
 
 
 class ReplicaThreads:

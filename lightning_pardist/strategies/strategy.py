@@ -418,7 +418,9 @@ class PardistStrategy(ParallelStrategy):
             axis.check(trainer)
         self.checkpoints.check(trainer)
         self.accelerator.setup(trainer)
-        shares = self.dims.context_parallel > 1 or any(axis.splits_module or axis.splits_batch for axis in self.axes)
+        shares = self.dims.context_parallel > 1 or any(axis.splits_module for axis in self.axes)
+        # On one device as on several.
+        shares = shares or any(axis.splits_batch for axis in self._axes_as_set)
         if self.dims.batch_size == 1 and shares:
             # Tensor and context ranks draw random numbers of their own: only a seeded sampler shuffles alike on all.
             shuffled = self.dims.size("context_parallel", "tensor_parallel") == 1

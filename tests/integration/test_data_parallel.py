@@ -1,10 +1,13 @@
 """Replicas in threads of one process: one process's numbers, logs and metrics, and what is refused."""
 
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
@@ -123,6 +126,106 @@ def test_replicas_have_their_own_places_and_the_same_parameters():
     assert all(mine is not theirs for mine, theirs in zip(other.modules(), module.modules(), strict=True))
 
 
+class Hooked(Logging):
+    """Reaches its parts by methods in dicts, by hooks and by partial functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions = {"head": [self.head], "net": (self.net[0].forward, partial(self.last, scale=2.0))}
+        self.net[0].register_forward_hook(self.keep)
+        self.net[2].register_forward_pre_hook(partial(self.shift, 0.5))
+
+    def keep(self, layer, args, output):
+        self.hidden = output
+
+    def shift(self, by, layer, args):
+        return (args[0] + by * self.hidden,)
+
+    def head(self, x):
+        return self.functions["net"][1](torch.tanh(self.functions["net"][0](x)))
+
+    def last(self, x, scale):
+        return scale * F.linear(x, self.net[2].weight) + self.net(self.x)
+
+    def training_step(self, batch, batch_idx):
+        self.x = x = batch[0]
+        return F.cross_entropy(self.functions["head"][0](x), batch[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.x = self.hidden = None
+
+
+class Parametrized(Logging):
+    """Weights that modules make of other parameters before they are used."""
+
+    def __init__(self, kind):
+        super().__init__()
+        normalize = {"weight": parametrizations.weight_norm, "spectral": parametrizations.spectral_norm}
+        self.net[0] = normalize.get(kind, nn.utils.weight_norm)(self.net[0])
+        self.lookup = self.net
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+
+class Sometimes(Logging):
+    """Has no loss for samples of one kind."""
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.net(batch[0]), batch[0][:, :3]) if batch[1].sum() else None
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+
+def _weights(module, strategy, devices, dataset=None):
+    torch.manual_seed(6)
+    _fit(module, strategy, devices, dataset)
+    return snapshot(module)
+
+
+def test_methods_in_containers_are_the_replicas():
+    want, got = (_built(Hooked, strategy, devices) for strategy, devices in (("auto", 1), ("pardist_dp", 2)))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", ["weight", "spectral", "by a hook"])
+def test_parametrized_modules(kind):
+    want, got = (
+        _built(Parametrized, strategy, devices, kind) for strategy, devices in (("auto", 1), ("pardist_dp", 2))
+    )
+    assert_close(got, want)
+
+
+def test_one_device_reads_in_the_order_of_one_process():
+    want, got = (_built(Sometimes, strategy, 1) for strategy in ("auto", "pardist_dp"))
+    assert_close(got, want, rtol=0.0)
+
+
+def test_a_replica_without_a_loss():
+    """The other one's samples are the batch's, as if it had no others."""
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(3))
+    y = torch.ones(24, dtype=torch.long)
+    y[12:16] = 0
+    kept = [index for index in range(24) if y[index]]
+    results = []
+    for strategy, devices, samples in (("auto", 1, kept), ("pardist_dp", 2, range(24))):
+        torch.manual_seed(5)
+        module = Sometimes()
+        batches = DataLoader(TensorDataset(x, y), batch_sampler=[[i for i in samples if i // 8 == b] for b in range(3)])
+        quiet_trainer(strategy=strategy, devices=devices).fit(module, batches)
+        results.append(snapshot(module))
+    assert_close(results[1], results[0])
+
+
+def _built(kind, strategy, devices, *args):
+    torch.manual_seed(5)
+    return _weights(kind(*args), strategy, devices)
+
+
 class Failing(Classifier):
     def training_step(self, batch, batch_idx):
         if self.global_step == 1 and len(batch[0]) < 8 and not torch.equal(batch[0][0], self.first):
@@ -160,6 +263,10 @@ def test_what_is_refused_by_name():
     replaced.net.forward = lambda x: nn.Sequential.forward(replaced.net, x)
     with pytest.raises(ValueError, match="has 'net', whose forward has been replaced by a function"):
         quiet_trainer(strategy="pardist_dp", devices=2).fit(replaced, loader)
+    closed = Logging()
+    closed.net[0].register_forward_hook(lambda layer, args, output: output * closed.seen)
+    with pytest.raises(ValueError, match=r"net.0._forward_hooks has .*<lambda>, a function that holds the module"):
+        quiet_trainer(strategy="pardist_dp", devices=2).fit(closed, loader)
     scripted = Logging()
     scripted.net = torch.jit.script(scripted.net)
     scripted.lookup = scripted.net.forward

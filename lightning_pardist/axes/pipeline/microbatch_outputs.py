@@ -331,8 +331,8 @@ class StepOutputs:
         records = [_Record.of_containers(result) for result in results]
 
         def merged(column: Sequence[Any], *where: Hashable) -> Any:
-            def number(place: tuple[int, ...], numbers: list[Any]) -> Any:
-                return rules.combine((*where, *place), numbers, shares)
+            def number(place: tuple[int, ...], numbers: list[Any], which: Sequence[int]) -> Any:
+                return rules.combine((*where, *place), numbers, shares.only(which))
 
             return merge_results(column, shares.loss, shares.sizes, combine=number)
 

@@ -559,6 +559,9 @@ class StepRecorder:
     def _numbers(self, records: list[dict[str, Any]], shares: Shares) -> Collector:
         collector = Collector()
         self._effects.combine(records, shares, collector)
+        for place in [place for place, column in collector.found.items() if len(column) < len(records)]:
+            # Some micro-batches gave None there, which shows no rule.
+            del collector.found[place]
         return collector
 
     @contextmanager

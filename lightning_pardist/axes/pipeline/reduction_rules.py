@@ -55,6 +55,12 @@ class Shares:
         """Shares out of any weights and sizes."""
         return cls(_normalized(weights), _normalized(sizes), tuple(sizes))
 
+    def only(self, which: Sequence[int]) -> Shares:
+        """Shares of some micro-batches in what they make up together."""
+        if len(which) == len(self.sizes):
+            return self
+        return Shares.of([self.loss[index] for index in which], [self.sizes[index] for index in which])
+
 
 @dataclass(frozen=True)
 class Rules:

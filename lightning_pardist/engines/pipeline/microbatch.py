@@ -38,8 +38,9 @@ def fresh_copy(value: Any, *, clone: bool = True) -> Any:
     return replace_leaves(value, [copied(leaf) for leaf in flatten(value)[0]])
 
 
-#: Puts the numbers at one place of a result together: takes the place, as indices from the outside in, and the numbers.
-CombineNumbers = Callable[[tuple[int, ...], list[Any]], Any]
+#: Puts the numbers at one place of a result together: takes the place, as indices from the outside in, the numbers, and
+#: which micro-batches they are of.
+CombineNumbers = Callable[[tuple[int, ...], list[Any], Sequence[int]], Any]
 
 
 def merge_results(
@@ -48,36 +49,65 @@ def merge_results(
     sizes: Sequence[int],
     *,
     combine: CombineNumbers | None = None,
-    place: tuple[int, ...] = (),
 ) -> Any:
     """One result out of the micro-batches' results: samples are concatenated, numbers averaged by weight.
 
-    Samples are tensors with a micro-batch's size in front, and lists with an item a sample.
+    Samples are tensors with a micro-batch's size in front, and lists with an item a sample. A micro-batch that gave
+    None where others gave something is left out there.
 
     Args:
         results: What the step returned for each micro-batch.
-        weights: Share of each in the batch's loss; they add up to 1.
+        weights: Share of each in the batch's loss.
         sizes: Samples of each.
         combine: What becomes of numbers, instead of their average.
-        place: Where the results stand in a larger value.
 
     Returns:
         The same structure; the first result's leaf where leaves are neither tensors nor numbers, and the list of what
         the micro-batches gave where their structures differ.
     """
-    first = results[0]
-    if len(results) == 1:
-        return first
-    if _are_samples(results, sizes):
-        return type(first)(item for result in results for item in result)
-    children = [inside for result in results if (inside := children_of(result)) is not None]
-    if not children:
-        return _merge(list(results), weights, sizes, combine, place)
-    if len(children) < len(results) or len({_shape_of(result) for result in results}) > 1:
-        return list(results)
-    columns = enumerate(zip(*children, strict=True))
-    merged = [merge_results(each, weights, sizes, combine=combine, place=(*place, index)) for index, each in columns]
-    return with_children(first, merged)
+    return _Merge(weights, sizes, combine)(results, range(len(results)), ())
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """Puts results of several micro-batches together, at one place and all that lie in it."""
+
+    weights: Sequence[float]
+    sizes: Sequence[int]
+    combine: CombineNumbers | None
+
+    def __call__(self, results: Sequence[Any], which: Sequence[int], place: tuple[int, ...]) -> Any:
+        known = [(result, index) for result, index in zip(results, which, strict=True) if result is not None]
+        if known and len(known) < len(results):
+            results, which = [result for result, _ in known], [index for _, index in known]
+        first = results[0]
+        if len(results) == 1:
+            return first
+        if _are_samples(results, [self.sizes[index] for index in which]):
+            return type(first)(item for result in results for item in result)
+        children = [inside for result in results if (inside := children_of(result)) is not None]
+        if not children:
+            return self._leaf(list(results), which, place)
+        if len(children) < len(results) or len({_shape_of(result) for result in results}) > 1:
+            return list(results)
+        columns = enumerate(zip(*children, strict=True))
+        return with_children(first, [self(each, which, (*place, index)) for index, each in columns])
+
+    def _leaf(self, column: list[Any], which: Sequence[int], place: tuple[int, ...]) -> Any:
+        first = column[0]
+        if isinstance(first, bool) or not isinstance(first, (torch.Tensor, int, float)):
+            return first
+        if isinstance(first, torch.Tensor):
+            batched = all(t.ndim and t.shape[0] == self.sizes[index] for t, index in zip(column, which, strict=True))
+            if batched and all(t.shape[1:] == first.shape[1:] for t in column):
+                return torch.cat(column)
+            if any(t.shape != first.shape for t in column):
+                return column
+        if self.combine is not None:
+            return self.combine(place, column, which)
+        weights = [self.weights[index] for index in which]
+        total = sum(weights)
+        return weighted_mean(column, [weight / total if total else 1 / len(weights) for weight in weights])
 
 
 def _shape_of(container: Any) -> tuple[Any, ...]:
@@ -93,27 +123,6 @@ def _are_samples(results: Sequence[Any], sizes: Sequence[int]) -> bool:
     return not all(
         isinstance(item, torch.Tensor) and item.shape[:1] == (size,) for result, size in pairs for item in result
     )
-
-
-def _merge(
-    column: list[Any],
-    weights: Sequence[float],
-    sizes: Sequence[int],
-    combine: CombineNumbers | None,
-    place: tuple[int, ...],
-) -> Any:
-    first = column[0]
-    if isinstance(first, bool) or not isinstance(first, (torch.Tensor, int, float)):
-        return first
-    if isinstance(first, torch.Tensor):
-        batched = all(t.ndim and t.shape[0] == size for t, size in zip(column, sizes, strict=True))
-        if batched and all(t.shape[1:] == first.shape[1:] for t in column):
-            return torch.cat(column)
-        if any(t.shape != first.shape for t in column):
-            return column
-    if combine is not None:
-        return combine(place, column)
-    return weighted_mean(column, weights)
 
 
 def weighted_mean(column: Sequence[Any], weights: Sequence[float]) -> Any:
