@@ -179,6 +179,8 @@ class LocalSGDAxis(ParallelAxis):
         if self._is_synchronous:
             return
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        for fragment in self._fragments.get(optimizer, []):
+            fragment.trained = True
         if self._streams and isinstance(self.sync_every, int):
             self._stream(optimizer, self.sync_every)
             return

@@ -21,6 +21,10 @@ class OuterFragment:
         group: This rank and its counterparts on the other islands.
         kind: Of codes.
         mixing: Share of an island's own weights in what it goes on from.
+
+    Attributes:
+        trained: Whether there has been a step since the last outer one; the caller sets it.
+        in_flight: Whether differences are on their way.
     """
 
     def __init__(
@@ -35,11 +39,14 @@ class OuterFragment:
         self.params, self._outer, self._mixing = list(params), outer, mixing
         sizes = [_real(difference).numel() for difference in outer.differences(self.params)]
         self._exchange = OuterExchange(sizes, group=group, kind=kind, like=self._flat())
-        self._turned = self.in_flight = False
+        self._turned = self.in_flight = self.trained = False
+        #: The differences that are on their way.
+        self._sent = torch.empty(0)
 
     def start(self) -> None:
         """Send what this island has changed since the fragment met last. Collective over the group."""
-        self._exchange.start(self._flat())
+        self._sent = self._flat()
+        self._exchange.start(self._sent)
         self.in_flight, self._turned = True, False
 
     def turn(self) -> None:
@@ -49,19 +56,24 @@ class OuterFragment:
 
     def finish(self) -> None:
         """Make the outer step, and take its result into this island's weights. Collective over the group."""
-        if not self._turned:
-            self.turn()
-        self._step(self._exchange.finish(), self._mixing)
-        self.in_flight = False
+        self._outer.step_on(self._means(self._arrived()), mixing=self._mixing)
+        self.trained = False
 
     def meet_exactly(self) -> None:
-        """End what is on its way, then bring all differences together in full precision. Collective over the group.
+        """Bring all differences together in full precision. Collective over the group.
 
-        Afterwards all islands have the same, and nothing is left behind by rounding.
+        Afterwards all islands have the same, and nothing is left behind by rounding. What is on its way and what has
+        been trained since are one outer step; where nothing has been trained since the last one, what rounding has left
+        out of that step is added to it.
         """
         if self.in_flight:
-            self.finish()
-        self._step(self._exchange.exact(self._flat()), 0.0)
+            sent = self._sent
+            arrived = self._arrived()
+            mean, steps = arrived + self._exchange.exact(self._flat() - sent), True
+        else:
+            mean, steps = self._exchange.exact(self._flat()), self.trained
+        (self._outer.step_on if steps else self._outer.complete)(self._means(mean))
+        self.trained = False
 
     def held_bytes(self) -> int:
         """Bytes that are held on this rank beside the outer optimizer's."""
@@ -72,15 +84,20 @@ class OuterFragment:
         parts = [_real(difference).reshape(-1) for difference in self._outer.differences(self.params)]
         return torch.cat(parts)
 
-    @torch.no_grad()
-    def _step(self, mean: Tensor, mixing: float) -> None:
+    def _arrived(self) -> Tensor:
+        if not self._turned:
+            self.turn()
+        self.in_flight, self._sent = False, torch.empty(0)
+        return self._exchange.finish()
+
+    def _means(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         means, begin = [], 0
         for difference in self._outer.differences(self.params):
             real = _real(difference)
-            piece = mean.narrow(0, begin, real.numel()).view(real.shape).to(real.dtype)
+            piece = flat.narrow(0, begin, real.numel()).view(real.shape).to(real.dtype)
             means.append(torch.view_as_complex(piece) if difference.is_complex() else piece)
             begin += real.numel()
-        self._outer.step_on(dict(zip(self.params, means, strict=True)), mixing=mixing)
+        return dict(zip(self.params, means, strict=True))
 
 
 def fragments_of(params: Sequence[nn.Parameter], number: int) -> list[list[nn.Parameter]]:

@@ -66,6 +66,18 @@ class OuterOptimizer:
             own = own_part(param)
             own.copy_(torch.lerp(anchor, own.to(anchor.dtype), mixing) if mixing else anchor)
 
+    @torch.no_grad()
+    def complete(self, means: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add to the last step of some parameters what its gradients lacked, and put the result there."""
+        settings = self._sgd.param_groups[0]
+        for param, mean in means.items():
+            anchor = self._anchors[param]
+            momentum = self._sgd.state[anchor].get("momentum_buffer")
+            if momentum is not None:
+                momentum.add_(mean)
+            anchor.sub_(mean, alpha=settings["lr"] * (1 + settings["momentum"]))
+            own_part(param).copy_(anchor)
+
     def momenta(self) -> dict[nn.Parameter, Tensor]:
         """Momentum of each parameter, as this rank holds it; zeros where there has been no step."""
         found = {}

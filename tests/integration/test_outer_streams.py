@@ -74,7 +74,7 @@ def _simulate(islands, optimizer, every, *, kind=None, fragments=1, delay=0, mix
     outer_step = torch.optim.SGD(anchors, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
     held = [list(model.parameters()) for model in models]
     means = [[Means(islands, anchors[i].numel(), kind, torch.float64) for i in part] for part in parts]
-    coming = {}
+    coming, met = {}, {}
 
     def mean_of(index, **how):
         each = zip(parts[index], means[index], strict=True)
@@ -92,6 +92,16 @@ def _simulate(islands, optimizer, every, *, kind=None, fragments=1, delay=0, mix
             for island in range(islands):
                 held[island][i].data = share * held[island][i].data + (1 - share) * anchors[i].data
 
+    def complete(index, pieces):
+        """As if the last step had had these besides."""
+        for i, piece in zip(parts[index], pieces, strict=True):
+            momentum = outer_step.state[anchors[i]].get("momentum_buffer")
+            if momentum is not None:
+                momentum += piece.view_as(momentum)
+            anchors[i].data -= outer[0] * (1 + outer[1]) * piece.view_as(anchors[i])
+            for island in range(islands):
+                held[island][i].data = anchors[i].data.clone()
+
     x, y = (tensor.double() for tensor in _dataset().tensors)
     for step in range(1, STEPS + 1):
         batch = torch.arange((step - 1) * BATCH, step * BATCH)
@@ -103,13 +113,19 @@ def _simulate(islands, optimizer, every, *, kind=None, fragments=1, delay=0, mix
         for index in range(len(parts)):
             begins = (index + 1) * every // len(parts)
             if step >= begins and (step - begins) % every == 0:
-                coming[index] = step + delay, mean_of(index)
+                before = copy.deepcopy(means[index])
+                coming[index] = step + delay, mean_of(index), before
             if index in coming and coming[index][0] == step:
                 take(index, coming.pop(index)[1], mixing)
+                met[index] = step
     for index in range(len(parts)):
         if index in coming:
-            take(index, coming.pop(index)[1], mixing)
-        take(index, mean_of(index, exact=True), 0.0)
+            # As if nothing had been sent.
+            means[index] = coming.pop(index)[2]
+        if met.get(index) == STEPS:
+            complete(index, mean_of(index, exact=True))
+        else:
+            take(index, mean_of(index, exact=True), 0.0)
     return snapshot(models[0])
 
 
@@ -182,6 +198,25 @@ def test_islands_of_several_ranks_end_alike(inside):
     for other in others:
         assert_close(other["all"], first["all"], rtol=0.0)
     assert all(not torch.equal(first["all"][name], start[name]) for name in start)
+
+
+def _saved_at_meetings(folder, compression):
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx % 2:
+                trainer.save_checkpoint(f"{folder}/{compression}.ckpt")
+
+    module = _build("adamw")
+    strategy = LocalSGDStrategy(sync_every=2, outer_lr=0.7, outer_momentum=0.9, outer_compression=compression)
+    options = {"devices": 2, "use_distributed_sampler": False, "precision": "64-true", "callbacks": [Save()]}
+    quiet_trainer(strategy=strategy, **options).fit(module, datamodule=Data(_dataset()))
+    return snapshot(module)
+
+
+def test_a_checkpoint_on_a_meeting_is_no_further_outer_step(tmp_path):
+    """It brings what rounding has left, so that the run is the one without compression."""
+    (want, _), (got, _) = (run_ranks(2, _saved_at_meetings, str(tmp_path), kind) for kind in (None, "int4"))
+    assert_close(got, want, rtol=1e-9)
 
 
 def _resumed(folder):
