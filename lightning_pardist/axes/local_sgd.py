@@ -348,6 +348,9 @@ def _check_fragments(sync_every: SyncEvery, fragments: int, delay: int, mixing: 
     Raises:
         ValueError: With what was set, and what goes.
     """
+    for name, value in (("fragments", fragments), ("fragment_sync_delay", delay)):
+        if not isinstance(value, int):
+            raise ValueError(f"{name}={value!r} is not a whole number. Use one.")
     if fragments < 1 or delay < 0 or not 0 <= mixing < 1:
         raise ValueError(
             f"fragments={fragments}, fragment_sync_delay={delay}, fragment_mixing={mixing}: use 1 fragment or more, a"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -40,7 +41,7 @@ class HybridStrategy(PardistStrategy):
         outer_parallel_size: Islands of ranks that each train by themselves with all of the above, and average their
             parameters every ``sync_every`` steps: a number, or ``"node"`` for one a host; see
             :class:`~lightning_pardist.LocalSGDStrategy`.
-        sync_every: Optimizer steps between two averages; ``"epoch"`` for the end of each epoch.
+        sync_every: Optimizer steps between two averages; ``"epoch"`` for the end of each epoch. 32 if None.
         outer_settings: Further settings of :class:`~lightning_pardist.LocalSGDStrategy`, such as ``outer_momentum``.
         outer: An axis around all others, in the place of one made from these settings.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
@@ -62,7 +63,7 @@ class HybridStrategy(PardistStrategy):
         pipeline_settings: Mapping[str, Any] | None = None,
         data_settings: Mapping[str, Any] | None = None,
         outer_parallel_size: OuterSize = 1,
-        sync_every: SyncEvery = 32,
+        sync_every: SyncEvery | None = None,
         outer_settings: Mapping[str, Any] | None = None,
         outer: ParallelAxis | None = None,
         **kwargs: Any,
@@ -75,13 +76,12 @@ class HybridStrategy(PardistStrategy):
                     " uses the whole data axis. Leave it out, or use data_parallel='zero3'."
                 )
             settings["data_shard_size"] = data_shard_size
-        if outer is None and outer_parallel_size != 1:
-            outer = LocalSGDAxis(
-                outer_parallel_size=outer_parallel_size, sync_every=sync_every, **(outer_settings or {})
-            )
+        if outer is None:
+            outer = _outer_axis(outer_parallel_size, sync_every, outer_settings)
         elif outer_settings:
             raise ValueError(
-                f"outer_settings={dict(outer_settings)} are for islands, and there are none. Set outer_parallel_size."
+                f"outer_settings={dict(outer_settings)} are settings of HybridStrategy, and {type(self).__name__} makes"
+                " the outer axis itself. Give them to it one by one, without outer_settings."
             )
         pipeline = PipelineSettings(pipeline_parallel_size=pipeline_parallel_size, **(pipeline_settings or {}))
         pipeline.check_data(data_parallel, settings)
@@ -95,3 +95,28 @@ class HybridStrategy(PardistStrategy):
             ],
             **kwargs,
         )
+
+
+def _outer_axis(
+    size: OuterSize, sync_every: SyncEvery | None, settings: Mapping[str, Any] | None
+) -> LocalSGDAxis | None:
+    """The axis of islands; None if there are none.
+
+    Raises:
+        ValueError: If there are settings for islands and none of them, or a setting that islands do not have.
+    """
+    if size == 1:
+        if settings or sync_every is not None:
+            what = f"outer_settings={dict(settings)} are" if settings else f"sync_every={sync_every!r} is"
+            raise ValueError(f"{what} for islands, and there are none. Set outer_parallel_size.")
+        return None
+    known = set(inspect.signature(LocalSGDAxis.__init__).parameters) - {"self", "outer_parallel_size", "sync_every"}
+    unknown = sorted(set(settings or {}) - known)
+    if unknown:
+        raise ValueError(
+            f"outer_settings={dict(settings or {})}: {', '.join(unknown)} is none of {', '.join(sorted(known))}."
+            " Number of islands and steps between averages are outer_parallel_size and sync_every of HybridStrategy."
+        )
+    return LocalSGDAxis(
+        outer_parallel_size=size, sync_every=32 if sync_every is None else sync_every, **(settings or {})
+    )

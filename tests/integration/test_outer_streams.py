@@ -331,6 +331,8 @@ def test_hybrid_takes_islands():
         ({"fragment_sync_delay": 4, "sync_every": 4}, "a delay below"),
         ({"fragments": 2, "sync_every": "epoch"}, "Set sync_every to a number of steps"),
         ({"fragment_mixing": 0.5}, "Set a delay"),
+        ({"fragments": "auto"}, "fragments='auto' is not a whole number"),
+        ({"outer_settings": {"fragments": 2}}, "Give them to it one by one"),
         ({"outer_compression": "int2"}, "bf16, int8, int4 or None"),
     ],
 )
@@ -339,3 +341,16 @@ def test_what_is_refused(settings, said):
         LocalSGDStrategy(**settings)
     with pytest.raises(ValueError, match="Set outer_parallel_size"):
         HybridStrategy(outer_settings={"outer_momentum": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sync_every": 5}, "sync_every=5 is for islands, and there are none. Set outer_parallel_size"),
+        ({"outer_parallel_size": 2, "outer_settings": {"bogus": 1}}, "bogus is none of fragment_mixing"),
+        ({"outer_parallel_size": 2, "outer_settings": {"sync_every": 4}}, "sync_every of HybridStrategy"),
+    ],
+)
+def test_what_islands_of_a_hybrid_refuse(settings, said):
+    with pytest.raises(ValueError, match=said):
+        HybridStrategy(**settings)
