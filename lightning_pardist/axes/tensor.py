@@ -16,6 +16,7 @@ from lightning_pardist.axes.module_copies import copies_of
 from lightning_pardist.axes.pipeline.meta_stages import stand_ins
 from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_pruning
 from lightning_pardist.axes.shared_batch import SharedBatchAxis
+from lightning_pardist.checkpoint.tensors import shared_entries
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat import pytree
 from lightning_pardist.engines.common.meta_init import (
@@ -232,7 +233,7 @@ class TensorAxis(SharedBatchAxis):
             for position, number in enumerate(saved)
             if number in state["state"] and position < len(params)
         }
-        return {**state, "state": local}
+        return {**state, "state": {**local, **shared_entries(state)}}
 
     @override
     def whole_values(self, tree: Any) -> Any:

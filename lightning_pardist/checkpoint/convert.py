@@ -101,7 +101,9 @@ def to_file(folder: str | os.PathLike[str], path: str | os.PathLike[str], *, wei
                 for number in saved["names"]
             }
             of_params = {number: found for number, found in values.items() if found}
-            optimizers.append({"state": of_params, "param_groups": saved["param_groups"]})
+            optimizers.append(
+                {"state": {**of_params, **saved.get("shared", {})}, "param_groups": saved["param_groups"]}
+            )
         state["optimizer_states"] = optimizers
     about = {**state.get(ABOUT, {}), "about": reader.manifest.about}
     if diverged := {key: later(key) for key in reader.manifest.tensors if key.startswith(DIVERGED)}:

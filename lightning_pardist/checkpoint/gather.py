@@ -146,7 +146,8 @@ def assemble_optimizer(
             f"{type(optimizer).__name__} has state on other ranks that belongs to no parameter known here:"
             f" {', '.join(sorted(unknown)[:3])}. Give it the same parameters, by the same names, on all ranks."
         )
-    return {"state": dict(sorted(state.items())), "param_groups": own["param_groups"]}
+    shared = own.get("shared", {}) if exchange.rank == 0 else {}
+    return {"state": {**dict(sorted(state.items())), **shared}, "param_groups": own["param_groups"]}
 
 
 def merged_small(of_ranks: Iterable[Mapping[int, Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:

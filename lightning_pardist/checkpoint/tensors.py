@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,24 @@ class TensorSlot:
 
 
 Slots = Sequence[Sequence[TensorSlot]]
+
+
+def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """State that an optimizer keeps for all of its parameters together: under keys that are none, such as a count."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def restore_shared(optimizer: Optimizer, shared: Mapping[Any, Any]) -> None:
+    """Let an optimizer have this state for all of its parameters together, and no other."""
+    for key in shared_state(optimizer):
+        del optimizer.state[key]
+    optimizer.state.update(shared)
+
+
+def shared_entries(state: Mapping[str, Any]) -> dict[Any, Any]:
+    """As :func:`shared_state`, of the state dict of one process; copies."""
+    numbers = {number for group in state["param_groups"] for number in group["params"]}
+    return {key: copy.deepcopy(value) for key, value in state["state"].items() if key not in numbers}
 
 
 def whole_slots(optimizer: Optimizer) -> list[list[TensorSlot]]:
@@ -141,7 +160,8 @@ def optimizer_shards(
 
     Returns:
         Boxes by key, and the rest: ``param_groups`` with numbered parameters, their ``names``, and under ``small``
-        what is no tensor or has one element, such as counts of steps, by number and name.
+        what is no tensor or has one element, such as counts of steps, by number and name; under ``shared``, if there is
+        any, the state of all parameters together.
     """
     tensors: dict[str, Shards] = {}
     small: dict[int, dict[str, Any]] = {}
@@ -157,7 +177,9 @@ def optimizer_shards(
             numbers.append(number)
             number += 1
         groups.append({**{key: value for key, value in settings.items() if key != "params"}, "params": numbers})
-    return tensors, {"param_groups": groups, "names": named, "small": {n: found for n, found in small.items() if found}}
+    rest = {"param_groups": groups, "names": named, "small": {n: found for n, found in small.items() if found}}
+    shared = copy.deepcopy(shared_state(optimizer))
+    return tensors, rest | ({"shared": shared} if shared else {})
 
 
 def _collected(optimizer: Optimizer, slot: TensorSlot, small: dict[str, Any]) -> dict[str, Shards]:
@@ -308,6 +330,7 @@ def fill_optimizer(
     require_same_groups(optimizer, saved["param_groups"], [len(members) for members in slots])
     keys = _keys_by_name(index, saved["names"].values(), reader.manifest.tensors)
     optimizer.state.clear()
+    optimizer.state.update(copy.deepcopy(saved.get("shared", {})))
     for group, settings, members in zip(optimizer.param_groups, saved["param_groups"], slots, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
         for slot, number in zip(members, settings["params"], strict=True):
@@ -315,7 +338,7 @@ def fill_optimizer(
             small = saved["small"].get(number, {})
             if (not stored and not small) or not slot.here or slot.like.is_meta:
                 continue
-            state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in small.items()}
+            state = {key: settled(value, slot.like) for key, value in small.items()}
             for key, full_key in stored.items():
                 state[key] = _filled(full_key, slot, reader)
             optimizer.state[slot.param] = state
@@ -354,18 +377,34 @@ def numbered_optimizer_shards(index: int, state: Mapping[str, Any]) -> tuple[dic
     tensors: dict[str, Shards] = {}
     small: dict[int, dict[str, Any]] = {}
     for number, values in state["state"].items():
+        if number not in named:
+            continue
         for key, value in values.items():
             if isinstance(value, Tensor) and value.numel() > 1:
                 tensors[_state_key(index, named[number], key)] = shards_of(value)
             else:
                 small.setdefault(number, {})[key] = value.clone() if isinstance(value, Tensor) else value
-    return tensors, {"param_groups": state["param_groups"], "names": named, "small": small}
+    shared = shared_entries(state)
+    rest = {"param_groups": state["param_groups"], "names": named, "small": small}
+    return tensors, rest | ({"shared": shared} if shared else {})
+
+
+def settled(value: Any, param: Tensor) -> Any:
+    """State as a step wants it: copies, tensors with dims on the device of the parameter, also inside of containers."""
+    if isinstance(value, Tensor):
+        return value.to(param.device if value.dim() else value.device, copy=True)
+    if isinstance(value, Mapping):
+        return {key: settled(item, param) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(settled(item, param) for item in value)
+    return value
 
 
 def _filled(full_key: str, slot: TensorSlot, reader: FolderReader) -> Tensor:
     stored = reader.describe(full_key)
     if stored.shape != tuple(slot.param.shape) or slot.whole:
-        return reader.read(full_key).clone()
+        values: Tensor = settled(reader.read(full_key), slot.like)
+        return values
     local = slot.like.to_local() if isinstance(slot.like, DTensor) else slot.like
     floating = getattr(torch, stored.dtype).is_floating_point and local.is_floating_point()
     dtype = local.dtype if floating else getattr(torch, stored.dtype)

@@ -1,9 +1,10 @@
-"""Where a rank waits for messages: torch's ``Work.wait``, told apart by process group."""
+"""Where a rank begins collectives and messages, and where it waits for them: ``Work.wait``, by process group."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +38,59 @@ NAMES = tuple(
     Private(f"torch.distributed.ProcessGroup.{name}", "telling over which axis a rank waits",
             "leave it out: its waits are shown as those of the world")
     for name in _PRIVATE_STARTS
+) + tuple(
+    Private(f"torch.distributed._functional_collectives.{name}", "optimizers that talk to other ranks in a step",
+            "leave it out: functional collectives of an optimizer are not noticed", since=since)
+    for name, since in (("_resolve_group", "2.13"), ("_resolve_group_name", ""))
 )  # fmt: skip
+
+
+class CalledCollectiveError(RuntimeError):
+    """Raised in place of a collective or message."""
+
+
+@contextlib.contextmanager
+def no_collectives() -> Iterator[Callable[[], str | None]]:
+    """Inside, collectives and messages of this thread raise :class:`CalledCollectiveError`; nothing is sent.
+
+    Yields:
+        The name of the first that was called, or None.
+    """
+    thread = threading.get_ident()
+    called: list[str] = []
+
+    def refused(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return before(*args, **kwargs)
+            called.append(name)
+            raise CalledCollectiveError(name)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in (*_STARTS, *_PRIVATE_STARTS):
+            if name in vars(dist.ProcessGroup):
+                replacement = refused(name.strip("_"), getattr(dist.ProcessGroup, name))
+                stack.enter_context(_replaced(dist.ProcessGroup, name, replacement))
+        # Functional collectives are operations of torch, and begin by looking for their group.
+        functional = importlib.import_module("torch.distributed._functional_collectives")
+        for name in ("_resolve_group", "_resolve_group_name"):
+            if name in vars(functional):
+                stack.enter_context(_replaced(functional, name, refused("functional", getattr(functional, name))))
+        yield lambda: called[0] if called else None
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    # Methods in C bind as what the class holds, not as what `getattr` makes of it.
+    before = vars(owner)[name]
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -54,12 +107,6 @@ def timed_waits(start: Callable[[dist.ProcessGroup | None], None], stop: Callabl
     # By identity: a reference would keep a collective's tensors. One that nobody waits for leaves an entry, which the
     # next object in its place overwrites.
     groups: dict[int, dist.ProcessGroup] = {}
-    replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-        # Methods in C bind as what the class holds, not as what `getattr` makes of it.
-        replaced.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, function)
 
     def starting(before: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(before)
@@ -83,12 +130,10 @@ def timed_waits(start: Callable[[dist.ProcessGroup | None], None], stop: Callabl
         finally:
             stop()
 
-    for name in (*_STARTS, *_PRIVATE_STARTS):
-        if name in vars(dist.ProcessGroup):
-            replace(dist.ProcessGroup, name, starting(getattr(dist.ProcessGroup, name)))
-    replace(dist.Work, "wait", timed)
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in (*_STARTS, *_PRIVATE_STARTS):
+            if name in vars(dist.ProcessGroup):
+                replacement = starting(getattr(dist.ProcessGroup, name))
+                stack.enter_context(_replaced(dist.ProcessGroup, name, replacement))
+        stack.enter_context(_replaced(dist.Work, "wait", timed))
         yield
-    finally:
-        for owner, name, function in reversed(replaced):
-            setattr(owner, name, function)

@@ -224,7 +224,10 @@ class StateDicts:
             }
             self.load_optimizer(
                 optimizer,
-                {"state": {n: values for n, values in state.items() if values}, "param_groups": rest["param_groups"]},
+                {
+                    "state": {**{n: values for n, values in state.items() if values}, **rest.get("shared", {})},
+                    "param_groups": rest["param_groups"],
+                },
             )
 
     # --- loading ------------------------------------------------------------------------------------------------

@@ -6,11 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_pardist.collectives import world_group
+from lightning_pardist.engines.common.joint_updates import step_on_wholes
+from lightning_pardist.engines.common.update_scope import find_scope
 from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.zero import ZeroEngine
-from tests.helpers.optimizers import Lamb, MuonAndAdam, Shampoo
+from tests.helpers.optimizers import Lamb, MuonAndAdam, NormOfAll, Own, Shampoo
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.wire import loopback_bytes
@@ -87,3 +91,116 @@ def test_bytes_sent_and_state_held(ranks):
     assert packed <= 2.01
     # The counter sees all ranks: these, and slices that are gathered as after any step of ZeRO.
     assert sent == pytest.approx(packed + ranks - 1, rel=0.02)
+
+
+class CountsInState(Own):
+    """Counts steps in its state, beside that of parameters; a step is along the gradient's direction."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.state["steps"] = torch.tensor(0)
+
+    def update(self):
+        self.state["steps"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] / self.state["steps"] * p.grad / p.grad.norm())
+
+
+class CountsElementwise(CountsInState):
+    """The same of elements."""
+
+    def update(self):
+        self.state["steps"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] / self.state["steps"] * p.grad)
+
+
+def _counted(kind, round_bytes, zero_stage):
+    module = _module()
+    reference = copy.deepcopy(module)
+    optimizers = [kind(list(each.parameters())) for each in (module, reference)]
+    engine = ZeroEngine(module, optimizers[:1], group=world_group(), zero_stage=zero_stage)
+    if updates := updates_of(optimizers[0]):
+        updates.round_bytes = round_bytes
+    x = torch.ones(2, 8).double()
+    for step in range(4):
+        optimizers[0].zero_grad()
+        loss = module(x).square().mean()
+        with engine.backward(loss):
+            loss.backward()
+        optimizers[0].step()
+        engine.step_done()
+        optimizers[1].zero_grad()
+        reference(x).square().mean().backward()
+        optimizers[1].step()
+        if step == 1:
+            saved = [engine.optimizer_state(optimizers[0])]
+            dist.broadcast_object_list(saved, 0)
+            engine.load_optimizer_state(optimizers[0], saved[0])
+    return snapshot(module), snapshot(reference), int(optimizers[0].state["steps"])
+
+
+@pytest.mark.parametrize("kind", [CountsInState, CountsElementwise])
+def test_state_of_all_parameters_together_is_kept(kind):
+    for mine, wanted, steps in run_ranks(2, _counted, kind, 2000.0, 2):
+        assert_close(mine, wanted, rtol=1e-9)
+        assert steps == 4
+
+
+class Raises(NormOfAll):
+    """Runs its closure itself, as LBFGS does."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        self.update()
+        return loss
+
+
+def _one_raises():
+    module = nn.Linear(4, 3)
+    fully_shard(module, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    params = list(module.parameters())
+    optimizer = Raises(params)
+    step_on_wholes(optimizer, find_scope(optimizer, form="dims"), group=world_group())
+    stop = {"now": dist.get_rank() == 1}
+
+    def closure():
+        if stop["now"]:
+            raise KeyError("stop")
+        return
+
+    if stop["now"]:
+        # As inside of a step, without the collectives around it.
+        with pytest.raises(KeyError):
+            updates_of(optimizer)._evaluated(closure)
+    same = all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
+    dist.barrier()
+    return same
+
+
+def test_nothing_collective_follows_a_closure_that_raises():
+    assert all(run_ranks(2, _one_raises))
+
+
+def _one_without_gradient():
+    param = nn.Parameter(torch.arange(1.0, 9.0).reshape(2, 4))
+    param = nn.Parameter(distribute_tensor(param.detach(), dist.device_mesh.init_device_mesh("cpu", (2,)), [Shard(0)]))
+    optimizer = Lamb([param], weight_decay=0.0)
+    step_on_wholes(optimizer, find_scope(optimizer, form="dims"), group=world_group())
+    before = param.full_tensor()
+    if dist.get_rank() == 0:
+        param.grad = distribute_tensor(torch.ones(2, 4), param.device_mesh, [Shard(0)], src_data_rank=None)
+    optimizer.step()
+    return (param.full_tensor() - before).detach()
+
+
+def test_no_gradient_on_one_rank_is_zeros():
+    for change in run_ranks(2, _one_without_gradient):
+        assert (change[0] != 0).all()
+        assert (change[1] == 0).all()

@@ -536,7 +536,9 @@ class PipelineAxis(ParallelAxis):
             return state
         # Now, and not when the optimizer was made: layers may have been unfrozen since.
         local = [not param.is_meta for settings in optimizer.param_groups for param in settings["params"]]
-        return {**state, "state": {number: value for number, value in state["state"].items() if local[int(number)]}}
+        of_params = {number for group in state["param_groups"] for number in group["params"]}
+        here = {n: value for n, value in state["state"].items() if n not in of_params or local[int(n)]}
+        return {**state, "state": here}
 
     @override
     def whole_values(self, tree: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,31 @@ from torch.optim import Optimizer
 
 #: ``"flat"``: one-dimensional runs of elements. ``"dims"``: parts along one dim, the number of dims kept.
 Form = Literal["flat", "dims"]
+_T = TypeVar("_T", bound=Tensor)
 
 _STEPS = 3
-#: Some optimizers treat tensors of a few thousand elements in another way (states of 8 bits, factored ones).
-_SHAPES = ((4, 6), (80, 72))
+#: By number of dims, a small shape and one of a few thousand elements: some optimizers treat large tensors in another
+#: way (states of 8 bits, factored ones). Of more dims, every further one is 2 and 1.
+_SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
+    ((), ()),
+    ((6,), (5760,)),
+    ((4, 6), (80, 72)),
+    ((2, 4, 6), (40, 2, 72)),
+    ((4, 3, 3, 3), (40, 16, 3, 3)),
+    ((3, 2, 3, 3, 3), (20, 12, 3, 3, 3)),
+)
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+Cut = Callable[[Tensor], Sequence[Tensor]]
 
 
 def is_elementwise(optimizer: Optimizer, *, form: Form) -> bool:
     """Whether an optimizer's update of an element depends on nothing but that element, its gradient and its state.
 
-    It is tried out rather than looked up, with the settings of every parameter group: some steps on a small matrix by
-    one optimizer, and on parts of it by an optimizer each, as ranks have them. So one that joins all of its parameters
-    in a norm or an estimate is found as well as one that needs matrices.
+    It is tried out rather than looked up, with the settings of every parameter group, its numbers of dims and the
+    attributes of its parameters: some steps on small tensors by one optimizer, and on parts of them by an optimizer
+    each, as ranks have them. So one that joins all of its parameters in a norm or an estimate is found as well as one
+    that needs matrices.
 
     Args:
         optimizer: A torch optimizer; neither it nor its parameters are changed.
@@ -35,32 +48,91 @@ def is_elementwise(optimizer: Optimizer, *, form: Form) -> bool:
     Returns:
         False as well where the optimizer cannot step like this, or where a step changes nothing.
     """
-    cuts: list[Callable[[Tensor], Sequence[Tensor]]] = [lambda whole: whole.flatten().tensor_split([10])]
-    if form == "dims":
-        cuts = [lambda whole: whole.chunk(2), lambda whole: whole.chunk(2, dim=1)]
+    cuts: list[Cut] = (
+        [_cut_flat] if form == "flat" else [lambda whole: _halves(whole, 0), lambda whole: _halves(whole, 1)]
+    )
     moved = False
-    for options, shape in itertools.product(trial_settings(optimizer), _SHAPES):
+    # Small ones first: what takes a root of a matrix for every dim is never given large ones.
+    for size, (options, group) in itertools.product(
+        range(2), zip(trial_settings(optimizer), optimizer.param_groups, strict=True)
+    ):
+        values, grads = _example([(_shapes(dims)[size], marks) for dims, marks in kinds_of(group)])
         try:
-            values, grads = _example(shape)
-            (whole,) = stepped(optimizer, options, [values], [[grad] for grad in grads])
-            if not all(_same_on_parts(optimizer, options, whole, cut) for cut in cuts):
+            wholes = stepped(optimizer, options, values, grads)
+            if not all(_same_on_parts(optimizer, options, values, grads, wholes, cut) for cut in cuts):
                 return False
         except Exception:
-            # On parts, or on anything of this shape.
+            # On parts, or on anything of these shapes.
             return False
-        moved = moved or not torch.equal(whole, values)
+        moved = moved or any(not torch.equal(whole, start) for whole, start in zip(wholes, values, strict=True))
     return moved
 
 
 def _same_on_parts(
-    optimizer: Optimizer, options: dict[str, Any], whole: Tensor, cut: Callable[[Tensor], Sequence[Tensor]]
+    optimizer: Optimizer,
+    options: dict[str, Any],
+    values: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    wholes: Sequence[Tensor],
+    cut: Cut,
 ) -> bool:
-    values, grads = _example(whole.shape)
-    parts = zip(cut(values), cut(whole), *map(cut, grads), strict=True)
-    return all(
-        torch.allclose(stepped(optimizer, options, [start], [[grad] for grad in part_grads])[0], wanted, 1e-5, 1e-7)
-        for start, wanted, *part_grads in parts
-    )
+    for index in range(2):
+
+        def parts(tensors: Sequence[Tensor], index: int = index) -> list[Tensor]:
+            return [marked(cut(t)[index], t.__dict__) for t in tensors if len(cut(t)) > index]
+
+        found = stepped(optimizer, options, parts(values), [parts(step_grads) for step_grads in grads])
+        if not all(torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(found, parts(wholes), strict=True)):
+            return False
+    return True
+
+
+def _cut_flat(whole: Tensor) -> Sequence[Tensor]:
+    return [part for part in whole.flatten().tensor_split([whole.numel() * 5 // 12]) if part.numel()]
+
+
+def _halves(whole: Tensor, dim: int) -> Sequence[Tensor]:
+    return whole.chunk(2, dim) if dim < whole.dim() else [whole]
+
+
+def _shapes(dims: int) -> Sequence[tuple[int, ...]]:
+    if dims < len(_SHAPES):
+        return _SHAPES[dims]
+    small, large = _SHAPES[-1]
+    return small + (2,) * (dims - len(small)), large + (1,) * (dims - len(large))
+
+
+def small_shape(dims: int) -> tuple[int, ...]:
+    """The shape of a trial's small tensor with so many dims."""
+    return _shapes(dims)[0]
+
+
+def kinds_of(group: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """What kinds of parameters a group has: each number of dims with each set of attributes that occurs with it.
+
+    Attributes that are neither numbers nor words count by their types.
+    """
+    found: dict[Any, tuple[int, dict[str, Any]]] = {}
+    for param in group["params"]:
+        marks = marks_of(param)
+        key = param.dim(), tuple(sorted((name, _kind(value)) for name, value in marks.items()))
+        found.setdefault(key, (param.dim(), marks))
+    return [found[key] for key in sorted(found)] or [(2, {})]
+
+
+def marks_of(param: Tensor) -> dict[str, Any]:
+    """Attributes by which users tell an optimizer which of its parameters are special."""
+    return {name: value for name, value in param.__dict__.items() if not name.startswith("_pardist")}
+
+
+def marked(tensor: _T, marks: Mapping[str, Any]) -> _T:
+    """The tensor, with such attributes."""
+    tensor.__dict__.update(marks)
+    return tensor
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}" if isinstance(value, _SIMPLE) else type(value).__name__
 
 
 def stepped(
@@ -100,14 +172,17 @@ def twin(optimizer: Optimizer, options: dict[str, Any], values: Sequence[Tensor]
 def twin_of_groups(
     optimizer: Optimizer, settings: Sequence[dict[str, Any]], values: Sequence[Sequence[Tensor]]
 ) -> Optimizer:
-    """An optimizer of the same kind before its first step, over copies of ``values``, group by group."""
+    """An optimizer of the same kind before its first step, over copies of ``values``, group by group.
+
+    Attributes of ``values`` are those of its parameters.
+    """
     clone: Optimizer = object.__new__(type(optimizer))
     clone.__dict__.update({key: _own_copy(value) for key, value in optimizer.__dict__.items()})
     clone.__dict__.pop("step", None)
     clone.param_groups = [
         {
             **{key: _own_copy(value) for key, value in options.items()},
-            "params": [nn.Parameter(value.clone()) for value in members],
+            "params": [marked(nn.Parameter(value.clone()), _own_marks(value)) for value in members],
         }
         for options, members in zip(settings, values, strict=True)
     ]
@@ -128,7 +203,7 @@ def own_step(optimizer: Optimizer) -> Callable[[Optimizer], None]:
 
 def state_bytes_per_element(optimizer: Optimizer) -> list[float]:
     """Bytes of state that one step leaves for each fp32 element, group by group; 0 for an optimizer without state."""
-    values, (grad, *_) = _example(_SHAPES[0])
+    (values,), ((grad,), *_) = _example([(small_shape(2), {})])
     found = []
     for options in trial_settings(optimizer):
         clone = twin(optimizer, options, [values])
@@ -140,9 +215,15 @@ def state_bytes_per_element(optimizer: Optimizer) -> list[float]:
     return found
 
 
-def _example(shape: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+def _example(
+    kinds: Sequence[tuple[tuple[int, ...], Mapping[str, Any]]],
+) -> tuple[list[Tensor], list[list[Tensor]]]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator), [torch.randn(shape, generator=generator) for _ in range(_STEPS)]
+
+    def draw() -> list[Tensor]:
+        return [marked(torch.randn(shape, generator=generator), marks) for shape, marks in kinds]
+
+    return draw(), [draw() for _ in range(_STEPS)]
 
 
 def trial_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -157,6 +238,13 @@ def trial_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
         options.update({key: False for key in ("fused", "capturable") if key in options})
         found.append({key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in options.items()})
     return found
+
+
+def _own_marks(value: Tensor) -> dict[str, Any]:
+    # Tensors with dims fit the parameter that has them, not one of a trial.
+    return {
+        name: _own_copy(mark) for name, mark in value.__dict__.items() if not isinstance(mark, Tensor) or not mark.dim()
+    }
 
 
 def _own_copy(value: Any) -> Any:

@@ -74,14 +74,14 @@ class JointUpdates(WholeUpdates):
         self._exchange_params(back=True)
         if self._after_step is not None:
             self._after_step()
-        try:
-            with torch.enable_grad():
-                return closure()
-        finally:
-            if self._before_step is not None:
-                self._before_step()
-            self._exchange_params(back=False)
-            self._take_gradients()
+        # Where it raises, others may not: nothing collective may follow, and the optimizer has its own parameters.
+        with torch.enable_grad():
+            result = closure()
+        if self._before_step is not None:
+            self._before_step()
+        self._exchange_params(back=False)
+        self._take_gradients()
+        return result
 
     @torch.no_grad()
     def _take(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pardist.engines.common.elementwise import Form, is_elementwise, own_step, trial_settings, twin_of_groups
+from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
+from lightning_pardist.compat.collective_waits import no_collectives
+from lightning_pardist.engines.common.elementwise import (
+    Form,
+    is_elementwise,
+    kinds_of,
+    marked,
+    own_step,
+    small_shape,
+    trial_settings,
+    twin_of_groups,
+)
 from lightning_pardist.settings import one_of
 
 #: ``"elementwise"``: on the element's own gradient, value and state (Adam, SGD). ``"per_tensor"``: on those of its
@@ -27,8 +39,6 @@ _MEANINGS: dict[Scope, str] = {
     "joint": "updates all tensors together",
 }
 _STEPS = 3
-#: By number of dims; of more than these, every dim is 2.
-_SHAPES: tuple[tuple[int, ...], ...] = ((), (6,), (4, 6), (2, 4, 6), (4, 3, 3, 3), (3, 2, 3, 3, 3))
 
 Values = list[list[Tensor]]
 
@@ -81,7 +91,8 @@ def find_scope(optimizer: Optimizer, *, form: Form, setting: ScopeSetting = "aut
         setting: What the user says; ``"auto"`` to try.
 
     Raises:
-        ValueError: If it cannot be tried, or draws random numbers, which ranks would draw differently.
+        ValueError: If it cannot be tried, talks to other ranks, or draws random numbers, which ranks would draw
+            differently.
     """
     if setting != "auto":
         return _noted(optimizer, form, FoundScope(setting, in_rounds=False, steps_on_none=False, is_set=True))
@@ -100,6 +111,19 @@ def _noted(optimizer: Optimizer, form: Form, found: FoundScope) -> FoundScope:
 
 
 def _tried(optimizer: Optimizer, form: Form) -> FoundScope:
+    with no_collectives() as called:
+        try:
+            return _tried_alone(optimizer, form)
+        finally:
+            if called():
+                raise ValueError(
+                    f"The step of {type(optimizer).__name__} talks to other ranks itself ({called()}), which may hold"
+                    " other parts and tensors than it expects. Use its single-device form: ranks share its work as"
+                    " update_scope says."
+                ) from None
+
+
+def _tried_alone(optimizer: Optimizer, form: Form) -> FoundScope:
     if is_elementwise(optimizer, form=form):
         return FoundScope("elementwise")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -160,10 +184,11 @@ def _stepped(optimizer: Optimizer, start: Values, grads: Sequence[Values], *, ro
         if not rounds:
             step(clone)
             continue
-        settings = group_settings(clone)
+        settings, shared = group_settings(clone), copy.deepcopy(shared_state(clone))
         for index, params in enumerate(groups):
             for param in params:
                 restore_settings(clone, settings)
+                restore_shared(clone, copy.deepcopy(shared))
                 for at, group in enumerate(clone.param_groups):
                     group["params"] = [param] if at == index else []
                 step(clone)
@@ -191,18 +216,20 @@ def restore_settings(optimizer: Optimizer, settings: Sequence[dict[str, Any]]) -
 
 
 def _example(optimizer: Optimizer) -> tuple[Values, list[Values]]:
-    """Small parameters, in each group two for every number of dims that it has, and gradients for some steps."""
+    """Small parameters, in each group two of every kind that it has, and gradients for some steps."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> Values:
         return [
-            [torch.randn(shape, generator=generator) for shape in shapes for _ in range(2)] for shapes in all_shapes
+            [
+                marked(torch.randn(small_shape(dims), generator=generator), marks)
+                for dims, marks in kinds
+                for _ in range(2)
+            ]
+            for kinds in of_groups
         ]
 
-    all_shapes = [
-        [_SHAPES[dims] if dims < len(_SHAPES) else (2,) * dims for dims in sorted({p.dim() for p in group["params"]})]
-        for group in optimizer.param_groups
-    ]
+    of_groups = [kinds_of(group) if group["params"] else [] for group in optimizer.param_groups]
     return draw(), [draw() for _ in range(_STEPS)]
 
 

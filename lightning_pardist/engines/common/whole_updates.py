@@ -9,6 +9,7 @@ that it is sharded over ranks by whole tensors. One that updates all tensors tog
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,18 @@ from torch.optim import Optimizer
 from lightning_pardist.checkpoint.chunks import Shards
 from lightning_pardist.checkpoint.coordination import Coordinator, GroupCoordinator, SingleCoordinator
 from lightning_pardist.checkpoint.gather import assemble_optimizer
-from lightning_pardist.checkpoint.tensors import Slots, TensorSlot, require_same_groups
+from lightning_pardist.checkpoint.tensors import (
+    Slots,
+    TensorSlot,
+    require_same_groups,
+    restore_shared,
+    settled,
+    shared_entries,
+    shared_state,
+)
 from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
-from lightning_pardist.engines.common.elementwise import own_step
+from lightning_pardist.compat.process_groups import device_types
+from lightning_pardist.engines.common.elementwise import marked, marks_of, own_step
 from lightning_pardist.engines.common.owner_plan import Box, Kind, Move, OwnerPlan, Owners, TensorLayout, rounds_of
 from lightning_pardist.engines.common.packed_exchange import PackedExchange, Parcel
 from lightning_pardist.engines.common.update_scope import FoundScope, group_settings, restore_settings
@@ -61,9 +71,11 @@ class HeldTensor:
         return {"grads": self.grad, "reads": self.read, "writes": self.write}[kind]
 
     def values(self, kind: Kind) -> Tensor:
-        """What this rank has, in one tensor; the values in place of a gradient that is None."""
+        """What this rank has, in one tensor; zeros in place of a gradient that is None, which others may have."""
         like = self.slot(kind).like
-        return own_part(like if kind != "grads" or like.grad is None else like.grad).detach()
+        if kind != "grads":
+            return own_part(like).detach()
+        return torch.zeros_like(own_part(like).detach()) if like.grad is None else own_part(like.grad).detach()
 
     def boxes(self, kind: Kind) -> Shards:
         """This rank's boxes of a kind of values, sharing memory."""
@@ -146,8 +158,7 @@ class WholeUpdates:
         for number, held in self._held.items():
             flags[number] = held.grad.here and held.grad.like.grad is not None
         flags[-1] = keys != self._keys
-        device = next((held.read.like.device for held in self._held.values()), torch.device("cpu"))
-        flags = flags.to(device)
+        flags = flags.to(self._device)
         if self.group.size() > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         *present, changed = flags.tolist()
@@ -203,7 +214,11 @@ class WholeUpdates:
 
     @property
     def _device(self) -> torch.device:
-        return next((held.read.like.device for held in self._held.values()), torch.device("cpu"))
+        if self._held:
+            return next(iter(self._held.values())).read.like.device
+        # A rank that knows none sends and receives nothing, where the others send from.
+        kinds = device_types(self.group)
+        return kinds[0] if kinds and torch.device("cpu") not in kinds else torch.device("cpu")
 
     def _empty(self, number: int) -> Tensor:
         return torch.empty(tuple(self._current[number].shape), dtype=self.plan.dtype(number), device=self._device)
@@ -233,12 +248,13 @@ class WholeUpdates:
         groups = self.optimizer.param_groups
         require_same_groups(self.optimizer, state["param_groups"], [len(group["params"]) for group in groups])
         self.optimizer.state.clear()
+        self.optimizer.state.update(shared_entries(state))
         number = 0
         for group, settings in zip(groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in settings.items() if key != "params"})
             for param, saved in zip(group["params"], settings["params"], strict=True):
                 if (values := state["state"].get(saved)) and self.owns(number):
-                    self.optimizer.state[param] = {key: _settled(value, param) for key, value in values.items()}
+                    self.optimizer.state[param] = {key: settled(value, param) for key, value in values.items()}
                 number += 1
 
     def _forget_others(self) -> None:
@@ -311,6 +327,7 @@ class OwnerUpdates(WholeUpdates):
         self._owners.assign(self._shapes())
         rounds = self._rounds(present)
         settings = group_settings(self.optimizer)
+        shared = copy.deepcopy(shared_state(self.optimizer)) if len(rounds) > 1 else {}
         stepped = False
         arriving = self._fetch(rounds[0]) if rounds else None
         leaving: PackedExchange | None = None
@@ -322,6 +339,7 @@ class OwnerUpdates(WholeUpdates):
             if values:
                 if stepped:
                     restore_settings(self.optimizer, settings)
+                    restore_shared(self.optimizer, copy.deepcopy(shared))
                 self._step_on(values, grads, kwargs)
                 stepped = True
             if leaving is not None:
@@ -366,7 +384,7 @@ class OwnerUpdates(WholeUpdates):
         outside = optimizer.state
         twins: dict[int, nn.Parameter] = {}
         number = 0
-        inside: defaultdict[Any, Any] = defaultdict(dict)
+        inside: defaultdict[Any, Any] = defaultdict(dict, shared_state(optimizer))
         for group, params in zip(optimizer.param_groups, originals, strict=True):
             members = []
             for param in params:
@@ -383,7 +401,9 @@ class OwnerUpdates(WholeUpdates):
         finally:
             for group, params in zip(optimizer.param_groups, originals, strict=True):
                 group["params"] = params
+            shared = shared_state(optimizer)
             inside, optimizer.state = optimizer.state, outside
+            restore_shared(optimizer, shared)
         for number, twin in twins.items():
             if twin in inside:
                 outside[self._current[number]] = inside[twin]
@@ -457,14 +477,9 @@ def twin_of(param: nn.Parameter, values: Tensor, grad: Tensor | None = None) -> 
     """A whole parameter that an optimizer takes for the user's own."""
     twin = nn.Parameter(values, requires_grad=param.requires_grad)
     # Optimizers are told by attributes which parameters are special.
-    twin.__dict__.update(param.__dict__)
-    twin.grad = grad
+    marked(twin, marks_of(param)).grad = grad
     return twin
 
 
 def _box_of(whole: Tensor, move: Move) -> Tensor:
     return whole[tuple(slice(start, start + size) for start, size in zip(*move.box, strict=True))]
-
-
-def _settled(value: Any, param: Tensor) -> Any:
-    return value.to(param.device if value.dim() else value.device, copy=True) if isinstance(value, Tensor) else value

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
 from lightning_pardist.compat.optimizers import follow_schedulers
+from lightning_pardist.engines.common.elementwise import marked, marks_of
 from lightning_pardist.engines.common.joint_updates import step_on_wholes
 from lightning_pardist.engines.common.update_scope import ScopeSetting, cannot_step_on_parts, find_scope, has_parameters
 from lightning_pardist.engines.offload.host_step import HostStep
@@ -74,7 +76,7 @@ def step_on_shards(
         groups = [group["params"] for group in self.param_groups]
         state = self.state
         try:
-            local_state: defaultdict[Any, Any] = defaultdict(dict)
+            local_state: defaultdict[Any, Any] = defaultdict(dict, shared_state(self))
             for group, parameters in zip(self.param_groups, groups, strict=True):
                 group["params"] = [_twin(parameter, twins) for parameter in parameters]
                 for parameter, twin in zip(parameters, group["params"], strict=True):
@@ -90,7 +92,8 @@ def step_on_shards(
                     if twin is not parameter:
                         twin.grad = None
                 group["params"] = parameters
-            self.state = state
+            shared, self.state = shared_state(self), state
+            restore_shared(self, shared)
         if after_step is not None:
             after_step()
         return result
@@ -122,6 +125,7 @@ def _twin(parameter: nn.Parameter, twins: dict[nn.Parameter, nn.Parameter]) -> n
     twin = twins.get(parameter)
     if twin is None or twin.data_ptr() != local.data_ptr() or twin.shape != local.shape:
         twin = twins[parameter] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        marked(twin, marks_of(parameter))
     gradient = parameter.grad
     twin.grad = gradient.to_local().detach() if isinstance(gradient, DTensor) else gradient
     return twin

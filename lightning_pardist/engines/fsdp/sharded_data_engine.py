@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pardist.checkpoint.tensors import Slots, whole_slots
+from lightning_pardist.checkpoint.tensors import Slots, shared_entries, shared_state, whole_slots
 from lightning_pardist.engines.common.gradient_math import Counts
 from lightning_pardist.engines.common.update_scope import (
     ScopeSetting,
@@ -150,7 +150,7 @@ class ShardedDataEngine:
         writer = self.sharded.writer
         here = is_rank(writer)
         host = self._hosts.get(optimizer)
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
         number = 0
         for group in optimizer.param_groups:
@@ -164,7 +164,7 @@ class ShardedDataEngine:
                     state[number] = values
                 number += 1
             groups.append({**_settings(group), "params": list(range(first, number))})
-        return {"state": state, "param_groups": groups}
+        return {"state": state | (shared_state(optimizer) if here else {}), "param_groups": groups}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take this rank's part of a state dict of one process. Not collective.
@@ -183,6 +183,7 @@ class ShardedDataEngine:
                 f" {wanted}. Build the optimizer as it was when the checkpoint was saved."
             )
         optimizer.state.clear()
+        optimizer.state.update(shared_entries(state))
         for group, settings in zip(optimizer.param_groups, state["param_groups"], strict=True):
             group.update(_settings(settings))
             for parameter, index in zip(group["params"], settings["params"], strict=True):
@@ -200,7 +201,7 @@ class ShardedDataEngine:
     def settle(self, optimizer: Optimizer) -> None:
         """Bring state to the host if that is where steps are taken. Not collective."""
         if host := self._hosts.get(optimizer):
-            for parameter in list(optimizer.state):
+            for parameter in [key for key in optimizer.state if isinstance(key, Tensor)]:
                 host.settle(parameter)
 
     def held_bytes(self) -> int:

@@ -258,7 +258,9 @@ def _twin(part: _Part) -> nn.Parameter:
     """A parameter on the memory of a part."""
     if part.is_whole:
         return part.param
-    twin = nn.Parameter(part.param.detach().view(-1)[part.start : part.stop])
+    twin = elementwise.marked(
+        nn.Parameter(part.param.detach().view(-1)[part.start : part.stop]), elementwise.marks_of(part.param)
+    )
     if part.param.grad is not None:
         twin.grad = part.param.grad.reshape(-1)[part.start : part.stop]
     return twin

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.agreed_buffers import agree_on_buffers
+from lightning_pardist.engines.common.elementwise import marks_of
 from lightning_pardist.engines.pipeline.remote_parameter import RemoteParameter
 from lightning_pardist.engines.pipeline.stage_plan import PipelinePlan
 from lightning_pardist.local_tensors import own_part, wrapped_like
@@ -123,6 +124,8 @@ class Placement:
                     parameter.requires_grad,
                     what=f"{name!r}, which rank {self.owner_of(name)} of the pipeline holds",
                 )
+                # An optimizer is told by attributes which parameters are special, and tried alike on all ranks.
+                empty[id(parameter)].__dict__.update(marks_of(parameter))
             owner, _, last = name.rpartition(".")
             own_parameters(self.module.get_submodule(owner))[last] = empty[id(parameter)]
         return freed
@@ -148,6 +151,8 @@ class Placement:
                     parameter.shape, parameter.stride(), dtype=parameter.dtype, device=_device_of(self.module)
                 )
                 replaced[parameter] = nn.Parameter(whole, parameter.requires_grad)
+                marks = {mark: value for mark, value in marks_of(parameter).items() if mark != "what"}
+                replaced[parameter].__dict__.update(marks)
             self.broadcast(replaced.get(parameter, parameter), holders[0])
         for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
             if parameter in replaced:

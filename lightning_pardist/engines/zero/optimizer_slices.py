@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.checkpoint.tensors import shared_entries, shared_state
 from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.ddp.bucket import flat_like
 from lightning_pardist.engines.zero.sharded_bucket import Piece, ShardedBucket
@@ -79,7 +80,8 @@ def gather_optimizer_state(
     for settings, params in zip(optimizer.param_groups, originals, strict=True):
         plain = {key: value for key, value in settings.items() if key != "params"}
         groups.append({**plain, "params": [number[param] for param in params]})
-    return {"state": {index: entry for index, entry in state.items() if entry}, "param_groups": groups}
+    found_state: dict[Any, Any] = {index: entry for index, entry in state.items() if entry}
+    return {"state": {**found_state, **(shared_state(optimizer) if keep else {})}, "param_groups": groups}
 
 
 def slice_optimizer_state(
@@ -106,7 +108,7 @@ def slice_optimizer_state(
             f"The checkpoint's {type(optimizer).__name__} has parameter groups of {saved} parameters, this one of"
             f" {wanted}. Build the optimizer as it was when the checkpoint was saved."
         )
-    new_state: dict[int, dict[str, Any]] = {}
+    new_state: dict[Any, Any] = shared_entries(state)
     new_groups: list[dict[str, Any]] = []
     position = 0
     for settings, params in zip(state["param_groups"], originals, strict=True):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_pardist.engines.common.elementwise import marked, marks_of
 from lightning_pardist.engines.common.memory import storage_bytes
 from lightning_pardist.engines.common.slice_exchange import gather_slices
 from lightning_pardist.engines.ddp.bucket import Bucket, flat_like, view_like
@@ -190,12 +191,13 @@ class ShardedBucket(Bucket):
             if numel == 0:
                 # Without elements, but its optimizer counts steps; the first rank keeps the count.
                 if self._own.start == 0:
-                    pieces.append(Piece(param, 0, 0, 0, nn.Parameter(self.master[:0])))
+                    shard = marked(nn.Parameter(self.master[:0]), marks_of(param))
+                    pieces.append(Piece(param, 0, 0, 0, shard))
                 continue
             begin, end = max(offset, self._own.start), min(offset + numel, self._own.stop)
             if begin < end:
                 at = begin - self._own.start
-                shard = nn.Parameter(self.master[at : at + end - begin])
+                shard = marked(nn.Parameter(self.master[at : at + end - begin]), marks_of(param))
                 pieces.append(Piece(param, begin - offset, end - offset, at, shard))
             offset += numel
         return pieces

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pardist.checkpoint.tensors import Slots, TensorSlot, whole_slots
+from lightning_pardist.checkpoint.tensors import Slots, TensorSlot, shared_state, whole_slots
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
 from lightning_pardist.engines.common.joint_updates import step_on_wholes
 from lightning_pardist.engines.common.update_scope import (
@@ -224,7 +224,7 @@ class ZeroEngine:
         with self.slices(optimizer):
             state = gather_optimizer_state(optimizer, originals, self._pieces, self._buckets, group=self.group)
             if host_step := self._host_steps.get(optimizer):
-                for shard in optimizer.state:
+                for shard in [key for key in optimizer.state if isinstance(key, Tensor)]:
                     host_step.evict(shard)
         return state
 
@@ -244,7 +244,7 @@ class ZeroEngine:
         with self.slices(optimizer):
             optimizer.load_state_dict(slice_optimizer_state(optimizer, originals, self._pieces, state))
             if host_step := self._host_steps.get(optimizer):
-                for shard in optimizer.state:
+                for shard in [key for key in optimizer.state if isinstance(key, Tensor)]:
                     host_step.settle(shard)
 
     # --- offload ------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class ZeroEngine:
         """Bring state to the host if that is where steps are taken. Not collective."""
         if host_step := self._host_steps.get(optimizer):
             with self.slices(optimizer):
-                for shard in list(optimizer.state):
+                for shard in [key for key in optimizer.state if isinstance(key, Tensor)]:
                     host_step.settle(shard)
 
     def _slot(self, param: nn.Parameter) -> TensorSlot:
@@ -309,7 +309,7 @@ class ZeroEngine:
         shard_of = {param: shards[0] for param in _params(optimizer) if (shards := self._shards_of(param))}
         for group, params in zip(optimizer.param_groups, originals, strict=True):
             group["params"] = [shard_of[param] for param in params if param in shard_of]
-        state: defaultdict[Any, Any] = defaultdict(dict)
+        state: defaultdict[Any, Any] = defaultdict(dict, shared_state(optimizer))
         state.update({shard: self._entry_of(p, outside[p]) for p, shard in shard_of.items() if p in outside})
         optimizer.state = state
         self._showing.add(optimizer)
@@ -320,6 +320,7 @@ class ZeroEngine:
             for group, params in zip(optimizer.param_groups, originals, strict=True):
                 group["params"] = params
             outside.clear()
+            outside.update(shared_state(optimizer))
             outside.update({p: optimizer.state[shard] for p, shard in shard_of.items() if shard in optimizer.state})
             optimizer.state = outside
 

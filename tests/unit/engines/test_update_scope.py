@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 
 from lightning_pardist.engines.common.update_scope import find_scope, known_scope
@@ -94,3 +96,71 @@ def test_random_numbers_are_refused():
 def test_the_user_has_the_last_word():
     found = find_scope(Draws(_parameters()), form="dims", setting="joint")
     assert (found.scope, found.is_set) == ("joint", True)
+
+
+class Distributed(torch.optim.Optimizer):
+    """Rank r updates every r-th tensor, as the reference form of Muon for several devices does."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / p.grad.norm())
+                dist.all_gather([p], p)
+
+
+class Averages(torch.optim.Optimizer):
+    """Elementwise, and averages gradients itself."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * functional.all_reduce(p.grad, "sum", dist.group.WORLD))
+
+
+@pytest.mark.parametrize("kind", [Distributed, Averages])
+def test_a_step_that_talks_to_other_ranks_is_refused(kind, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=rf"{kind.__name__} talks to other ranks .* single-device form"):
+            find_scope(kind(_parameters()), form="dims")
+        # Nothing of it is left behind.
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()
+
+
+class Centralizes(torch.optim.Optimizer):
+    """Centers gradients of convolutions (arXiv 2004.01461), and of what is marked."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.dim() > 3 or getattr(p, "centered", False):
+                    p.grad.sub_(p.grad.mean())
+                p.sub_(group["lr"] * p.grad)
+
+
+@pytest.mark.parametrize("form", ["flat", "dims"])
+def test_numbers_of_dims_and_attributes_are_those_of_the_parameters(form):
+    params = _parameters()
+    assert find_scope(Centralizes(params), form=form).scope == "elementwise"
+    convolution = nn.Parameter(torch.ones(4, 2, 3, 3))
+    assert find_scope(Centralizes([*params, convolution]), form=form).scope == "per_tensor"
+    params[0].centered = False
+    assert find_scope(Centralizes(params), form=form).scope == "elementwise"
+    params[1].centered = True
+    assert find_scope(Centralizes(params), form=form).scope == "per_tensor"
