@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from lightning_pardist.trainer.step_clock import (
 
 #: A rank is named as the slowest if it works this much longer than the median of all.
 _SLOWER = 1.1
+#: How long the first rank waits, at the end of training, for ranks that measure fewer steps or none.
+_PATIENCE = timedelta(seconds=10)
 _OWN_WORK = (COMPUTE, DATA, CHECKPOINT, HOST)
 
 
@@ -52,7 +55,7 @@ class StepProfile(pl.Callback):
 
     Args:
         steps: How many batches to measure.
-        skip: Batches before them, which are slower than the rest.
+        skip: Batches before them, at least 1, which are slower than the rest.
         dirpath: Folder for one file a rank, ``step_profile-rank<n>.jsonl``, a line for each batch with seconds by
             kind; nothing is written if None.
 
@@ -61,12 +64,15 @@ class StepProfile(pl.Callback):
         shown: What the first rank has logged; empty before, and on others.
 
     Raises:
-        ValueError: If ``steps`` is not positive or ``skip`` is negative.
+        ValueError: If ``steps`` or ``skip`` is not positive.
     """
 
     def __init__(self, steps: int = 20, *, skip: int = 2, dirpath: str | Path | None = None) -> None:
-        if steps < 1 or skip < 0:
-            raise ValueError(f"StepProfile(steps={steps}, skip={skip}) measures nothing. Use steps >= 1 and skip >= 0.")
+        if steps < 1 or skip < 1:
+            raise ValueError(
+                f"StepProfile(steps={steps}, skip={skip}) measures nothing. Use steps >= 1, and skip >= 1 since a step"
+                " is measured from the end of the one before."
+            )
         self.steps = steps
         self.skip = skip
         self.dirpath = dirpath
@@ -100,16 +106,19 @@ class StepProfile(pl.Callback):
             self.seconds.append(self._clock.take())
             if len(self.seconds) == self.steps:
                 self._finish(trainer)
-        elif self._seen == max(self.skip, 1) and not self.seconds:
+        elif self._seen == self.skip:
             self._begin(trainer)
         if self.seconds and self._clock is None and not self._told:
             self._tell(trainer, wait=False)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._clock is not None:
+        if self._clock is not None and self.seconds:
             self._finish(trainer)
-        if self.seconds and not self._told:
+        self._end()
+        if not self.seconds:
+            rank_zero_warn(f"StepProfile measured nothing: the run ended within {self.skip + 1} batches. Set skip=1.")
+        elif not self._told:
             self._tell(trainer, wait=True)
 
     @override
@@ -155,6 +164,7 @@ class StepProfile(pl.Callback):
             if not wait and not store.check(keys):
                 return
             try:
+                store.wait(keys, _PATIENCE)
                 ranks = [json.loads(store.get(key)) for key in keys]
             except RuntimeError:
                 rank_zero_info("StepProfile: a rank has not measured its steps, so only the first one is shown.")

@@ -121,3 +121,26 @@ def test_equal_ranks_have_no_slowest():
 def test_nothing_to_measure_is_refused():
     with pytest.raises(ValueError, match="measures nothing"):
         StepProfile(0)
+    with pytest.raises(ValueError, match="measures nothing"):
+        StepProfile(skip=0)
+
+
+def test_a_run_that_is_too_short_says_so():
+    profile = StepProfile(3, skip=5)
+    module = Slow()
+    trainer = quiet_trainer(strategy="pardist_ddp", devices=1, callbacks=[profile])
+    with pytest.warns(UserWarning, match="the run ended within 6 batches"):
+        trainer.fit(module, datamodule=Data(module.dataset(12 * 3)))
+
+
+def _one_measures(folder):
+    module = Slow()
+    profile = StepProfile(3, skip=1 if dist.get_rank() == 0 else 50)
+    trainer = quiet_trainer(strategy="pardist_ddp", devices=2, callbacks=[profile], use_distributed_sampler=False)
+    trainer.fit(module, datamodule=Data(module.dataset(12 * 6)))
+    return profile.shown
+
+
+def test_nobody_waits_long_for_a_rank_that_measures_nothing(tmp_path):
+    shown, _ = run_ranks(2, _one_measures, str(tmp_path), timeout_s=60)
+    assert "on 1 ranks" in shown
