@@ -79,6 +79,8 @@ class RunContext:
         value_weights: What weighs the values that the latest training step of a pipeline has logged, by name: a count,
             or None for a sum.
         batches_of_own: In an evaluation of exact shares, the batches that this rank has of each loader.
+        found_once: Where ranks, or runs, that have the same module and the same batches are rehearsed in one process:
+            what one of them has found out about the module, by what it depends on. None where there are no others.
     """
 
     def __init__(
@@ -104,10 +106,11 @@ class RunContext:
         self.batch_counts: Callable[[], bool | None] | None = None
         self.value_weights: dict[str, Tensor | float | None] = {}
         self.batches_of_own: Callable[[], list[int]] | None = None
+        self.found_once: dict[Any, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is bound to process groups: a Trainer may be saved as a whole."""
-        return self.__dict__ | {"data_engine": None, "batches_of_own": None, "batch_counts": None}
+        return self.__dict__ | {"data_engine": None, "batches_of_own": None, "batch_counts": None, "found_once": None}
 
     @property
     def dims(self) -> ParallelDims:

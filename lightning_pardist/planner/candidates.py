@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_pardist.axes.pipeline import PipelineAxis
+from lightning_pardist.axes.pipeline.microbatching import Microbatching
+from lightning_pardist.engines.pipeline import UnevenBatchError
 from lightning_pardist.engines.pipeline.clock import expected_idle_share
 from lightning_pardist.registry import TABLE, Entry
 
@@ -56,19 +59,34 @@ class Candidate:
         entry = self.entry
         return entry.make(**{**entry.preset, **self.settings, "keep_freed_memory": False})
 
-    def least_idle_share(self, num_stages: int, samples: float) -> float:
-        """Idle time over total of a pipeline whose micro-batches have one sample each, at least.
+    def microbatches(self, num_ranks: int, batch: Any) -> int:
+        """Micro-batches that a pipeline makes of a batch; 1 where it is not known before a trial.
+
+        Args:
+            num_ranks: Of a pipeline.
+            batch: Of the module.
+        """
+        axis = self.make().axis(PipelineAxis)
+        if axis is None or num_ranks == 1:
+            return 1
+        try:
+            return Microbatching(axis.settings, num_ranks).count(batch)
+        except UnevenBatchError:
+            return 1
+
+    def least_idle_share(self, num_stages: int, num_microbatches: int) -> float:
+        """Idle time over total of a pipeline, at least.
 
         Args:
             num_stages: Ranks of a pipeline.
-            samples: Of a batch.
+            num_microbatches: See :meth:`microbatches`.
         """
         settings = {**self.entry.preset, **self.settings}
         schedule = settings.get("schedule", "1f1b")
-        if num_stages == 1 or schedule not in ("gpipe", "1f1b", "interleaved"):
+        if num_stages == 1 or num_microbatches == 1 or schedule not in ("gpipe", "1f1b", "interleaved"):
             return 0.0
         chunks = settings.get("chunks_per_rank", 1)
-        return expected_idle_share(schedule, num_stages, max(round(samples), 1), chunks_per_rank=chunks)
+        return expected_idle_share(schedule, num_stages, num_microbatches, chunks_per_rank=chunks)
 
     @property
     def line(self) -> str:

@@ -30,6 +30,7 @@ from lightning_pardist.planner.exchange import Exchange, Stuck, Turns
 from lightning_pardist.planner.ledger import Event, Held
 from lightning_pardist.planner.skipped_kernels import Forms, SkippedKernels
 from lightning_pardist.planner.step_ledger import StepLedger
+from lightning_pardist.runtime.distributed_context import rehearsed
 from lightning_pardist.strategies.strategy import PardistStrategy
 from lightning_pardist.trainer.sample_batches import undisturbed_random
 
@@ -90,6 +91,7 @@ def trace_rank(
     *,
     trainer_settings: Mapping[str, Any] | None = None,
     forms: Forms | None = None,
+    found: dict[Any, Any] | None = None,
 ) -> RankTrace:
     """Run two steps of one rank, whose kernels compute nothing. Not collective; changes nothing of the module.
 
@@ -100,15 +102,18 @@ def trace_rank(
         place: The rank.
         trainer_settings: Further arguments of the Trainer, such as ``precision``.
         forms: What operators return, shared with other traces.
+        found: What is known of the module under strategies that leave it and the batch alike, shared with other
+            traces: see :attr:`~lightning_pardist.axes.base.RunContext.found_once`.
 
     Raises:
         ValueError: From the strategy, if it refuses the module or a setting; whatever else its start raises.
     """
     if dist.is_initialized():
         # In a thread there is another record of process groups.
-        return trace_ranks(module, batch, strategy, [place], trainer_settings=trainer_settings, forms=forms)[0]
+        settings: dict[str, Any] = {"trainer_settings": trainer_settings, "forms": forms, "found": found}
+        return trace_ranks(module, batch, strategy, [place], **settings)[0]
     with _undisturbed(), _optimizers_of(place):
-        return _traced(module, batch, strategy, place, trainer_settings or {}, forms, None)
+        return _traced(module, batch, _knowing(strategy, found), place, trainer_settings or {}, forms, None)
 
 
 def trace_ranks(
@@ -119,6 +124,7 @@ def trace_ranks(
     *,
     trainer_settings: Mapping[str, Any] | None = None,
     forms: Forms | None = None,
+    found: dict[Any, Any] | None = None,
 ) -> list[RankTrace]:
     """The same for ranks that send each other what they cannot do without: the stages of a pipeline.
 
@@ -129,6 +135,7 @@ def trace_ranks(
         places: The ranks.
         trainer_settings: See :func:`trace_rank`.
         forms: See :func:`trace_rank`.
+        found: See :func:`trace_rank`.
 
     Raises:
         ValueError: As :func:`trace_rank`.
@@ -136,7 +143,8 @@ def trace_ranks(
     """
     settings, ranks = trainer_settings or {}, [place.rank for place in places]
     turns, box = Turns(len(places)), dict[Any, deque[Any]]()
-    found: dict[int, RankTrace] = {}
+    strategy = _knowing(strategy, {} if found is None else found)
+    traces: dict[int, RankTrace] = {}
     failures: list[BaseException] = []
 
     def run(index: int) -> None:
@@ -144,7 +152,7 @@ def trace_ranks(
         failed = False
         try:
             exchange = Exchange(ranks[index], ranks, turns, box)
-            found[index] = _traced(module, batch, strategy, places[index], settings, forms, exchange)
+            traces[index] = _traced(module, batch, strategy, places[index], settings, forms, exchange)
         except BaseException as error:
             failed = True
             failures.append(error)
@@ -159,7 +167,18 @@ def trace_ranks(
             thread.join()
     if failures:
         raise next((error for error in failures if not isinstance(error, Stuck)), failures[0])
-    return [found[index] for index in range(len(places))]
+    return [traces[index] for index in range(len(places))]
+
+
+def _knowing(strategy: Callable[[], PardistStrategy], found: dict[Any, Any] | None) -> Callable[[], PardistStrategy]:
+    """Strategies that share what they find out about the module."""
+
+    def make() -> PardistStrategy:
+        made = strategy()
+        made.context.found_once = found
+        return made
+
+    return make
 
 
 def _traced(
@@ -320,6 +339,7 @@ def _undisturbed() -> Iterator[None]:
     before = logging.root.manager.disable
     with ExitStack() as stack:
         stack.enter_context(undisturbed_random())
+        stack.enter_context(rehearsed())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)

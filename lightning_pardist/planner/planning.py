@@ -27,6 +27,7 @@ def plan(
     memory_gb: float | None = None,
     strategies: Sequence[str] | None = None,
     global_batch: int | None = None,
+    time_limit_s: float | None = None,
     **trainer_settings: Any,
 ) -> Plan:
     """Plan training without the devices: memory and time of every strategy, by running ranks of each.
@@ -46,6 +47,7 @@ def plan(
             can be the best.
         global_batch: Samples of an optimizer step over all ranks, divided among those with samples of their own. By
             default each of them gets the batch as it is.
+        time_limit_s: Seconds after which no further candidate is traced once one fits; those that are left say so.
         **trainer_settings: Further arguments of the Trainer that change a step: ``precision``,
             ``accumulate_grad_batches``, ``gradient_clip_val``.
 
@@ -57,7 +59,7 @@ def plan(
         ProfileError: If the device is not known, or its profile is broken.
     """
     profile = find_profile(device, memory_gb=memory_gb)
-    names = _known(DEFAULT if strategies is None else strategies)
+    names = known_names(DEFAULT if strategies is None else strategies)
     _positive(devices=devices, num_nodes=num_nodes, **({} if global_batch is None else {"global_batch": global_batch}))
     notes = []
     if str(trainer_settings.get("precision", "")) in ("16-mixed", "16"):
@@ -68,13 +70,18 @@ def plan(
     if global_batch is not None and not samples_of(batch):
         raise PlanError("global_batch needs a batch whose tensors have samples along their first dim.")
     job = Job(devices, num_nodes, trainer_settings, global_batch)
-    search = Search(module, batch, profile, job, leave_out=strategies is None)
+    search = Search(module, batch, profile, job, leave_out=strategies is None, time_limit_s=time_limit_s)
     for candidate in enumerate_candidates(names, devices=devices, num_nodes=num_nodes):
         search.add(candidate)
     return search.plan(notes)
 
 
-def _known(names: Sequence[str]) -> Sequence[str]:
+def known_names(names: Sequence[str]) -> Sequence[str]:
+    """The same names.
+
+    Raises:
+        PlanError: If there is no strategy of a name.
+    """
     known = {entry.name for entry in TABLE}
     for name in names:
         if name not in known:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,14 +94,23 @@ class Search:
         profile: The device.
         job: What is planned for.
         leave_out: Whether candidates that cannot be the best are not traced.
+        time_limit_s: Seconds after which, once a candidate fits, no further one is traced.
 
     Raises:
         PlanError: If the module's own step fails.
     """
 
     def __init__(
-        self, module: pl.LightningModule, batch: Any, profile: DeviceProfile, job: Job, *, leave_out: bool
+        self,
+        module: pl.LightningModule,
+        batch: Any,
+        profile: DeviceProfile,
+        job: Job,
+        *,
+        leave_out: bool,
+        time_limit_s: float | None = None,
     ) -> None:
+        self._ends_at = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         self._module, self._batch, self._profile, self._job = module, batch, profile, job
         self._leave_out = leave_out
         self._traced: list[_Traced] = []
@@ -107,6 +118,8 @@ class Search:
         self._refused: list[Refused] = []
         self._left_out: list[_Bound] = []
         self._forms: Forms = {}
+        #: What strategies have found out about the module, by what changes it and its batch.
+        self._found: dict[Any, dict[Any, Any]] = {}
         # An error of the module's own comes up here, and is not taken for a refusal of every strategy.
         self._alone = self._traced_alone()
 
@@ -122,6 +135,9 @@ class Search:
             if self._leave_out and (why := self._cannot_be_best(bound, self._rows, self._profile)) is not None:
                 self._refused.append(Refused(candidate, why))
                 self._left_out.append(bound)
+                return
+            if time.monotonic() > self._ends_at and any(row.fits for row in self._rows):
+                self._refused.append(Refused(candidate, "not traced: the time limit of the search was reached."))
                 return
             traced = _Traced(candidate, self._trace(candidate, stage_places(dims, self._first), share), share)
             row = self._row(traced, self._profile)
@@ -201,9 +217,9 @@ class Search:
             ranks = tuple(range(devices))
             events = [replace(event, ranks=ranks) if isinstance(event, Message) else event
                       for event in traced.ranks[0].events]  # fmt: skip
-            time = time_step(events, profile, ranks_per_node=self._job.devices)
+            step = time_step(events, profile, ranks_per_node=self._job.devices).step
             samples = samples_of(self._batch) * traced.share * self._job.accumulated
-            found.append((devices, devices * samples / time.step))
+            found.append((devices, devices * samples / step))
             devices *= 2
         return found
 
@@ -230,11 +246,16 @@ class Search:
         return wanted / parts / samples_of(self._batch)
 
     def _trace(self, candidate: Candidate, places: Sequence[Place], share: float) -> list[RankTrace]:
-        batch = resized(self._batch, round(samples_of(self._batch) * share))
+        batch = self._resized(share)
         settings: dict[str, Any] = {"trainer_settings": self._job.settings, "forms": self._forms}
+        changed = share, candidate.settings.get("activation_checkpointing")
+        settings["found"] = self._found.setdefault(changed, {})
         if len(places) == 1:
             return [trace_rank(self._module, batch, candidate.make, places[0], **settings)]
         return trace_ranks(self._module, batch, candidate.make, places, **settings)
+
+    def _resized(self, share: float) -> Any:
+        return resized(self._batch, round(samples_of(self._batch) * share))
 
     def _traced_alone(self) -> RankTrace:
         """One process, which no strategy has a reason to refuse.
@@ -253,8 +274,8 @@ class Search:
     def _cannot_be_best(self, bound: _Bound, rows: Sequence[Row], profile: DeviceProfile) -> str | None:
         """Why not, by a bound: the ranks that share a batch can divide its arithmetic, and no more.
 
-        Tensor ranks issue as many operators as one process, stages their part of them; so they do in an optimizer's
-        step, unless parameters are flattened.
+        Tensor ranks issue as many operators as one process, stages their part of them for each micro-batch; so they do
+        in an optimizer's step, unless parameters are flattened.
         """
         candidate, dims, share = bound.candidate, bound.dims, bound.share
         best = max((row.samples_per_s for row in rows if row.fits), default=0.0)
@@ -262,18 +283,23 @@ class Search:
         if not best or apart == 1:
             return None
         flat = candidate.settings.get("data_parallel") in ("zero1", "zero2")
-        events = self._alone.events[: self._alone.before_optimizer if flat else None]
-        work = [event for event in events if isinstance(event, Operator)]
-        computes = share * sum(operator_seconds(each, profile) for each in work if each.flops) / apart
-        computes /= 1 - candidate.least_idle_share(dims.pipeline_parallel, samples_of(self._batch) * share)
-        issues = len(work) * profile.host_s_per_operator / dims.pipeline_parallel
+        begins = self._alone.before_optimizer
+        steps = [event for event in self._alone.events[begins:] if isinstance(event, Operator) and not flat]
+        work = [event for event in self._alone.events[:begins] if isinstance(event, Operator)]
+        stages = dims.pipeline_parallel
+        # A stage's operators are issued for each micro-batch.
+        times = candidate.microbatches(stages, self._resized(share))
+        computes = share * sum(operator_seconds(each, profile) for each in (*work, *steps) if each.flops) / apart
+        computes /= 1 - candidate.least_idle_share(stages, times)
+        issues = (len(work) * times + len(steps)) * profile.host_s_per_operator / stages
         least = max(computes, issues)
         most = samples_of(self._batch) * share * dims.batch_size * self._job.accumulated / least if least else best
         if most > best:
             return None
+        parts = f", in {times} micro-batches" if times > 1 else ""
         return (
-            f"not traced: {apart} ranks work on each batch, so that it trains {most:.1f} samples/s at most, and others"
-            f" that fit train {best:.1f}. Name it in strategies to see it."
+            f"not traced: {apart} ranks work on each batch{parts}, so that it trains {most:.1f} samples/s at most, and"
+            f" others that fit train {best:.1f}. Name it in strategies to see it."
         )
 
     # --- rows ---------------------------------------------------------------------------------------------------
@@ -283,9 +309,9 @@ class Search:
         dims = ranks[0].dims
         times = time_ranks({each.rank: each.events for each in ranks}, profile, ranks_per_node=job.devices)
         fullest = max(ranks, key=lambda each: each.held.peak)
-        time = max(times.values(), key=lambda each: each.compute)
+        longest = max(times.values(), key=lambda each: each.compute)
         samples = samples_of(self._batch) * traced.share
-        steps_per_s = dims.batch_size * job.accumulated / time.step if time.step else 0.0
+        steps_per_s = dims.batch_size * job.accumulated / longest.step if longest.step else 0.0
         peak = profile.flops_of(_main_dtype(self._alone.events)) / profile.matmul_efficiency
         flops = sum(event.flops for event in self._alone.events if isinstance(event, Operator)) / job.accumulated
         sent = [_sent_by_axis(each.events, dims) for each in ranks]
@@ -296,8 +322,8 @@ class Search:
             fullest.peak_in,
             fullest.rank,
             max(sent, key=lambda by_axis: sum(by_axis.values())),
-            without_spans(time),
-            sum(each.stages for each in times.values()) / (len(times) * time.step) if time.step else 0.0,
+            without_spans(longest),
+            sum(each.stages for each in times.values()) / (len(times) * longest.step) if longest.step else 0.0,
             samples,
             samples * steps_per_s,
             tokens_of(self._batch) * traced.share * steps_per_s,

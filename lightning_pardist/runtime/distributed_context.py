@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_pardist.collectives import world_group
 from lightning_pardist.compat.default_group import DefaultGroup
 from lightning_pardist.mesh import JobMeshes, ParallelDims
 from lightning_pardist.runtime.environments.find import rendezvous_endpoint
+from lightning_pardist.runtime.job_counts import count_up, counted_apart
 from lightning_pardist.runtime.launchers import children
 from lightning_pardist.runtime.process_group import (
     check_backend,
@@ -25,9 +27,6 @@ from lightning_pardist.runtime.process_group import (
 )
 from lightning_pardist.runtime.watchdog import Watchdog
 from lightning_pardist.settings import positive
-
-#: Runs of a Trainer in this process: equal on all ranks, because they run the same program.
-_runs = itertools.count()
 
 
 class DistributedContext:
@@ -120,7 +119,7 @@ class DistributedContext:
             device=device,
             timeout=timedelta(seconds=self.timeout_s),
         )
-        self.run = next(_runs)
+        self.run = count_up("runs")
         # Nobody is there to be watched in a group of torch's "fake" backend.
         if self.world_size > 1 and dist.get_backend() != "fake":
             self.watchdog = Watchdog(
@@ -135,6 +134,11 @@ class DistributedContext:
             children.report_to(self.watchdog.blame)
         self._meshes, self.default_group = _meshes_for(self.dims, device.type)
 
+    def change_dims(self, dims: ParallelDims) -> None:
+        """Other degrees for the ranks that have met. Collective over the world."""
+        self.dims = dims
+        self._meshes, self.default_group = _meshes_for(dims, self.device.type)
+
     def stop_watchdog(self) -> None:
         """This rank's work is done; its silence means nothing from now on. Not collective."""
         if self.watchdog is not None:
@@ -143,6 +147,9 @@ class DistributedContext:
 
     def close(self) -> None:
         """The run has ended on this rank. Not collective: a group of several ranks lives as long as the process."""
+        if dist.is_initialized() and dist.get_backend() == "fake":
+            # Nobody was met, and a job around this one still needs its interface.
+            return
         self.stop_watchdog()
         forget_interface()
         if self._owns_group:
@@ -167,6 +174,19 @@ def _meshes_for(dims: ParallelDims, device_type: str) -> tuple[JobMeshes, Defaul
             default = DefaultGroup(dist.new_group(ranks, use_local_synchronization=True))
         _meshes[dims, device_type] = meshes, default
     return _meshes[dims, device_type]
+
+
+@contextmanager
+def rehearsed() -> Iterator[None]:
+    """Inside, runs are tried whose process groups are not the job's: its own meshes and counts stay as they are."""
+    global _meshes, _meshes_world
+    before = _meshes, _meshes_world
+    _meshes, _meshes_world = {}, None
+    try:
+        with counted_apart():
+            yield
+    finally:
+        _meshes, _meshes_world = before
 
 
 def _forget_past_meshes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import asdict, dataclass, field
 from functools import wraps
@@ -25,15 +24,13 @@ from lightning_pardist.collectives import barrier
 from lightning_pardist.compat.lightning_loops import checkpoint_connector
 from lightning_pardist.runtime.environments.external import ExternalEnvironment
 from lightning_pardist.runtime.environments.program import program_key
+from lightning_pardist.runtime.job_counts import count_up
 from lightning_pardist.trainer.checkpoints import Checkpoints
 
 Resume = Literal["auto", "always", "never"]
 
 _FOLDER = "pardist_resume"
 _REMEMBERED = 8
-
-#: Fits in this process: equal on all ranks, and when the same script runs again.
-_fits = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,8 @@ class AutoResume:
         #: Whether somebody may start this job again, so that notes are of use.
         self._takes_notes = mode == "always" or job is not None
         self._starters: list[str] = []
-        parts = (job, program_key(), f"fit{next(_fits)}")
+        # Equal on all ranks, and when the same script runs again.
+        parts = (job, program_key(), f"fit{count_up('fits')}")
         self._fs, root = url_to_fs(str(trainer.default_root_dir))
         self._folder = f"{root}/{_FOLDER}/{'-'.join(part for part in parts if part)}"
         #: Where a run that was asked to stop leaves its checkpoint.

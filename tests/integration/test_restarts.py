@@ -1,16 +1,16 @@
 """A fit that a signal stops, and the one that goes on from there, in one process."""
 
-import itertools
 import os
 import runpy
 import signal
+from collections import Counter
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_pardist import DDPStrategy, SLURMEnvironment
-from lightning_pardist.trainer import auto_resume
+from lightning_pardist.runtime import job_counts
 from tests.helpers.parity import snapshot
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.scripts import ROOT
@@ -29,7 +29,7 @@ class SignalAt(pl.Callback):
 
 def _fit(folder, monkeypatch, *, callbacks=(), resume="always", environment=None, **kwargs):
     # As in a process of its own.
-    monkeypatch.setattr(auto_resume, "_fits", itertools.count())
+    monkeypatch.setattr(job_counts, "_counts", Counter())
     torch.manual_seed(3)
     module = SCRIPT["Module"](0, 0)
     trainer = quiet_trainer(

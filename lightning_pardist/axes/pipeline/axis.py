@@ -158,13 +158,20 @@ class PipelineAxis(ParallelAxis):
             self._observed = self._record(trainer)
 
     def _record(self, trainer: pl.Trainer) -> Recorded:
-        recorded = Recorded({}, {})
+        recorded, found = Recorded({}, {}), self.context.found_once
+        # Settings may hold functions and lists.
+        key = "recorded", repr(self.settings), self.group.size()
         failure = None
         try:
-            ranks = dist.get_process_group_ranks(self.group)
-            with undisturbed_random():
-                weight = self.context.loss_weight
-                recorded = StepRecorder(trainer, self.settings, ranks, self.context.samples, weight).record()
+            if found is not None and key in found:
+                recorded = found[key]
+            else:
+                ranks, weight = dist.get_process_group_ranks(self.group), self.context.loss_weight
+                with undisturbed_random():
+                    recorder = StepRecorder(trainer, self.settings, ranks, self.context.samples, weight, found)
+                    recorded = recorder.record()
+                if found is not None:
+                    found[key] = recorded
         except Exception as error:
             failure = error
         raise_together(failure)

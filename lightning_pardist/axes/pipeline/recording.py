@@ -142,6 +142,7 @@ class StepRecorder:
         ranks: Global ranks of the pipeline.
         samples: Batches to run them on.
         loss_weight: How losses are weighed.
+        found: See :attr:`~lightning_pardist.axes.base.RunContext.found_once`.
     """
 
     def __init__(
@@ -151,7 +152,9 @@ class StepRecorder:
         ranks: Sequence[int],
         samples: Samples,
         loss_weight: LossWeight,
+        found: dict[Any, Any] | None = None,
     ) -> None:
+        self._found: dict[Any, Any] = {} if found is None else found
         self.trainer = trainer
         self.loss_weight: LossWeight = loss_weight
         self._loss = LossMakeup()
@@ -449,7 +452,16 @@ class StepRecorder:
                 )
 
     def _find_all_rules(self, samples: list[_Sample]) -> dict[StepKey, Rules]:
-        return {each.key: self._find_rules(each) for each in samples if each.stage == RunningStage.TRAINING}
+        found = {}
+        for sample in samples:
+            if sample.stage != RunningStage.TRAINING:
+                continue
+            # However many stages there are: they depend on the cut alone.
+            key = "rules", sample.key, self.microbatching.whole, tuple(part.size for part in self._parts(sample))
+            if key not in self._found:
+                self._found[key] = self._find_rules(sample), self._loss
+            found[sample.key], self._loss = self._found[key]
+        return found
 
     def _find_rules(self, sample: _Sample) -> Rules:
         """Run the step on the whole sample batch and on its micro-batches, and see how the numbers go together."""
