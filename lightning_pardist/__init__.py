@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_pardist.engines.pipeline import CannotPipelineError, MicroBatch
     from lightning_pardist.mesh import ParallelDims
     from lightning_pardist.planner import plan
+    from lightning_pardist.planner.auto import AutoStrategy
     from lightning_pardist.runtime.environments.manual import ManualEnvironment
     from lightning_pardist.runtime.environments.mpi import MPIEnvironment
     from lightning_pardist.runtime.environments.slurm import SLURMEnvironment
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 #: Where the public names are. They are imported when they are used, so that the import costs next to nothing.
 _HOMES = {
+    "AutoStrategy": "lightning_pardist.planner.auto",
     "CannotPipelineError": "lightning_pardist.engines.pipeline",
     "ContextParallelStrategy": "lightning_pardist.strategies.context",
     "DDPStrategy": "lightning_pardist.strategies.ddp",
@@ -90,6 +92,7 @@ before_import("torchvision", _mend_torchvision)
 registry.register()
 
 __all__ = [
+    "AutoStrategy",
     "CannotPipelineError",
     "ContextParallelStrategy",
     "DDPStrategy",

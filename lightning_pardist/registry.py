@@ -25,7 +25,8 @@ class Entry:
 
     Attributes:
         name: What ``Trainer(strategy=...)`` takes.
-        path: Module in :mod:`lightning_pardist.strategies` and class behind the name, imported when it is used.
+        path: Module in :mod:`lightning_pardist.strategies`, or in another package of this one, and class behind the
+            name, imported when it is used.
         shards: What is divided among ranks, in a few words.
         when: When to choose it, in one line.
         preset: Arguments of the class that the name stands for.
@@ -41,7 +42,8 @@ class Entry:
     def strategy(self) -> type[PardistStrategy]:
         """The class behind the name."""
         module, _, name = self.path.rpartition(".")
-        found: type[PardistStrategy] = getattr(importlib.import_module(f"lightning_pardist.strategies.{module}"), name)
+        package = "lightning_pardist" if "." in module else "lightning_pardist.strategies"
+        found: type[PardistStrategy] = getattr(importlib.import_module(f"{package}.{module}"), name)
         return found
 
     def make(self, **settings: Any) -> PardistStrategy:
@@ -119,6 +121,8 @@ TABLE: tuple[Entry, ...] = (
     Entry("pardist_diloco", _LOCAL_SGD, "batch over islands of ranks",
           "sites are connected very slowly: islands meet every 100 steps, by an outer Nesterov step",
           {"sync_every": 100, "outer_lr": 0.7, "outer_momentum": 0.9}),
+    Entry("pardist_auto", "planner.auto.AutoStrategy", "whatever is fastest and fits",
+          "nobody has looked yet: it plans at the start of fit, and says which name to set"),
 )  # fmt: skip
 
 

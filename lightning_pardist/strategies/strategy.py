@@ -245,6 +245,33 @@ class PardistStrategy(ParallelStrategy):
         axes = (self._user_parallelized,) if taken else self._axes_as_set
         self.context.axes = tuple(axis for axis in axes if axis.is_used(self.dims))
 
+    def take_axes(self, other: PardistStrategy) -> None:
+        """Train as another strategy would, whose settings of axes and checkpointing are taken over.
+
+        Before the module is set up. Collective over the world.
+
+        Args:
+            other: Made for this alone.
+
+        Raises:
+            ValueError: If its degrees do not fit the ranks.
+        """
+        self._axes_as_set = other._axes_as_set
+        for axis in self._axes_as_set:
+            axis.bind(self.context)
+        self.activation_checkpointing = other.activation_checkpointing
+        self.distributed.change_dims(self.resolve_dims(self.world_size))
+        self._choose_axes()
+        self._loads_after_setup = None
+        self._show_batch_ranks()
+
+    def _show_batch_ranks(self) -> None:
+        if self.lightning_module is not None:
+            # What `self.device_mesh` in a module's configure_model refers to.
+            set_device_mesh(self.lightning_module, self.device_mesh)
+            if self.distributed.default_group is not None:
+                show_batch_ranks(self.lightning_module.trainer, self.distributed.default_group, self._attached)
+
     # --- ranks --------------------------------------------------------------------------------------------------
 
     @property
@@ -341,12 +368,9 @@ class PardistStrategy(ParallelStrategy):
             local_rank=self.local_rank,
             device=self.root_device,
         )
+        self._show_batch_ranks()
         if self.lightning_module is not None:
-            # What `self.device_mesh` in a module's configure_model refers to.
-            set_device_mesh(self.lightning_module, self.device_mesh)
             trainer = self.lightning_module.trainer
-            if self.distributed.default_group is not None:
-                show_batch_ranks(trainer, self.distributed.default_group, self._attached)
             if trainer.state.fn == TrainerFn.FITTING:
                 environment = self.cluster_environment
                 resume = AutoResume(trainer, self.context, self.checkpoints, environment, self.resume)
@@ -407,7 +431,8 @@ class PardistStrategy(ParallelStrategy):
         if self.accelerator is None or self.lightning_module is None or self.model is None:
             raise RuntimeError("The strategy is set up by a Trainer's fit, validate, test or predict.")
         module = self.lightning_module
-        self.context.sample_batches = SampleBatches(trainer)
+        if self.context.sample_batches is None:
+            self.context.sample_batches = SampleBatches(trainer)
         # Setting up changes what the answer is taken from.
         self._loads_after_setup = self.context.loads_after_setup = self.restore_checkpoint_after_setup
         self.context.precision = self.precision_plugin

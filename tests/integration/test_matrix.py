@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from lightning_pardist import (
+    AutoStrategy,
     ContextParallelStrategy,
     FSDPStrategy,
     HybridStrategy,
@@ -111,6 +112,8 @@ STRATEGIES = {
     ),
 }
 
+#: What is chosen is the same on every machine.
+STRATEGIES["auto-2"] = (functools.partial(AutoStrategy, strategies=["pardist_zero2"]), 2)
 #: Rows whose devices are threads of fewer processes.
 PROCESSES = {"dp-2": 1, "dp-3": 1}
 STRATEGIES |= {"dp-2": ("pardist_dp", 2), "dp-3": ("pardist_dp", 3)}
@@ -180,6 +183,7 @@ QUICK = {
     "pp_zero3-4": ("clip_norm",),
     "pp_zero3_kept-4": ("accumulate",),
     "pp_hsdp-8": (),
+    "auto-2": ("clip_norm",),
     # Three axes.
     "pp_tp_zero3-8": ("sgd",),
 }

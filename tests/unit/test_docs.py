@@ -31,6 +31,7 @@ STRATEGY_PAGES = {
     "pipeline.md": lightning_pardist.PipelineStrategy,
     "hybrid.md": lightning_pardist.HybridStrategy,
     "local_sgd.md": lightning_pardist.LocalSGDStrategy,
+    "auto.md": lightning_pardist.AutoStrategy,
     "data_parallel.md": lightning_pardist.DataParallelStrategy,
 }
 #: What the Trainer gives a strategy, or a strategy gives its base.

@@ -1,0 +1,205 @@
+"""``strategy="pardist_auto"``: chosen at the start of ``fit``, from the module, its data and what the ranks are."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_pardist.axes.by_name import data_parallel_axis
+from lightning_pardist.compat.lightning_loops import data_source
+from lightning_pardist.compat.pytree import tree_map_only
+from lightning_pardist.planner.candidates import Candidate
+from lightning_pardist.planner.errors import PlanError
+from lightning_pardist.planner.measuring import measure_rank
+from lightning_pardist.planner.plan_result import Plan
+from lightning_pardist.planner.planning import known_names, plan
+from lightning_pardist.planner.profiles import DeviceProfile
+from lightning_pardist.planner.words import sentence, size_text, time_text
+from lightning_pardist.runtime.job_counts import count_up
+from lightning_pardist.runtime.process_group import job_store
+from lightning_pardist.settings import positive
+from lightning_pardist.strategies.strategy import PardistStrategy
+from lightning_pardist.trainer.sample_batches import NoSampleError, SampleBatches, undisturbed_random
+
+#: Where nothing can be planned: the share of a device that states may take whole.
+_SMALL = 0.5
+#: What was chosen, and the lines that say so.
+_Answer = tuple[Candidate, list[str]]
+
+
+class AutoStrategy(PardistStrategy):
+    """Chooses the fastest strategy that fits, when ``fit`` begins; until then it is ``pardist_ddp``.
+
+    The ranks measure their devices and links, which takes seconds. Then the first rank plans: it runs one rank of each
+    strategy on the module and its first batch, without computing anything (see ``pardist plan``), and tells the others
+    what came out. The log says what was chosen and why, and what to write to keep it. The batch stays what the loader
+    gives a rank, so a strategy whose ranks share batches trains on fewer samples a step, and is compared by samples a
+    second.
+
+    Where no candidate fits, the one that needs the least memory is taken. Where nothing can be planned, because the
+    module's step needs values, it is ``pardist_ddp`` if states take less than half of a device, else ``pardist_zero3``.
+
+    Args:
+        strategies: Names to choose from; by default those whose engines differ.
+        memory_gb: Memory of a device, in 10^9 bytes; by default what it has.
+        planning_s: Seconds after which no further candidate is looked at.
+        **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
+
+    Attributes:
+        chosen: What was chosen; None before ``fit``.
+
+    Raises:
+        ValueError: If a name is not known, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategies: Sequence[str] | None = None,
+        memory_gb: float | None = None,
+        planning_s: float = 120.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(axes=[data_parallel_axis("ddp")], **kwargs)
+        self._names = None if strategies is None else known_names(strategies)
+        self._memory_gb = None if memory_gb is None else positive("memory_gb", memory_gb, "Use 10^9 bytes a device.")
+        self._planning_s = positive("planning_s", planning_s, "Use the seconds that planning may take.")
+        self.chosen: Candidate | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.chosen is None and trainer.state.fn == TrainerFn.FITTING:
+            self._choose(trainer)
+        super().setup(trainer)
+
+    def _choose(self, trainer: pl.Trainer) -> None:
+        """Plan on the first rank, and become what came out. Collective over the world.
+
+        Raises:
+            TimeoutError: If the first rank does not say what it has chosen.
+        """
+        if self.world_size == 1:
+            self.chosen = Candidate("pardist_ddp")
+            rank_zero_info("pardist_auto: there is one rank, so nothing is split. The name to set is 'pardist_ddp'.")
+            return
+        begin = time.perf_counter()
+        with undisturbed_random():
+            profile = measure_rank(self.root_device, hosts=self._hosts())
+            measured_s = time.perf_counter() - begin
+            answer = self._planned(trainer, profile) if self.global_rank == 0 else None
+        self.chosen, lines = self._told(answer)
+        took = f"pardist_auto measured for {measured_s:.1f} s and planned for"
+        rank_zero_info("\n".join(lines))
+        rank_zero_debug(f"{took} {time.perf_counter() - begin - measured_s:.1f} s.")
+        if self.chosen != Candidate("pardist_ddp"):
+            made: PardistStrategy = self.chosen.make()
+            self.take_axes(made)
+
+    def _hosts(self) -> list[str]:
+        """The host of every rank. Collective over the world."""
+        hosts = [""] * self.world_size
+        dist.all_gather_object(hosts, platform.node())
+        return hosts
+
+    def _told(self, answer: _Answer | None) -> _Answer:
+        """The first rank's answer, on every rank. Not a collective, whose timeout would be that of training.
+
+        Raises:
+            TimeoutError: If it does not come.
+        """
+        store, key = job_store(), f"pardist/auto/{count_up('choices')}"
+        if answer is not None:
+            chosen, lines = answer
+            store.set(key, json.dumps([chosen.strategy, dict(chosen.settings), lines]))
+            return answer
+        # The search ends after planning_s, but for the candidate that it is at.
+        wait = timedelta(seconds=2 * self._planning_s + 60)
+        try:
+            store.wait([key], wait)
+        except dist.DistStoreError as error:
+            raise TimeoutError(
+                f"The first rank has not chosen a strategy within {wait.total_seconds():.0f} s. Set planning_s higher"
+                f" than {self._planning_s:g}, or name a strategy: `pardist plan` says which."
+            ) from error
+        strategy, settings, lines = json.loads(store.get(key))
+        return Candidate(strategy, settings), lines
+
+    def _planned(self, trainer: pl.Trainer, profile: DeviceProfile) -> _Answer:
+        settings: dict[str, Any] = {"precision": str(trainer.precision)}
+        for name in ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"):
+            if (value := getattr(trainer, name, None)) is not None:
+                settings[name] = value
+        module = trainer.lightning_module
+        try:
+            made = plan(
+                module,
+                iter([self._sample(trainer)]),
+                devices=self.num_processes,
+                num_nodes=self.num_nodes,
+                device=profile,
+                memory_gb=self._memory_gb,
+                strategies=self._names,
+                time_limit_s=self._planning_s,
+                **settings,
+            )
+        except (PlanError, NoSampleError) as error:
+            return _without_a_plan(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
+        except Exception as error:
+            # Whatever the batch's own code raises: the ranks wait for an answer, and training will raise it on all.
+            rank_zero_warn(f"pardist_auto cannot plan: {type(error).__name__}: {error}")
+            return _without_a_plan(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
+        row = made.rows[0] if made.best is not None else min(made.rows, key=lambda each: each.memory["peak"])
+        return row.candidate, _why(made, made.rows.index(row))
+
+    def _sample(self, trainer: pl.Trainer) -> Any:
+        """The first batch, on the host; a loader that a hook makes is asked for again when the choice is made."""
+        samples = SampleBatches(trainer)
+        try:
+            batch = tree_map_only(Tensor, lambda leaf: leaf.cpu(), samples.first())
+        except BaseException:
+            samples.detach()
+            raise
+        if data_source(trainer.fit_loop).is_module():
+            samples.detach()
+        else:
+            self.context.sample_batches = samples
+        return batch
+
+
+def _without_a_plan(module: pl.LightningModule, memory_gb: float, why: str) -> _Answer:
+    """Replicas where their states take little of a device, and what takes the least of it where not."""
+    states = 4 * sum(param.numel() * param.element_size() for param in module.parameters())
+    name = "pardist_ddp" if states < _SMALL * memory_gb * 1e9 else "pardist_zero3"
+    return Candidate(name), [
+        f"pardist_auto: {name}, without a plan: {why}.",
+        f"  Why: parameters, gradients and two numbers of an optimizer for each take {size_text(states)} on one device"
+        f" of {memory_gb:.1f} GB.",
+        f"  To keep it: strategy={name!r}",
+    ]
+
+
+def _why(made: Plan, index: int) -> list[str]:
+    """What was chosen, in five lines."""
+    row = made.rows[index]
+    others = [each for each in made.rows if each is not row][:2]
+    beside = "; ".join(f"{each.candidate}: {each.reason}" for each in others) or "no other can be planned"
+    fits = "the fastest that fits" if row.fits else "none fits, and it needs the least memory"
+    return [
+        f"pardist_auto: {row.candidate} on {made.headline}",
+        f"  Why: {fits}, of {len(made.rows)} planned and {len(made.refused)} left out or refused.",
+        f"  Expected: {size_text(row.memory['peak'])} on the fullest rank, {time_text(row.time.step)} a step,"
+        f" {row.samples_per_s:.1f} samples/s on {row.dims.batch_size} batches at a time.",
+        f"  Beside it: {beside}.",
+        f"  To keep it: strategy={row.candidate.line}",
+    ]
