@@ -6,24 +6,34 @@ INSTALLED := $(VENV)/.installed
 # Reads the package's source without importing it, so it needs neither torch nor lightning.
 DOCS_VENV ?= .venv-docs
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
+# Tests run at once, by files.
+WORKERS ?= 2
 TORCH ?= 2.13.0
 LIGHTNING ?= 2.6.6
 OTHER := .venv-torch$(TORCH)-lightning$(LIGHTNING)
 
 .PHONY: demo test test-all test-torch soak lint bench coverage docs dist clean
 
+# $(call run_tests,PYTHON,MARKERS): what measures time or starts clusters comes after the others, one at a time.
+define run_tests
+@failed=0; \
+$(1) -m pytest -q -n $(WORKERS) --dist loadfile -m "not alone and $(2)" $(ARGS) || [ $$? = 5 ] || failed=1; \
+$(1) -m pytest -q -m "alone and $(2)" $(ARGS) || [ $$? = 5 ] || failed=1; \
+exit $$failed
+endef
+
 demo: $(INSTALLED)
 	$(PY) -m recipes.demo
 
 test: lint
-	$(PY) -m pytest -q -m "not slow and not soak"
+	$(call run_tests,$(PY),not slow and not soak)
 
 test-all: lint
-	$(PY) -m pytest -q -m "not soak"
+	$(call run_tests,$(PY),not soak)
 
 # Another torch or Lightning, in an environment of its own, without the linters: make test-torch TORCH=2.15.0
 test-torch: $(OTHER)/.installed
-	$(OTHER)/bin/python -m pytest -q -m "not slow and not soak" $(ARGS)
+	$(call run_tests,$(OTHER)/bin/python,not slow and not soak)
 
 soak: $(INSTALLED)
 	$(PY) -m pytest -q -s -m soak tests/soak

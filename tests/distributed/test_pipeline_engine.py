@@ -253,6 +253,7 @@ def _silent_peer() -> str:
     return said
 
 
+@pytest.mark.alone
 def test_waits_are_bounded() -> None:
     assert "Rank 1 waited for a message of rank 0 for 1 s" in run_ranks(2, _silent_peer)[1]
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers" / "without_extras")]),
-    "PARDIST_TEST_WITHOUT": "transformers,scipy",
+    "PARDIST_TEST_WITHOUT": "transformers,scipy,matplotlib",
 }
 
 

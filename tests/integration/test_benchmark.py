@@ -10,6 +10,8 @@ import pytest
 from benchmarks.__main__ import main
 from tests.helpers.scripts import ENVIRONMENT, ROOT
 
+pytestmark = pytest.mark.alone
+
 NAMES = ["pardist_ddp", "torch_ddp", "one_process"]
 
 
@@ -17,7 +19,7 @@ def _command(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *arguments],
         cwd=ROOT,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | {"PARDIST_TEST_WITHOUT": "transformers,scipy"},  # It draws.
         capture_output=True,
         text=True,
         timeout=100,

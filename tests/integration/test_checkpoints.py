@@ -109,6 +109,7 @@ def _not_stalled(folder):
     return trainer.strategy.checkpoints.reports
 
 
+@pytest.mark.alone
 def test_training_does_not_wait_for_a_background_save(tmp_path):
     for reports in run_ranks(2, _not_stalled, str(tmp_path)):
         assert reports[0].write_s >= 0.3

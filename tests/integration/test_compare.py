@@ -8,6 +8,8 @@ from benchmarks import compare
 from benchmarks.compare import Measured, loss_difference, main, row
 from tests.helpers.scripts import ROOT
 
+pytestmark = pytest.mark.alone
+
 TINY = ["--tiny", "--models", "mlp", "--strategies", "pardist_ddp", "--devices", "1"]
 TINY += ["--rounds", "2", "--steps", "3", "--warmup", "1"]
 

@@ -15,6 +15,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, Data, quiet_trainer
 from tests.helpers.scripts import ENVIRONMENT, ROOT, run_script
 
+pytestmark = pytest.mark.alone
+
 TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
 
 

@@ -17,7 +17,7 @@ def _mpirun():
     return next((name for name in ("mpirun.openmpi", "mpirun") if shutil.which(name)), None)
 
 
-pytestmark = pytest.mark.skipif(_mpirun() is None, reason="mpirun is not installed")
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(_mpirun() is None, reason="mpirun is not installed")]
 
 
 def _run(num_ranks, **given):

@@ -15,6 +15,8 @@ from tests.helpers.parity import snapshot
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.scripts import ROOT
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = runpy.run_path(str(ROOT / "tests" / "scripts" / "cluster_train.py"))
 
 

@@ -11,7 +11,7 @@ from tests.helpers.cluster import STRATEGIES, TRAIN, alone, ended, first
 from tests.helpers.scripts import ROOT, run_script
 from tests.helpers.slurm import Slurm, why_no_slurm
 
-pytestmark = pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ from tests.helpers.models import Classifier
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Data, quiet_trainer
 
+pytestmark = pytest.mark.alone
+
 STEPS = 6
 
 

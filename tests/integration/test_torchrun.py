@@ -11,6 +11,8 @@ from tests.helpers.hosts import Hosts, why_no_hosts
 from tests.helpers.ranks import free_port
 from tests.helpers.scripts import run_script
 
+pytestmark = pytest.mark.alone
+
 needs_hosts = pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 #: What recipes set, and `pardist doctor` looks for.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -303,6 +303,7 @@ def test_text_shorter_than_a_window_is_refused():
         Windows(b"12345678", context=8)
 
 
+@pytest.mark.alone
 def test_server_that_never_answers_is_given_up_on():
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
