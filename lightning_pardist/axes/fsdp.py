@@ -23,15 +23,19 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_pardist.axes.base import DataParallelAxis
+from lightning_pardist.axes.codes_setting import CodesSetting
 from lightning_pardist.axes.module_copies import copies_of
 from lightning_pardist.axes.offload_setting import OffloadSetting
 from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_callbacks, refuse_pruning
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.lightning_functions import half_dtype, move_torchmetrics_to_device, update_device
 from lightning_pardist.compat.modules import own_buffers
+from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.engines.common.coded_exchange import Remainders
 from lightning_pardist.engines.common.meta_init import InitFunction, on_meta
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.fsdp import FullySharded, ShardedDataEngine, find_fsdp_units, shard
+from lightning_pardist.engines.fsdp.comm import UnitCodes
 from lightning_pardist.engines.fsdp.fsdp_units import MIN_UNIT_BYTES, UnitPolicy
 from lightning_pardist.engines.fsdp.full_state import full_state, gather_to, load_full_state
 from lightning_pardist.engines.fsdp.fully_sharded import Accumulate
@@ -73,6 +77,9 @@ class FSDPAxis(DataParallelAxis):
         offload: str | os.PathLike[str] | None = None,
         offload_window_mb: float = 64.0,
         tile_linear_above_mb: float | None = None,
+        gather: Compression | None = None,
+        reduce: Compression | None = None,
+        error_feedback: bool = True,
     ) -> None:
         one_of("accumulate", accumulate, ("sharded", "unsharded"))
         one_of("detect_direct_param_use", detect_direct_param_use, ("first", "always", "never"))
@@ -96,6 +103,12 @@ class FSDPAxis(DataParallelAxis):
         self.init = init
         self.unshard_after_fit_max_mb = unshard_after_fit_max_mb
         self.offload = OffloadSetting(offload, offload_window_mb)
+        self.codes = CodesSetting(gather, reduce, error_feedback)
+        if tile_linear_above_mb is not None and (gather or reduce):
+            raise ValueError(
+                f"gather={gather!r} and reduce={reduce!r} are not for layers in tiles, which travel as they are, and"
+                f" tile_linear_above_mb={tile_linear_above_mb} is set. Leave one of them out."
+            )
         self._sharded: FullySharded | None = None
         self._copies: list[FullySharded] = []
         self._evaluating = ExitStack()
@@ -111,6 +124,7 @@ class FSDPAxis(DataParallelAxis):
     @override
     def check(self, trainer: pl.Trainer) -> None:
         self.offload.check(trainer)
+        self.codes.check(self.context)
         refuse_pruning(trainer)
         refuse_averages_in_shards(trainer, self.context)
         if on_meta(trainer.lightning_module):
@@ -238,6 +252,9 @@ class FSDPAxis(DataParallelAxis):
             sync_values=is_copy or not self._pipelined,
             allow_divergent_forward=self.allow_divergent_forward,
             detect_direct_param_use=self.detect_direct_param_use,
+            codes=UnitCodes(
+                self.codes.gather, self.codes.reduce, Remainders() if self.codes.error_feedback else None, exact=is_copy
+            ),
         )
 
     @override
@@ -295,6 +312,8 @@ class FSDPAxis(DataParallelAxis):
 
     @override
     def start_evaluation(self) -> None:
+        for sharded in self._all:
+            sharded.codes.exact = True
         # Ranks may have different numbers of batches, and one of them may run the module alone when the epoch ends.
         for sharded in self._all:
             self._evaluating.enter_context(sharded.uneven())
@@ -302,6 +321,14 @@ class FSDPAxis(DataParallelAxis):
     @override
     def end_evaluation(self) -> None:
         self._evaluating.close()
+        if self._sharded is not None:
+            self._sharded.codes.exact = False
+
+    @override
+    def synchronize(self, *, evaluation: bool = False) -> None:
+        """Checkpoints have the exact shards, and nothing of what codes of gradients have left behind."""
+        if self._sharded is not None and self._sharded.codes.remainders is not None and not evaluation:
+            self._sharded.codes.remainders.clear()
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -336,11 +363,12 @@ class FSDPAxis(DataParallelAxis):
     def describe(self) -> str:
         if self._sharded is None:
             return ""
+        plan = "\n".join(filter(None, [str(self._sharded), self.codes.describe()]))
         runs = self.context.runs_a_step
         if runs == 1:
-            return str(self._sharded)
+            return plan
         sent = self._sharded.sent_bytes(runs, self.accumulate) / 1e6
-        lines = [str(self._sharded), f"Up to {sent:.1f} MB sent by this rank a step, for {runs} micro-batches."]
+        lines = [plan, f"Up to {sent:.1f} MB sent by this rank a step, for {runs} micro-batches."]
         if self.reshard_after_forward is not False or self.accumulate == "sharded":
             lines.append(
                 "reshard_after_forward=False would gather parameters once a step and accumulate='unsharded' reduce"

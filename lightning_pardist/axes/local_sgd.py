@@ -18,8 +18,8 @@ from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.refusals import refuse_callbacks
 from lightning_pardist.checkpoint.chunks import Shards
 from lightning_pardist.checkpoint.tensors import copy_whole, shards_like
+from lightning_pardist.engines.common.block_codes import Compression
 from lightning_pardist.engines.ddp.buffers import average_tensors
-from lightning_pardist.engines.outer_exchange import Compression
 from lightning_pardist.engines.outer_fragments import OuterFragment, fragments_of
 from lightning_pardist.engines.outer_optimizer import OuterOptimizer
 from lightning_pardist.mesh import Degree, ParallelDims

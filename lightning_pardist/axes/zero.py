@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch import nn
@@ -11,7 +12,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.axes.base import DataParallelAxis
+from lightning_pardist.axes.codes_setting import CodesSetting
 from lightning_pardist.axes.offload_setting import OffloadSetting
+from lightning_pardist.engines.common.block_codes import Compression
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.zero import ZeroEngine
 from lightning_pardist.mesh import GRADIENT_AXES, TENSOR_AXIS, Degree
@@ -27,6 +30,9 @@ class ZeroAxis(DataParallelAxis):
         overlap: Whether gradients are sent while backward runs.
         offload: Where optimizer state lives and steps are taken, see :class:`~.offloading.OffloadSetting`.
         offload_window_mb: With files, state that is resident at a time.
+        gather: Codes that parameters travel as, see :class:`~lightning_pardist.ZeroStrategy`.
+        reduce: Codes that gradients travel as.
+        error_feedback: Whether what codes leave behind of gradients is added to the next ones.
 
     Raises:
         ValueError: If a setting is out of range; when the engine is made, if an optimizer cannot be tried.
@@ -42,6 +48,9 @@ class ZeroAxis(DataParallelAxis):
         overlap: bool = True,
         offload: str | os.PathLike[str] | None = None,
         offload_window_mb: float = 64.0,
+        gather: Compression | None = None,
+        reduce: Compression | None = None,
+        error_feedback: bool = True,
     ) -> None:
         if zero_stage not in (1, 2):
             raise ValueError(f"zero_stage={zero_stage!r} is not available. Use 1 or 2; FSDPStrategy is stage 3.")
@@ -49,10 +58,18 @@ class ZeroAxis(DataParallelAxis):
         self.bucket_size_mb = positive("bucket_size_mb", bucket_size_mb, "25 is a good start.")
         self.overlap = overlap
         self.offload = OffloadSetting(offload, offload_window_mb)
+        self.codes = CodesSetting(gather, reduce, error_feedback)
+        self._engine: ZeroEngine | None = None
 
     @override
     def check(self, trainer: pl.Trainer) -> None:
         self.offload.check(trainer)
+        self.codes.check(self.context)
+        if self.codes.gather is not None and self.context.dims.outer_parallel > 1:
+            raise ValueError(
+                f"gather={self.codes.gather!r} leaves each rank exact values of its slice only, and islands average"
+                " those that it computes with. Use outer_compression, or data_parallel='zero3'."
+            )
 
     @override
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
@@ -65,7 +82,7 @@ class ZeroAxis(DataParallelAxis):
 
     @override
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
-        return ZeroEngine(
+        self._engine = ZeroEngine(
             module,
             optimizers,
             group=self.context.gradient_group,
@@ -75,4 +92,35 @@ class ZeroAxis(DataParallelAxis):
             offload=self.offload.settings,
             update_group=lambda: self.context.group_over(*GRADIENT_AXES, TENSOR_AXIS),
             update_scope=self.context.update_scope,
+            gather=self.codes.gather,
+            reduce=self.codes.reduce,
+            error_feedback=self.codes.error_feedback,
         )
+        return self._engine
+
+    # --- parameters in codes ------------------------------------------------------------------------------------
+
+    @override
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module = self.context.module
+        if self._engine is not None and module is not None and module.trainer.training:
+            self._engine.show_codes()
+        return super().run_step(step, *args, **kwargs)
+
+    @override
+    def synchronize(self, *, evaluation: bool = False) -> None:
+        """Validation and checkpoints have the exact parameters."""
+        if self._engine is not None:
+            self._engine.show_exact(for_a_look=evaluation)
+            if not evaluation:
+                self._engine.forget_remainders()
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    @override
+    def describe(self) -> str:
+        return self.codes.describe()
+
+    @override
+    def teardown(self) -> None:
+        self._engine = None

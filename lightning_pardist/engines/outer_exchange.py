@@ -3,108 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lightning_pardist.collectives import all_gather_flat
-
-#: How differences travel: as halves, or as integers of 8 or 4 bits with a scale a block.
-Compression = Literal["bf16", "int8", "int4"]
-#: Elements of one tensor that share a scale: 0.4% more bytes with 4 bits.
-BLOCK = 2048
-_LARGEST = {"int8": 127, "int4": 7}
-
-
-class SliceLayout:
-    """Tensors cut into a slice for each of K ranks, as a matrix with a row a rank.
-
-    A slice is a row's run of elements of each tensor. Blocks that share a scale end where a tensor ends, so that codes
-    of a tensor depend on nothing else: ranks that hold the same tensor beside others get the same mean of it.
-
-    Args:
-        sizes: Elements of each tensor.
-        ranks: K.
-    """
-
-    def __init__(self, sizes: Sequence[int], ranks: int) -> None:
-        self.sizes, self.ranks = list(sizes), ranks
-        # Codes of 4 bits come in pairs.
-        self.widths = [max(2, -(-size // (2 * ranks)) * 2) for size in sizes]
-        self.width = sum(self.widths)
-        blocks = [[BLOCK] * (width // BLOCK) + [width % BLOCK] * (width % BLOCK > 0) for width in self.widths]
-        lengths = torch.tensor([length for run in blocks for length in run], dtype=torch.int64)
-        self.num_blocks = lengths.numel()
-        self.block_of = torch.repeat_interleave(torch.arange(self.num_blocks), lengths)
-
-    def to(self, device: torch.device) -> SliceLayout:
-        """This layout, for tensors on a device."""
-        self.block_of = self.block_of.to(device)
-        return self
-
-    def rows(self, flat: Tensor) -> Tensor:
-        """Tensors end to end, flat, as the matrix, shape ``[ranks, width]``."""
-        parts = zip(flat.split(self.sizes), self.widths, strict=True)
-        return torch.cat([pad(part, (0, w * self.ranks - part.numel())).view(self.ranks, w) for part, w in parts], 1)
-
-    def flat(self, rows: Tensor) -> Tensor:
-        """The inverse of :meth:`rows`."""
-        parts = zip(rows.split(self.widths, 1), self.sizes, strict=True)
-        return torch.cat([part.reshape(-1)[:size] for part, size in parts])
-
-
-def encode(rows: Tensor, layout: SliceLayout, kind: Compression | None) -> Tensor:
-    """Numbers as the bytes that travel: rounded to the nearest code, scaled by the largest magnitude of their block.
-
-    Args:
-        rows: Of floating dtype, shape ``[any, layout.width]``.
-        layout: Of the rows.
-        kind: How; as they are if None.
-
-    Returns:
-        Shape ``[any, bytes]``, ``uint8``: for integers a row's scales (fp32), then its codes.
-    """
-    if kind is None:
-        return rows.contiguous().view(torch.uint8)
-    if kind == "bf16":
-        return rows.to(torch.bfloat16).view(torch.uint8)
-    values, index = rows.float(), layout.block_of.expand(len(rows), -1)
-    largest = values.new_zeros(len(rows), layout.num_blocks).scatter_reduce(1, index, values.abs(), "amax")
-    scales = largest / _LARGEST[kind]
-    # A block of zeros has codes of zero.
-    codes = (values / torch.where(scales == 0, 1.0, scales).gather(1, index)).round().to(torch.int8)
-    packed = codes.view(torch.uint8)
-    if kind == "int4":
-        unsigned = (codes + 8).view(torch.uint8)
-        packed = unsigned[:, ::2] | unsigned[:, 1::2] << 4
-    return torch.cat([scales.view(torch.uint8), packed], 1)
-
-
-def decode(data: Tensor, layout: SliceLayout, kind: Compression | None, dtype: torch.dtype) -> Tensor:
-    """The numbers that :func:`encode` has made bytes of.
-
-    Args:
-        data: Shape ``[any, bytes]``, ``uint8``.
-        layout: Of the rows.
-        kind: As they were encoded.
-        dtype: Of the result.
-    """
-    if kind is None:
-        return data.view(dtype)
-    if kind == "bf16":
-        return data.view(torch.bfloat16).to(dtype)
-    scales, codes = data.split([4 * layout.num_blocks, data.shape[1] - 4 * layout.num_blocks], 1)
-    # Columns of a matrix are not aligned for numbers.
-    scales = scales.flatten().clone().view(torch.float32).view(len(data), -1)
-    if kind == "int4":
-        codes = torch.stack([codes & 15, codes >> 4], 2).flatten(1).to(torch.int8) - 8
-    numbers: Tensor = codes.contiguous().view(torch.int8).float() * scales.gather(
-        1, layout.block_of.expand(len(data), -1)
-    )
-    return numbers.to(dtype)
+from lightning_pardist.engines.common.block_codes import Compression, SliceLayout, decode, encode
 
 
 class OuterExchange:

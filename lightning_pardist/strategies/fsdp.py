@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_pardist.axes.fsdp import FSDPAxis
+from lightning_pardist.engines.common.block_codes import Compression
 from lightning_pardist.engines.common.meta_init import InitFunction
 from lightning_pardist.engines.fsdp.fsdp_units import MIN_UNIT_BYTES, UnitPolicy
 from lightning_pardist.engines.fsdp.fully_sharded import Accumulate
@@ -62,6 +63,13 @@ class FSDPStrategy(PardistStrategy):
             each gathered alone, so that no rank ever has the layer whole; results, names in checkpoints and optimizers
             stay as they are (memory-centric tiling, ZeRO-Infinity, arXiv 2104.07857). Their gathers do not overlap
             with computation.
+        gather: How parameters travel: as ``"int8"``, ``"int4"`` or ``"bf16"``, blocks of 64 elements with a scale of
+            their own, or as they are if None (ZeRO++, arXiv 2306.10209). Owners update exact values, which validation,
+            checkpoints and the trained module have; training steps compute with what was received, on all ranks.
+        reduce: How gradients travel, once each, to the rank that sums them in full precision. A checkpoint starts
+            what error feedback has kept anew.
+        error_feedback: Whether what ``reduce`` leaves behind on a rank is added to the next gradients, for a byte a
+            parameter.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
@@ -86,6 +94,9 @@ class FSDPStrategy(PardistStrategy):
         offload: str | os.PathLike[str] | None = None,
         offload_window_mb: float = 64.0,
         tile_linear_above_mb: float | None = None,
+        gather: Compression | None = None,
+        reduce: Compression | None = None,
+        error_feedback: bool = True,
         **kwargs: Any,
     ) -> None:
         data = FSDPAxis(
@@ -102,5 +113,8 @@ class FSDPStrategy(PardistStrategy):
             offload=offload,
             offload_window_mb=offload_window_mb,
             tile_linear_above_mb=tile_linear_above_mb,
+            gather=gather,
+            reduce=reduce,
+            error_feedback=error_feedback,
         )
         super().__init__(axes=[data], **kwargs)

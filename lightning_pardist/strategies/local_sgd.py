@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_pardist.axes.local_sgd import LocalSGDAxis, OuterSize, SyncEvery
-from lightning_pardist.engines.outer_exchange import Compression
+from lightning_pardist.engines.common.block_codes import Compression
 from lightning_pardist.strategies.hybrid import HybridStrategy
 
 

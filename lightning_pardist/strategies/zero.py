@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning_pardist.axes.zero import ZeroAxis
+from lightning_pardist.engines.common.block_codes import Compression
 from lightning_pardist.strategies.ddp import DDPStrategy
 from lightning_pardist.strategies.fsdp import FSDPStrategy
 from lightning_pardist.strategies.strategy import PardistStrategy
@@ -32,6 +33,13 @@ class ZeroStrategy(PardistStrategy):
             the Trainer's ``default_root_dir``. Adam and AdamW take torch's fused kernel then, unless told otherwise.
             The files have no names, and are gone with the process, however it ends.
         offload_window_mb: With files, state that is resident at a time, in MiB.
+        gather: How parameters travel: as ``"int8"``, ``"int4"`` or ``"bf16"``, blocks of 64 elements with a scale of
+            their own, or as they are if None (ZeRO++, arXiv 2306.10209). Owners update exact values, which validation,
+            checkpoints and the trained module have; training steps compute with what was received, on all ranks.
+        reduce: How gradients travel, once each, to the rank that sums them in full precision. A checkpoint starts
+            what error feedback has kept anew.
+        error_feedback: Whether what ``reduce`` leaves behind on a rank is added to the next gradients, for a byte a
+            parameter.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
@@ -48,6 +56,9 @@ class ZeroStrategy(PardistStrategy):
         overlap: bool = True,
         offload: str | os.PathLike[str] | None = None,
         offload_window_mb: float = 64.0,
+        gather: Compression | None = None,
+        reduce: Compression | None = None,
+        error_feedback: bool = True,
         **kwargs: Any,
     ) -> None:
         data = ZeroAxis(
@@ -56,6 +67,9 @@ class ZeroStrategy(PardistStrategy):
             overlap=overlap,
             offload=offload,
             offload_window_mb=offload_window_mb,
+            gather=gather,
+            reduce=reduce,
+            error_feedback=error_feedback,
         )
         super().__init__(axes=[data], **kwargs)
 

@@ -17,7 +17,7 @@ from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.fsdp2 import ModuleState, ParameterGroup, ShardedParameter
 from lightning_pardist.engines.common.settable_parameter import changes_of
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, REDUCE, CollectiveSequencer
-from lightning_pardist.engines.fsdp.comm import PendingReduction, UnitAllGather, UnitReduceScatter
+from lightning_pardist.engines.fsdp.comm import PendingReduction, UnitAllGather, UnitCodes, UnitReduceScatter
 from lightning_pardist.engines.fsdp.fsdp_units import Unit
 from lightning_pardist.engines.fsdp.outputs import before_backward, shares_memory
 from lightning_pardist.engines.fsdp.tiling import TiledLinear
@@ -148,6 +148,7 @@ class BackwardRuntime:
         sequencer: Ranks that train together.
         data_size: Ranks over which gradients are averaged.
         check: Compare the order of collectives and the use of parameters after every backward.
+        codes: How units travel.
 
     Attributes:
         turn: Whose forward or backward runs, where those of several micro-batches take turns; None elsewhere.
@@ -161,12 +162,14 @@ class BackwardRuntime:
         *,
         data_size: int,
         check: bool = True,
+        codes: UnitCodes | None = None,
     ) -> None:
         self.units = units
         self.replicated = replicated
         self.sequencer = sequencer
         self.data_size = data_size
         self.check = check
+        self.codes = UnitCodes() if codes is None else codes
         self.tiled: list[TiledLinear] = []
         self.pending: list[PendingReduction] = []
         self.finalizing = False
@@ -228,15 +231,23 @@ class BackwardRuntime:
             )
             unit.module.set_custom_all_gather(
                 # The base class of torch's is not public.
-                UnitAllGather(functools.partial(self._announce_gather, unit), self.sequencer.after)  # type: ignore[arg-type]
+                UnitAllGather(  # type: ignore[arg-type]
+                    functools.partial(self._announce_gather, unit), self.sequencer.after, self.codes
+                )
             )
             unit.module.set_custom_reduce_scatter(
                 UnitReduceScatter(  # type: ignore[arg-type]
                     functools.partial(self.sequencer.before, REDUCE, unit.index),
                     group.output_becomes_grads,
                     self.pending,
+                    self.codes,
+                    functools.partial(self._members, group),
                 )
             )
+
+    def _members(self, group: ParameterGroup) -> tuple[int, ...]:
+        """Numbers of the parameters that a reduction is of; their gradients are gone from them by then."""
+        return tuple(self.positions[id(p)] for p in group.parameters if p.sharded.requires_grad)
 
     def _announce_gather(self, unit: ShardedUnit) -> None:
         unit.note_gather()

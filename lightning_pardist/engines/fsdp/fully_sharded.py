@@ -23,6 +23,7 @@ from lightning_pardist.compat.process_groups import timeout_of
 from lightning_pardist.engines.common.update_scope import ScopeSetting
 from lightning_pardist.engines.fsdp.backward import BackwardRuntime, ShardedUnit
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
+from lightning_pardist.engines.fsdp.comm import UnitCodes
 from lightning_pardist.engines.fsdp.direct_param_use import DirectUse
 from lightning_pardist.engines.fsdp.fsdp_units import Unit, format_units
 from lightning_pardist.engines.fsdp.full_state import whole_over_data
@@ -48,6 +49,7 @@ class FullySharded:
         units: The plan, the root last.
         replicated: Names of parameters that are whole on every rank.
         losses: Who has a loss in this step.
+        codes: How units travel.
     """
 
     def __init__(
@@ -65,10 +67,12 @@ class FullySharded:
         tile_bytes: float,
         mp_policy: MixedPrecisionPolicy | None,
         interleaved: bool,
+        codes: UnitCodes,
     ) -> None:
         self.module = module
         self.mesh = mesh
         self.replicated = replicated
+        self.codes = codes
         self._units = units
         self._root = units[-1]
         self._watch = detect_direct_param_use
@@ -87,7 +91,9 @@ class FullySharded:
         self.sequencer.active = allow_divergent_forward
         self._data_group = data_group
         self.losses = self._new_board()
-        self._runtime = BackwardRuntime(units, replicated, self.sequencer, data_size=mesh.size(), check=check)
+        self._runtime = BackwardRuntime(
+            units, replicated, self.sequencer, data_size=mesh.size(), check=check, codes=codes
+        )
         self._runtime.agreed = self._learn_order
         for name, layer in tiled.items():
             self._runtime.add_tiled(name, layer, mesh, tile_bytes=tile_bytes, policy=mp_policy)
@@ -472,6 +478,9 @@ class FullySharded:
         self._runtime.inside = 0
         self._runtime.pending.clear()
         self.sequencer.sequence = 0
+        self.codes.exact = False
+        if self.codes.remainders is not None:
+            self.codes.remainders.clear()
         # Ranks may have got to different steps.
         self.losses = self._new_board()
         if self._order is not None:

@@ -25,6 +25,7 @@ from lightning_pardist.engines.common.meta_init import (
 )
 from lightning_pardist.engines.common.settable_parameter import make_settable
 from lightning_pardist.engines.fsdp.backward import ShardedUnit
+from lightning_pardist.engines.fsdp.comm import UnitCodes
 from lightning_pardist.engines.fsdp.fsdp_units import (
     Unit,
     describe_units,
@@ -55,6 +56,7 @@ def shard(
     check: bool = True,
     tile_above_bytes: float | None = None,
     boundaries: Sequence[Sequence[nn.Module]] | None = None,
+    codes: UnitCodes | None = None,
 ) -> FullySharded:
     """Shard a module's parameters in place. Collective over the mesh; call once, before optimizers are made.
 
@@ -87,6 +89,7 @@ def shard(
         boundaries: Modules that a pipeline runs one by one, by their ``forward``, for micro-batches that take turns
             (:meth:`FullySharded.microbatches`): those of each stage in the order of their calls. Give the units that
             :func:`find_fsdp_units` finds inside of them, and as ``ignored`` what other stages hold.
+        codes: How units travel: in few bits (ZeRO++, arXiv 2306.10209), or as they are if None. Shards stay exact.
 
     Returns:
         The handle to run, accumulate, clip and save with.
@@ -164,6 +167,7 @@ def shard(
         tile_bytes=tile_above_bytes or 0.0,
         mp_policy=mp_policy,
         interleaved=boundaries is not None,
+        codes=UnitCodes() if codes is None else codes,
     )
 
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pardist.collectives import reduce_scatter_flat
+from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.engines.common.coded_exchange import CodedReduction, Remainders, has_codes, scatter_coded
 from lightning_pardist.engines.common.slice_exchange import Reduction, exchanges_directly, scatter_slices
 from lightning_pardist.engines.ddp.bucket import Bucket
 from lightning_pardist.engines.ddp.transport import Transport, reduce_flags
@@ -31,6 +33,9 @@ class ReduceScatter(Transport):
         group: The data axis' process group.
         keep_full: Whether full gradients are kept between steps (ZeRO-1).
         make_host: See :class:`~lightning_pardist.engines.zero.sharded_bucket.ShardedBucket`.
+        gather: See there.
+        reduce: Codes that gradients travel as; numbers as they are if None.
+        remainders: What codes leave behind is added to the next gradients.
     """
 
     def __init__(
@@ -39,12 +44,16 @@ class ReduceScatter(Transport):
         *,
         keep_full: bool,
         make_host: Callable[[Tensor], HostSlice] | None = None,
+        gather: Compression | None = None,
+        reduce: Compression | None = None,
+        remainders: Remainders | None = None,
     ) -> None:
         self.group = group
+        self.gather, self.reduce, self.remainders = gather, reduce, remainders
         self.make_host = make_host
         self.scale = 1.0 / group.size()
         self.keep_full = keep_full
-        self._flying: deque[tuple[ShardedBucket, Reduction | tuple[Any, Tensor]]] = deque()
+        self._flying: deque[tuple[ShardedBucket, Reduction | CodedReduction | tuple[Any, Tensor]]] = deque()
 
     @override
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
@@ -53,6 +62,7 @@ class ReduceScatter(Transport):
             group=self.group,
             keep_full=self.keep_full,
             make_host=self.make_host,
+            codes=self.gather,
         )
 
     @override
@@ -62,6 +72,12 @@ class ReduceScatter(Transport):
         while len(self._flying) >= _IN_FLIGHT:
             self._land()
         full = bucket.full_gradients
+        if self.reduce is not None and has_codes(full):
+            reduction = scatter_coded(
+                full, group=self.group, kind=self.reduce, remainders=self.remainders, key=id(bucket)
+            )
+            self._flying.append((bucket, reduction))
+            return None
         if exchanges_directly(full, self.group):
             self._flying.append((bucket, scatter_slices(full, group=self.group)))
             return None
@@ -81,7 +97,7 @@ class ReduceScatter(Transport):
 
     def _land(self) -> None:
         bucket, flying = self._flying.popleft()
-        if isinstance(flying, Reduction):
+        if isinstance(flying, (Reduction, CodedReduction)):
             bucket.take(flying.finish(bucket.sum_into))
             return
         work, received = flying

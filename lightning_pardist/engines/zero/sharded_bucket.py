@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.engines.common.coded_exchange import coded, gather_coded, has_codes
 from lightning_pardist.engines.common.elementwise import marked, marks_of
 from lightning_pardist.engines.common.memory import storage_bytes
 from lightning_pardist.engines.common.slice_exchange import gather_slices
@@ -46,16 +48,22 @@ class ShardedBucket(Bucket):
     this rank's parts. Parameters in half precision are updated in fp32 masters, which
     exist for the slice only.
 
+    Where parameters travel in few bits, the slice that is updated is apart from the buffer: all ranks compute with what
+    codes say of it, its owner too, and go on from the exact one. The exact values are put into the buffer for
+    evaluation and checkpoints (:meth:`gather_exact`).
+
     Args:
         params: Parameters of one dtype and device; their ``data`` becomes views of the flat buffer.
         group: The data axis' process group.
         keep_full: Whether the whole gradient buffer is kept between steps (ZeRO-1), or only the slice (ZeRO-2).
         make_host: Makes what keeps the slice's masters and gradients on the host, if the optimizer steps there.
+        codes: How parameters travel; as they are if None.
 
     Attributes:
         shard_numel: Elements of a slice, padding included.
         pieces: What lies in this rank's slice.
         master: What the optimizer updates, shape ``[shard_numel]``: the slice itself, or its fp32 copy.
+        shows_codes: Whether parameters have the values that codes say, and not the exact ones.
     """
 
     def __init__(
@@ -65,6 +73,7 @@ class ShardedBucket(Bucket):
         group: dist.ProcessGroup,
         keep_full: bool,
         make_host: Callable[[Tensor], HostSlice] | None = None,
+        codes: Compression | None = None,
     ) -> None:
         self.params = list(params)
         self.numels = [own_part(param).numel() for param in self.params]
@@ -79,9 +88,13 @@ class ShardedBucket(Bucket):
         self.flat_params = torch.zeros(self.shard_numel * world_size, dtype=self._dtype, device=self.device)
         self._homes: list[Tensor] = []
         self._adopt_parameters()
-        own = self.flat_params[self._own]
-        self.host = None if make_host is None else make_host(own)
-        self.master: Tensor = own.float() if low_precision(self._dtype) else own
+        self._codes = codes if has_codes(self.flat_params) else None
+        self.shows_codes = False
+        self._exact = self.flat_params[self._own]
+        if self._codes is not None:
+            self._exact = self._exact.clone()
+        self.host = None if make_host is None else make_host(self._exact)
+        self.master: Tensor = self._exact.float() if low_precision(self._dtype) else self._exact
         if self.host is not None:
             self.master = self.host.master
         self.master_dtype = self.master.dtype
@@ -106,14 +119,52 @@ class ShardedBucket(Bucket):
     @torch.no_grad()
     def gather(self) -> dist.Work:
         """Send this rank's updated slice and receive the others'. Collective over the group; returns at once."""
-        own = self.flat_params[self._own]
         if self.host is not None:
             self._publish(self.host)
             self.host.wait_published()
             self._await_step()
         elif low_precision(self._dtype):
-            own.copy_(self.master)
+            self._exact.copy_(self.master)
+        if self._codes is None:
+            return gather_slices(self.flat_params, group=self.group)
+        self.shows_codes = True
+        return gather_coded(self.flat_params, self._exact, group=self.group, kind=self._codes)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether what is updated has more digits than the parameters on the ranks."""
+        return self._codes is not None or self.master_dtype != self._dtype
+
+    @torch.no_grad()
+    def show_codes(self) -> None:
+        """Let parameters have the values that ranks would have received, which each can tell. Not collective."""
+        if self._codes is None or self.shows_codes:
+            return
+        self.take_changes()
+        rows = self.flat_params.view(self.world_size, -1)
+        rows.copy_(coded(rows, self._codes))
+        self.shows_codes = True
+
+    @torch.no_grad()
+    def gather_exact(self) -> dist.Work:
+        """Let parameters have the exact values, after :meth:`take_changes`. Collective; returns at once."""
+        self.flat_params[self._own].copy_(self._exact)
+        self.shows_codes = False
         return gather_slices(self.flat_params, group=self.group)
+
+    @torch.no_grad()
+    def is_changed(self) -> bool:
+        """Whether somebody has given parameters of this rank's slice other values since the last step."""
+        homes = zip(self.params, self._homes, strict=True)
+        if any(home.numel() and own_part(param).data_ptr() != home.data_ptr() for param, home in homes):
+            return True
+        return not torch.equal(self.flat_params[self._own], self._visible())
+
+    def _visible(self) -> Tensor:
+        """This rank's slice as parameters have it, unless somebody changes them."""
+        if self._codes is None or not self.shows_codes:
+            return self._exact
+        return coded(self._exact.view(1, -1), self._codes)[0]
 
     @torch.no_grad()
     def take_changes(self) -> None:
@@ -127,10 +178,13 @@ class ShardedBucket(Bucket):
             if part.numel() and part.data_ptr() != home.data_ptr():
                 home.copy_(part)
                 set_own_part(param, home)
+        if self._codes is not None:
+            own = self.flat_params[self._own]
+            torch.where(own == self._visible(), self._exact, own, out=self._exact)
         if self.host is not None:
             self.host.take_changes()
         elif low_precision(self._dtype):
-            follow(self.master, self.flat_params[self._own])
+            follow(self.master, self._exact)
 
     @torch.no_grad()
     def note_stepped(self, shards: Collection[nn.Parameter]) -> None:
@@ -161,7 +215,7 @@ class ShardedBucket(Bucket):
                 piece.shard.data = piece.shard.data.clone()
             piece.shard.grad = None
         self.host = None
-        self.flat_params = self.master = self.flat_params.new_empty(0)
+        self.flat_params = self.master = self._exact = self.flat_params.new_empty(0)
         self._homes = []
         self._full, self._views, self._shard = None, [], None
 

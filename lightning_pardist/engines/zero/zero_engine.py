@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.checkpoint.tensors import Slots, TensorSlot, shared_state, whole_slots
+from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.engines.common.coded_exchange import Remainders
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
 from lightning_pardist.engines.common.joint_updates import step_on_wholes
 from lightning_pardist.engines.common.update_scope import (
@@ -52,6 +54,10 @@ class ZeroEngine:
     (:class:`~lightning_pardist.engines.common.whole_updates.OwnerUpdates`), which sends up to ``2 Psi/N`` more.
     One that updates all of them together steps on whole parameters and gradients on every rank, as under DDP.
 
+    With ``gather`` and ``reduce`` what travels is rounded to codes (ZeRO++, arXiv 2306.10209), and sums and updates are
+    not: slices that are updated stay exact, apart from the parameters that ranks compute with (``Psi/N`` more), and
+    what is left of gradients is kept for the next ones (a byte a parameter).
+
     Args:
         module: Its parameters become views of flat buffers; values must agree over the group.
         optimizers: Over parameters of ``module``, before their first step.
@@ -64,10 +70,13 @@ class ZeroEngine:
         update_group: Makes the group of ranks that together hold parameters whole, where a tensor axis splits them as
             well; collective over the world.
         update_scope: What an element's update depends on; found by a trial if ``"auto"``.
+        gather: Codes that parameters travel as; numbers as they are if None.
+        reduce: Codes that gradients travel as.
+        error_feedback: Whether what codes leave behind of gradients is added to the next ones.
 
     Raises:
         ValueError: If the stage is neither 1 nor 2, or an optimizer is not elementwise and its state is offloaded, or
-            it cannot be tried.
+            it cannot be tried, or it updates all tensors together and parameters travel as codes.
         RuntimeError: If there is no room for offloaded state.
     """
 
@@ -83,6 +92,9 @@ class ZeroEngine:
         offload: Offload | None = None,
         update_group: Callable[[], dist.ProcessGroup] | None = None,
         update_scope: ScopeSetting = "auto",
+        gather: Compression | None = None,
+        reduce: Compression | None = None,
+        error_feedback: bool = True,
     ) -> None:
         if zero_stage not in (1, 2):
             raise ValueError(f"zero_stage={zero_stage} is not served by ZeroEngine. Use 1 or 2.")
@@ -95,6 +107,8 @@ class ZeroEngine:
         self._home: dict[nn.Parameter, ShardedBucket] = {}
         self._bucket_of: dict[nn.Parameter, ShardedBucket] = {}
         self._offload = offload
+        self._gather = gather
+        self._remainders = Remainders() if reduce is not None and error_feedback else None
         self._store = None if offload is None or offload.folder is None else StateFile(offload.folder)
         self._copies: HostCopies | None = None
         self._host_steps: dict[Optimizer, HostStep] = {}
@@ -104,7 +118,12 @@ class ZeroEngine:
         self.reducer = GradientReducer(
             module,
             transport=ReduceScatter(
-                group, keep_full=zero_stage == 1, make_host=None if offload is None else self._make_host
+                group,
+                keep_full=zero_stage == 1,
+                make_host=None if offload is None else self._make_host,
+                gather=gather if group.size() > 1 else None,
+                reduce=reduce if group.size() > 1 else None,
+                remainders=self._remainders,
             ),
             bucket_groups=bucket_groups,
             bucket_size_mb=bucket_size_mb,
@@ -160,7 +179,39 @@ class ZeroEngine:
 
     def held_bytes(self) -> int:
         """Bytes of gradients on this rank."""
-        return self.reducer.held_bytes()
+        return self.reducer.held_bytes() + (0 if self._remainders is None else self._remainders.held_bytes())
+
+    # --- parameters in codes ------------------------------------------------------------------------------------
+
+    def show_codes(self) -> None:
+        """A training step comes next: compute with what ranks receive, whatever was seen before. Not collective."""
+        for bucket in self._buckets:
+            bucket.show_codes()
+
+    def show_exact(self, *, for_a_look: bool = False) -> None:
+        """Let parameters have their exact values, until the next step. Collective over the group.
+
+        Args:
+            for_a_look: Leave them, if somebody has put other values there since the last step (averaged weights that
+                are to be validated), which are taken for the parameters' own otherwise.
+        """
+        buckets = [bucket for bucket in self._buckets if bucket.shows_codes]
+        if not buckets:
+            return
+        if for_a_look:
+            changed = torch.tensor(float(any(bucket.is_changed() for bucket in buckets)), device=self._device)
+            dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.group)
+            if changed.item():
+                return
+        for bucket in buckets:
+            bucket.take_changes()
+        for work in [bucket.gather_exact() for bucket in buckets]:
+            work.wait()
+
+    def forget_remainders(self) -> None:
+        """A checkpoint is saved: what it does not have is no longer here either. Not collective."""
+        if self._remainders is not None:
+            self._remainders.clear()
 
     def detach(self) -> None:
         """Remove every hook and give parameters memory of their own. Not collective.
@@ -340,7 +391,7 @@ class ZeroEngine:
         """Gradients are in slices, which new values are written to; values are whole here, unless masters have more."""
         slot = self._slot(param)
         bucket = self._home.get(param)
-        has_masters = bucket is not None and bucket.master_dtype != own_part(param).dtype
+        has_masters = bucket is not None and bucket.has_masters
         return HeldTensor(slot, slot if has_masters else TensorSlot(param), slot)
 
     def _step_on_wholes(
@@ -350,7 +401,13 @@ class ZeroEngine:
         found = find_scope(optimizer, form="flat", setting=setting)
         if found.scope == "per_tensor":
             OwnerUpdates(optimizer, group=group(), held=self._held, found=found)
-        elif any(own_part(param) is not param for param in _params(optimizer)):
+            return
+        if self._gather is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__} {found.describe()}, and with gather={self._gather!r} each rank has exact"
+                " values of its own slice only. Leave gather out, or use an optimizer that steps on parts."
+            )
+        if any(own_part(param) is not param for param in _params(optimizer)):
             step_on_wholes(
                 optimizer,
                 found,

@@ -1,0 +1,52 @@
+"""How parameters and gradients travel between ranks that shard them: settings ``gather``, ``reduce``."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from lightning_pardist.axes.base import RunContext
+from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.settings import one_of
+
+
+class CodesSetting:
+    """Traffic in few bits, as set.
+
+    Args:
+        gather: Codes that parameters travel as; numbers as they are if None.
+        reduce: Codes that gradients travel as.
+        error_feedback: Whether what codes leave behind of gradients is added to the next ones.
+
+    Raises:
+        ValueError: If there are no such codes.
+    """
+
+    def __init__(self, gather: Compression | None, reduce: Compression | None, error_feedback: bool) -> None:
+        for name, kind in (("gather", gather), ("reduce", reduce)):
+            if kind is not None:
+                one_of(name, kind, get_args(Compression), or_else="None")
+        self.gather: Compression | None = gather
+        self.reduce: Compression | None = reduce
+        self.error_feedback = error_feedback
+
+    def check(self, context: RunContext) -> None:
+        """Refuse what gradients in codes cannot be combined with. Not collective.
+
+        Raises:
+            ValueError: If a gradient scaler is in use.
+        """
+        if self.reduce is not None and self.error_feedback and getattr(context.precision, "scaler", None) is not None:
+            raise ValueError(
+                f"reduce={self.reduce!r} adds what is left of scaled gradients to later ones, whose scale is another"
+                " one when precision='16-mixed' has changed it. Use precision='bf16-mixed', or error_feedback=False."
+            )
+
+    def describe(self) -> str:
+        """What travels how, in a line for the log; empty if nothing is sent in codes."""
+        sent = []
+        if self.gather is not None:
+            sent.append(f"parameters are sent as {self.gather}, and updated in full precision by their owners")
+        if self.reduce is not None:
+            feedback = ", with error feedback (a byte a parameter on each rank)" if self.error_feedback else ""
+            sent.append(f"gradients are sent as {self.reduce}{feedback}")
+        return "; ".join(sent).capitalize() + "." if sent else ""
