@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_pardist.compat.dtensor import StridedShard, around, local_tensor_of, make_spec, set_local_tensor, spec_of
-from lightning_pardist.mesh import TENSOR_AXIS
+from lightning_pardist.mesh import EXPERT_AXIS, TENSOR_AXIS
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -36,9 +36,12 @@ def wrapped_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def tensor_axis(tensor: Tensor) -> int | None:
-    """The mesh axis of the tensor ranks, by its name; None for an ordinary tensor and one that is sharded alone."""
-    names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
-    return names.index(TENSOR_AXIS) if names is not None and TENSOR_AXIS in names else None
+    """The mesh axis of ranks that hold parts of a layer, by its name: tensor ranks, or expert ranks.
+
+    None for an ordinary tensor and one that is sharded alone.
+    """
+    names = (tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None) or ()
+    return next((names.index(axis) for axis in (TENSOR_AXIS, EXPERT_AXIS) if axis in names), None)
 
 
 def own_shape(tensor: Tensor) -> torch.Size:
@@ -79,7 +82,8 @@ def over_tensor_ranks(part: Tensor, like: Tensor) -> Tensor:
     axis = tensor_axis(like)
     if axis is None or not isinstance(like, DTensor):
         return part
-    mesh = like.device_mesh if like.device_mesh.ndim == 1 else like.device_mesh[TENSOR_AXIS]
+    names = like.device_mesh.mesh_dim_names or ()
+    mesh = like.device_mesh if like.device_mesh.ndim == 1 else like.device_mesh[names[axis]]
     return around(part, make_spec(mesh, (like.placements[axis],), like.shape, like.stride(), part.dtype))
 
 

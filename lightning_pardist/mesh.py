@@ -12,17 +12,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_pardist.compat.dtensor import flatten_mesh
 
 #: Mesh axes, outermost first. Ranks of one tensor group are neighbours, so that they stay inside a node.
-AXES = ("outer_parallel", "pipeline_parallel", "data_replicate", "data_shard", "context_parallel", "tensor_parallel")
+AXES = (
+    "outer_parallel",
+    "pipeline_parallel",
+    "data_replicate",
+    "data_shard",
+    "expert_parallel",
+    "context_parallel",
+    "tensor_parallel",
+)
 #: The last of them.
 TENSOR_AXIS = AXES[-1]
+#: Along which ranks have experts of their own, and see different samples.
+EXPERT_AXIS = "expert_parallel"
 #: Those along which ranks see different samples.
-BATCH_AXES = ("outer_parallel", "data_replicate", "data_shard")
+BATCH_AXES = ("outer_parallel", "data_replicate", "data_shard", "expert_parallel")
 #: Those over which gradients are averaged in every step.
-GRADIENT_AXES = ("data_replicate", "data_shard", "context_parallel")
+GRADIENT_AXES = ("data_replicate", "data_shard", "expert_parallel", "context_parallel")
+#: Those of them over which the gradients of experts are.
+EXPERT_GRADIENT_AXES = ("data_replicate", "data_shard", "context_parallel")
 #: Those over which states are sharded.
-SHARD_AXES = ("data_shard", "context_parallel")
-#: ``data_replicate`` x ``data_shard``, under the name that modules for Lightning's ``ModelParallelStrategy`` ask for.
-DATA_AXES = ("data_replicate", "data_shard")
+SHARD_AXES = ("data_shard", "expert_parallel", "context_parallel")
+#: Those whose ranks are what the other axes leave.
+REST_AXES = ("data_replicate", "data_shard")
+#: Those along which ranks see different samples of one model, together under the name that modules for Lightning's
+#: ``ModelParallelStrategy`` ask for.
+DATA_AXES = ("data_replicate", "data_shard", "expert_parallel")
 DATA_AXIS = "data_parallel"
 #: Axes that every device mesh has, of whatever size; the others are there where their size is not 1.
 _ALWAYS = ("pipeline_parallel", "data_replicate", "data_shard", "tensor_parallel")
@@ -41,7 +56,7 @@ class JobMeshes:
     Attributes:
         all: Every axis by name.
         batch: Ranks that see different samples.
-        gradients: Ranks whose gradients are averaged in every step. The same mesh as ``batch`` where neither an outer
+        gradients: Ranks whose gradients are averaged in every step. The same mesh as ``batch`` where no outer,
             nor a context axis is in use.
         data: Ranks that see different samples and average their gradients in every step.
         shard: Ranks over which states are sharded, alone or behind ``data_replicate``.
@@ -79,6 +94,7 @@ class ParallelDims:
         pipeline_parallel: Pipeline stages, in ranks.
         data_replicate: Replicas whose gradients are averaged and whose states are whole.
         data_shard: Ranks over which parameters, gradients or optimizer state are sharded (ZeRO, FSDP).
+        expert_parallel: Ranks that each have some of the experts of every layer, and samples of their own.
         context_parallel: Ranks that share the sequence of one batch.
         tensor_parallel: Ranks over which single layers are split.
     """
@@ -87,6 +103,7 @@ class ParallelDims:
     pipeline_parallel: int = 1
     data_replicate: int = 1
     data_shard: int = 1
+    expert_parallel: int = 1
     context_parallel: int = 1
     tensor_parallel: int = 1
 
@@ -211,15 +228,17 @@ class ParallelDims:
         """
         names = tuple(axis for axis in AXES if axis in _ALWAYS or self.size(axis) > 1)
         mesh = init_device_mesh(device_type, tuple(self.size(axis) for axis in names), mesh_dim_names=names)
-        data = flatten_mesh(mesh[DATA_AXES], DATA_AXIS)
+        data_axes = tuple(axis for axis in DATA_AXES if axis in names)
+        data = flatten_mesh(mesh[data_axes], DATA_AXIS)
 
         def view(axes: tuple[str, ...], name: str) -> DeviceMesh:
             there = tuple(axis for axis in axes if axis in names)
-            return data if there == DATA_AXES else flatten_mesh(mesh[there], name)
+            return data if there == data_axes else flatten_mesh(mesh[there], name)
 
-        shards = flatten_mesh(mesh[SHARD_AXES], "shard") if self.context_parallel > 1 else mesh["data_shard"]
+        shard_axes = tuple(axis for axis in SHARD_AXES if axis in names)
+        shards = flatten_mesh(mesh[shard_axes], "shard") if len(shard_axes) > 1 else mesh["data_shard"]
         if self.data_replicate > 1:
-            shards = mesh["data_replicate", "shard" if self.context_parallel > 1 else "data_shard"]
+            shards = mesh["data_replicate", "shard" if len(shard_axes) > 1 else "data_shard"]
         return JobMeshes(mesh, view(BATCH_AXES, "batch"), view(GRADIENT_AXES, "gradients"), data, shards)
 
     def describe(self) -> str:

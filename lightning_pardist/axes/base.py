@@ -201,6 +201,15 @@ class RunContext:
             tree = axis.plain(tree)
         return tree
 
+    def narrower_groups(self, module: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
+        """Parameters whose gradients are summed over fewer ranks than the gradient mesh, and over which."""
+        return {
+            param: group
+            for param in module.parameters()
+            for axis in self.axes
+            if (group := axis.gradient_group(param)) is not None
+        }
+
     def agree_on_counts(self, counts: Tensor) -> Tensor:
         """What a batch's losses count, of what each rank has seen that works on it. Collective over those ranks."""
         for axis in self.axes:
@@ -373,6 +382,13 @@ class ParallelAxis:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """One of the user's optimizers has stepped. Collective where the axis communicates between steps."""
+
+    def gradient_group(self, param: nn.Parameter) -> dist.ProcessGroup | None:
+        """Ranks that hold this parameter, if not all of the gradient mesh do: its gradients are summed over them.
+
+        They are divided as all others are, by the size of the gradient mesh.
+        """
+        return None
 
     # --- the gradient norm --------------------------------------------------------------------------------------
 

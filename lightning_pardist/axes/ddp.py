@@ -63,7 +63,7 @@ class DDPAxis(DataParallelAxis):
     @override
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
         group = self.context.gradient_group
-        transport: Transport = AllReduce(group)
+        transport: Transport = AllReduce(group, self.context.narrower_groups(module))
         if self.gradient_compression is not None:
             transport = HookedAllReduce(group, *compression_hook(self.gradient_compression, group=group))
         bucket_groups = {

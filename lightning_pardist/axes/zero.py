@@ -95,6 +95,7 @@ class ZeroAxis(DataParallelAxis):
             gather=self.codes.gather,
             reduce=self.codes.reduce,
             error_feedback=self.codes.error_feedback,
+            narrower=self.context.narrower_groups(module),
         )
         return self._engine
 

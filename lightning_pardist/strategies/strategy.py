@@ -46,7 +46,7 @@ from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.ddp.buffers import broadcast_module
 from lightning_pardist.foreign_settings import refuse_unknown
-from lightning_pardist.mesh import DATA_AXES, ParallelDims
+from lightning_pardist.mesh import REST_AXES, ParallelDims
 from lightning_pardist.runtime.distributed_context import DistributedContext
 from lightning_pardist.runtime.launchers import (
     MultiProcessLauncher,
@@ -323,9 +323,9 @@ class PardistStrategy(ParallelStrategy):
             for axis, size in one.degrees(self.num_nodes, self.num_processes).items()
         }
         wants_rest = [axis for axis, size in degrees.items() if size == "auto"]
-        if any(axis not in DATA_AXES for axis in wants_rest):
+        if any(axis not in REST_AXES for axis in wants_rest):
             # The data axis takes what others leave, and these want everything.
-            degrees = {axis: 1 if axis in DATA_AXES and size == "auto" else size for axis, size in degrees.items()}
+            degrees = {axis: 1 if axis in REST_AXES and size == "auto" else size for axis, size in degrees.items()}
         return ParallelDims.resolve(world_size, **degrees)
 
     @override

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis
+from lightning_pardist.axes.broken_off import hold_to_host
 from lightning_pardist.axes.pipeline.agreement import (
     SameBatches,
     agree_on,
@@ -38,7 +39,6 @@ from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares
 from lightning_pardist.axes.pipeline.refusals import check_optimizers, check_trainer
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat.lightning_loops import active_loop, data_fetcher, set_data_fetcher
-from lightning_pardist.compat.modules import own_buffers, own_parameters
 from lightning_pardist.engines.common.loss_setting import terms_of
 from lightning_pardist.engines.common.meta_init import on_meta, restore_random_state
 from lightning_pardist.engines.common.meta_init import share_random_state as take_random_state
@@ -614,7 +614,7 @@ class PipelineAxis(ParallelAxis):
             for placement in placements_of_copies(module.trainer, engine.placement):
                 placement.restore()
         else:
-            module.__dict__["cpu"] = partial(_held_to_host, module)
+            hold_to_host(module)
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -643,13 +643,3 @@ def _unstaged_warning(name: str, reason: str) -> str:
         f"{name} does not run in the stages of the training step: {reason} Instead every rank runs it on whole batches,"
         " and gets each layer's output from the rank that holds the layer, which takes longer."
     )
-
-
-def _held_to_host(module: nn.Module) -> nn.Module:
-    """In place of ``module.cpu()`` where a run was broken off: what other ranks hold has no values to move."""
-    module.__dict__.pop("cpu", None)
-    for each in module.modules():
-        for tensor in (*own_parameters(each).values(), *own_buffers(each).values()):
-            if tensor is not None and not tensor.is_meta:
-                tensor.data = tensor.data.cpu()
-    return module

@@ -14,6 +14,7 @@ gradients are not counted as ready, and are reduced at the end, when nothing mor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -180,11 +181,27 @@ class GradientReducer:
     def grad_power(
         self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
     ) -> Tensor:
-        """Sum of powers of the gradients of some parameters. Not collective: they agree on all ranks."""
+        """Sum of powers of the gradients of some parameters. They agree on all ranks.
+
+        Collective over the group where some parameters are not held by all of it.
+        """
         params = list(params)
-        grads = self.local_grads(param for param in params if counts is None or counts(param))
-        devices = (param.device for param in params if not param.is_meta)
-        return sum_of_powers(grads, norm_type, device=next(devices, torch.device("cpu")))
+        device = next((param.device for param in params if not param.is_meta), torch.device("cpu"))
+        held = [param for param in params if counts is None or counts(param)]
+        narrower = self.transport.narrower
+        total = sum_of_powers(self.local_grads(p for p in held if p not in narrower), norm_type, device=device)
+        if not narrower:
+            return total
+        largest = math.isinf(norm_type)
+        for group in dict.fromkeys(narrower.values()):
+            own = sum_of_powers(
+                self.local_grads(p for p in held if narrower.get(p) is group), norm_type, device=device
+            ).to(total.dtype)
+            # Every rank of the narrower group has the same.
+            own = own if largest else own / group.size()
+            dist.all_reduce(own, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
+            total = torch.maximum(total, own) if largest else total + own
+        return total
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's part of the gradients of some parameters. Not collective."""
@@ -290,9 +307,10 @@ class GradientReducer:
             self._handles.extend(param.register_post_accumulate_grad_hook(self._on_grad) for param in fresh)
 
     def _build(self, params: Sequence[nn.Parameter]) -> None:
-        bucket_groups: dict[int, list[nn.Parameter]] = {}
+        bucket_groups: dict[Any, list[nn.Parameter]] = {}
         for param in params:
-            bucket_groups.setdefault(self.bucket_groups.get(param, -1), []).append(param)
+            key = self.bucket_groups.get(param, -1), self.transport.group_of(param)
+            bucket_groups.setdefault(key, []).append(param)
         for lane in bucket_groups.values():
             for run in partition(
                 lane, bucket_size_mb=self.bucket_size_mb, first_bucket_size_mb=self.first_bucket_size_mb

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,9 @@ from typing_extensions import override
 from lightning_pardist.engines.ddp.bucket import Bucket
 from lightning_pardist.engines.ddp.compression import CommunicationHook, HookBucket
 
+#: Parameters whose gradients are summed over fewer ranks than those of the others, and over which.
+Narrower = Mapping[nn.Parameter, dist.ProcessGroup]
+
 
 class Transport(Protocol):
     """Makes buckets and synchronises them over a group.
@@ -20,10 +24,17 @@ class Transport(Protocol):
     Attributes:
         group: Who takes part.
         scale: Factor on the gradients of each rank before they are summed.
+        narrower: Parameters that others of the group do not hold (experts on ranks of their own): their gradients are
+            summed over fewer ranks, with the same factor.
     """
 
     group: dist.ProcessGroup
     scale: float
+    narrower: Narrower = MappingProxyType({})
+
+    def group_of(self, param: nn.Parameter) -> dist.ProcessGroup:
+        """Over which ranks a parameter's gradients are summed. Parameters of one bucket have the same."""
+        return self.narrower.get(param, self.group)
 
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
         """A bucket for these parameters."""
@@ -47,10 +58,12 @@ class AllReduce(Transport):
 
     Args:
         group: The data axis' process group.
+        narrower: See :class:`Transport`.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, narrower: Narrower | None = None) -> None:
         self.group = group
+        self.narrower = narrower or {}
         self.scale = 1.0 / group.size()
 
     @override
@@ -59,7 +72,7 @@ class AllReduce(Transport):
 
     @override
     def launch(self, bucket: Bucket, *, index: int, is_last: bool) -> Any:
-        return dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+        return dist.all_reduce(bucket.buffer, group=self.group_of(bucket.params[0]), async_op=True)
 
     @override
     def finish(self, bucket: Bucket, work: Any) -> None:

@@ -15,7 +15,7 @@ from lightning_pardist.engines.common.block_codes import Compression
 from lightning_pardist.engines.common.coded_exchange import CodedReduction, Remainders, has_codes, scatter_coded
 from lightning_pardist.engines.common.slice_exchange import Reduction, exchanges_directly, scatter_slices
 from lightning_pardist.engines.ddp.bucket import Bucket
-from lightning_pardist.engines.ddp.transport import Transport, reduce_flags
+from lightning_pardist.engines.ddp.transport import Narrower, Transport, reduce_flags
 from lightning_pardist.engines.zero.host_slice import HostSlice
 from lightning_pardist.engines.zero.sharded_bucket import ShardedBucket
 
@@ -36,6 +36,7 @@ class ReduceScatter(Transport):
         gather: See there.
         reduce: Codes that gradients travel as; numbers as they are if None.
         remainders: What codes leave behind is added to the next gradients.
+        narrower: See :class:`~lightning_pardist.engines.ddp.transport.Transport`.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class ReduceScatter(Transport):
         gather: Compression | None = None,
         reduce: Compression | None = None,
         remainders: Remainders | None = None,
+        narrower: Narrower | None = None,
     ) -> None:
         self.group = group
         self.gather, self.reduce, self.remainders = gather, reduce, remainders
+        self.narrower = narrower or {}
         self.make_host = make_host
         self.scale = 1.0 / group.size()
         self.keep_full = keep_full
@@ -59,7 +62,7 @@ class ReduceScatter(Transport):
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
         return ShardedBucket(
             params,
-            group=self.group,
+            group=self.group_of(params[0]),
             keep_full=self.keep_full,
             make_host=self.make_host,
             codes=self.gather,
@@ -74,15 +77,15 @@ class ReduceScatter(Transport):
         full = bucket.full_gradients
         if self.reduce is not None and has_codes(full):
             reduction = scatter_coded(
-                full, group=self.group, kind=self.reduce, remainders=self.remainders, key=id(bucket)
+                full, group=bucket.group, kind=self.reduce, remainders=self.remainders, key=id(bucket)
             )
             self._flying.append((bucket, reduction))
             return None
-        if exchanges_directly(full, self.group):
-            self._flying.append((bucket, scatter_slices(full, group=self.group)))
+        if exchanges_directly(full, bucket.group):
+            self._flying.append((bucket, scatter_slices(full, group=bucket.group)))
             return None
         received = full.new_empty(bucket.shard_numel)
-        work = reduce_scatter_flat(received, full, group=self.group, async_op=True)
+        work = reduce_scatter_flat(received, full, group=bucket.group, async_op=True)
         self._flying.append((bucket, (work, received)))
         return None
 
@@ -93,7 +96,8 @@ class ReduceScatter(Transport):
 
     @override
     def finish_all(self, buckets: Sequence[Bucket]) -> None:
-        reduce_flags(buckets, group=self.group)
+        for group in dict.fromkeys((self.group, *self.narrower.values())):
+            reduce_flags([b for b in buckets if self.group_of(b.params[0]) is group], group=group)
 
     def _land(self) -> None:
         bucket, flying = self._flying.popleft()

@@ -28,6 +28,7 @@ from lightning_pardist.engines.common.update_scope import (
 )
 from lightning_pardist.engines.common.whole_updates import HeldTensor, OwnerUpdates, updates_of
 from lightning_pardist.engines.ddp.reducer import GradientReducer
+from lightning_pardist.engines.ddp.transport import Narrower
 from lightning_pardist.engines.offload import HostCopies, HostStep, Offload, StateFile
 from lightning_pardist.engines.zero.host_slice import HostSlice
 from lightning_pardist.engines.zero.optimizer_slices import gather_optimizer_state, slice_entry, slice_optimizer_state
@@ -73,6 +74,7 @@ class ZeroEngine:
         gather: Codes that parameters travel as; numbers as they are if None.
         reduce: Codes that gradients travel as.
         error_feedback: Whether what codes leave behind of gradients is added to the next ones.
+        narrower: Parameters that fewer ranks hold, see :class:`~lightning_pardist.engines.ddp.transport.Transport`.
 
     Raises:
         ValueError: If the stage is neither 1 nor 2, or an optimizer is not elementwise and its state is offloaded, or
@@ -95,6 +97,7 @@ class ZeroEngine:
         gather: Compression | None = None,
         reduce: Compression | None = None,
         error_feedback: bool = True,
+        narrower: Narrower | None = None,
     ) -> None:
         if zero_stage not in (1, 2):
             raise ValueError(f"zero_stage={zero_stage} is not served by ZeroEngine. Use 1 or 2.")
@@ -124,6 +127,7 @@ class ZeroEngine:
                 gather=gather if group.size() > 1 else None,
                 reduce=reduce if group.size() > 1 else None,
                 remainders=self._remainders,
+                narrower=narrower,
             ),
             bucket_groups=bucket_groups,
             bucket_size_mb=bucket_size_mb,
