@@ -1,0 +1,8 @@
+"""Expert parallelism: each rank holds some of the experts of every layer, and their tokens travel to it."""
+
+from lightning_pardist.engines.experts.finding import ExpertLayer, find_layers
+from lightning_pardist.engines.experts.holding import HeldExperts
+from lightning_pardist.engines.experts.runtime import ExpertRuntime
+from lightning_pardist.engines.experts.trial import choose_routes
+
+__all__ = ["ExpertLayer", "ExpertRuntime", "HeldExperts", "choose_routes", "find_layers"]

@@ -1,0 +1,156 @@
+"""Experts in a list: what the module gives to each of them travels to the rank that holds it.
+
+The module's forward is rehearsed first: each expert takes its input and returns zeros. Then all inputs travel at once,
+each rank runs its experts on what has come, results travel back, and the forward runs again, in which each expert
+returns what came back for it. Gradients go through the inputs of the rehearsal, whose results nobody uses. Where that
+is not what a module computes in one piece, a trial finds it, see :mod:`~lightning_pardist.engines.experts.trial`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pardist.compat import pytree
+from lightning_pardist.engines.experts.exchange import Peers, anchor, joined, travel
+from lightning_pardist.engines.experts.finding import ExpertLayer
+
+
+class ListedExperts:
+    """Runs a module whose experts are on several ranks.
+
+    Args:
+        number: Of the layer, the same on all ranks.
+        layer: It.
+        forward: Of the module that calls experts, as its class has it.
+        experts: All of them; those of other ranks are never run.
+        peers: The ranks.
+    """
+
+    def __init__(
+        self, number: int, layer: ExpertLayer, forward: Callable[..., Any], experts: Sequence[nn.Module], peers: Peers
+    ) -> None:
+        self.number, self.layer, self.forward, self.peers = number, layer, forward, peers
+        self.each = layer.count // peers.size
+        own = range(peers.rank * self.each, (peers.rank + 1) * self.each)
+        self.own = [experts[index] for index in own]
+        # In place of forward there will be what answers calls.
+        self._own_forwards = [expert.forward for expert in self.own]
+        (given,) = pytree.tree_leaves(layer.inputs)
+        self._like = given[:0].flatten(0, -2)
+        self._width, self._dtype = layer.output.shape[-1], layer.output.dtype
+        self._inputs: list[list[Tensor]] | None = None
+        self._answers: list[list[Tensor]] | None = None
+        #: Rows that this rank's experts have computed since the start.
+        self.load = torch.zeros(self.each, dtype=torch.int64)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the module's forward. Collective over the ranks, and so is backward."""
+        before = _random_state(self._like.device)
+        inputs = self._inputs = [[] for _ in range(self.layer.count)]
+        try:
+            self.forward(*args, **kwargs)
+        finally:
+            self._inputs = None
+        back = self._exchanged(inputs)
+        after = _random_state(self._like.device)
+        _set_random_state(before)
+        self._answers = _split(back, inputs, self._width)
+        try:
+            output = self.forward(*args, **kwargs)
+            if any(self._answers):
+                raise _differs(self.layer.name)
+        finally:
+            self._answers = None
+            _set_random_state(after)
+        return behind(output, back)
+
+    def called(self, index: int) -> Callable[..., Tensor]:
+        """What stands in the place of an expert's forward."""
+
+        def call(given: Tensor) -> Tensor:
+            if self._inputs is not None:
+                self._inputs[index].append(given)
+                return given.new_zeros((*given.shape[:-1], self._width), dtype=self._dtype)
+            if self._answers is not None:
+                if not self._answers[index] or self._answers[index][0].shape[:-1] != given.shape[:-1]:
+                    raise _differs(self.layer.name)
+                return self._answers[index].pop(0)
+            raise RuntimeError(
+                f"Expert {index} of {self.layer.name!r} was called outside of {self.layer.runner!r}'s forward, and it"
+                " is on one rank only. Call it there."
+            )
+
+        return call
+
+    def run_empty(self) -> None:
+        """Take part in what other ranks run, without tokens. Collective."""
+        self._exchanged([[] for _ in range(self.layer.count)])
+
+    def _exchanged(self, inputs: list[list[Tensor]]) -> Tensor:
+        """Results for this rank's inputs of all experts, one below the other."""
+        flat = [torch.cat([each.flatten(0, -2) for each in calls]) if calls else self._like for calls in inputs]
+        # None at all is something else than no rows: an expert that nobody calls has no gradients.
+        counts = torch.tensor([len(rows) if calls else -1 for rows, calls in zip(flat, inputs, strict=True)])
+        told = self.peers.tell(self.number, counts.view(self.peers.size, self.each))
+        send = counts.clamp(min=0).view(self.peers.size, self.each).sum(1).tolist()
+        sizes = told.clamp(min=0)
+        receive = sizes.sum(1).tolist()
+        start = anchor(self._like)
+        rows = travel(joined(torch.cat(flat), start), send, receive, self.peers)
+        blocks = [block.split(row.tolist()) for block, row in zip(rows.split(receive), sizes, strict=True)]
+        results = [
+            self._run(index, [block[index] for block in blocks], bool((told[:, index] >= 0).any()))
+            for index in range(self.each)
+        ]
+        packed = torch.cat([results[index][rank] for rank in range(self.peers.size) for index in range(self.each)])
+        return travel(joined(packed, rows), receive, send, self.peers)
+
+    def _run(self, index: int, blocks: list[Tensor], called: bool) -> Sequence[Tensor]:
+        sizes = [len(block) for block in blocks]
+        if not called:
+            return [block.new_zeros((0, self._width), dtype=self._dtype) for block in blocks]
+        self.load[index] += sum(sizes)
+        result: Tensor = self._own_forwards[index](torch.cat(blocks))
+        return [*torch.split(result, sizes)]
+
+
+def _split(back: Tensor, inputs: list[list[Tensor]], width: int) -> list[list[Tensor]]:
+    """Results as each call has them."""
+    shapes = [given.shape[:-1] for calls in inputs for given in calls]
+    parts = iter(back.split([shape.numel() for shape in shapes]) if shapes else ())
+    return [[next(parts).view(*given.shape[:-1], width) for given in calls] for calls in inputs]
+
+
+def behind(output: Any, back: Tensor) -> Any:
+    """The module's output, behind which the exchange is run backward also where this rank has called no expert."""
+    first = [True]
+
+    def at_first(leaf: Any) -> Any:
+        if first[0] and isinstance(leaf, Tensor) and leaf.is_floating_point():
+            first[0] = False
+            return joined(leaf, back)
+        return leaf
+
+    return pytree.tree_map(at_first, output)
+
+
+def _differs(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name!r}: the second run of the forward that chooses among these experts called others, or with other shapes,"
+        ' than the first, so that it cannot be answered. Set expert_dispatch="weights".'
+    )
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None, torch.device]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None, device
+
+
+def _set_random_state(state: tuple[Tensor, Tensor | None, torch.device]) -> None:
+    host, accelerator, device = state
+    torch.set_rng_state(host)
+    if accelerator is not None:
+        torch.cuda.set_rng_state(accelerator, device)

@@ -1,0 +1,216 @@
+"""What the ranks of an expert group send each other: rows of tokens, or the weights of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pardist.collectives import as_bytes
+
+
+class Peers:
+    """The ranks that hold the experts of one model together.
+
+    Args:
+        group: They; None for a rank by itself, which sends nothing.
+
+    Attributes:
+        size: How many they are.
+        rank: This one among them.
+        sent_bytes: What this rank has sent to others since the start.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        self.sent_bytes = 0
+
+    def tell(self, layer: int, numbers: Tensor) -> Tensor:
+        """Tell every rank some numbers of its own. Collective over the group.
+
+        Args:
+            layer: Which layer they are about.
+            numbers: int64 in host memory, shape ``[size, n]``: row ``i`` is for rank ``i``.
+
+        Returns:
+            Shape ``[size, n]``: row ``i`` is what rank ``i`` told this one.
+
+        Raises:
+            RuntimeError: If a rank is at another layer.
+        """
+        if self.group is None:
+            return numbers
+        # A layer with other numbers would be told apart too late: all messages have one length.
+        padded = torch.full((self.size, _LONGEST), layer, dtype=torch.int64)
+        if numbers.shape[1] >= _LONGEST:
+            raise RuntimeError(f"{numbers.shape[1]} experts of a layer on one rank are more than {_LONGEST - 1}.")
+        padded[:, 1 : 1 + numbers.shape[1]] = numbers
+        told = torch.empty_like(padded)
+        dist.all_to_all_single(told, padded, group=self.group)
+        if (told[:, 0] != layer).any():
+            raise RuntimeError(
+                f"Ranks of one expert group ran different layers of experts at the same time ({told[:, 0].tolist()}):"
+                " in training every rank has to call the same ones in the same order, whatever its samples are."
+            )
+        return told[:, 1 : 1 + numbers.shape[1]]
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Send rows to every rank and receive theirs, without gradients. Collective over the group.
+
+        Args:
+            rows: Shape ``[sum(send), ...]``, in the order of the ranks that they are for.
+            send: How many are for each rank.
+            receive: How many come from each rank.
+
+        Returns:
+            Shape ``[sum(receive), ...]``, in the order of the ranks that they come from.
+        """
+        if self.group is None:
+            return rows
+        rows = rows.contiguous()
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        width = rows[:1].numel() * rows.element_size() if len(rows) else received[:1].numel() * rows.element_size()
+        self.sent_bytes += width * (sum(send) - send[self.rank])
+        dist.all_to_all_single(
+            as_bytes(received),
+            as_bytes(rows),
+            [count * width for count in receive],
+            [count * width for count in send],
+            group=self.group,
+        )
+        return received
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate every rank's tensor along its first dim, without gradients. Collective over the group."""
+        if self.group is None:
+            return tensor
+        tensor = tensor.detach().contiguous()
+        parts = tensor.new_empty((self.size, *tensor.shape))
+        self.sent_bytes += tensor.numel() * tensor.element_size() * (self.size - 1)
+        dist.all_gather([as_bytes(part) for part in parts], as_bytes(tensor), group=self.group)
+        return parts.flatten(0, 1)
+
+
+#: Numbers of a message before tokens travel.
+_LONGEST = 257
+
+
+def travel(rows: Tensor, send: Sequence[int], receive: Sequence[int], peers: Peers) -> Tensor:
+    """As :meth:`Peers.all_to_all`, with gradients, which go back the way rows came. Collective, and so is backward."""
+    result: Tensor = _Travel.apply(rows, list(send), list(receive), peers)
+    return result
+
+
+class _Travel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], peers: Peers) -> Tensor:
+        ctx.send, ctx.receive, ctx.peers = send, receive, peers
+        received = peers.all_to_all(rows.detach(), send, receive)
+        return received.clone() if received.data_ptr() == rows.data_ptr() else received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.peers.all_to_all(grad, ctx.receive, ctx.send), None, None, None
+
+
+def joined(tensor: Tensor, *others: Tensor) -> Tensor:
+    """The tensor, with others behind it in the graph, which get gradients of zero.
+
+    So backward runs through ``others`` on every rank, whether or not the tensor was computed from them.
+    """
+    result: Tensor = _Joined.apply(tensor, *others)
+    return result
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        ctx.like = [(other.shape, other.dtype, other.device) for other in others]
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return grad, *zeros
+
+
+def anchor(like: Tensor) -> Tensor:
+    """A tensor without elements that has a gradient: to be joined to what travels, which then travels back as well."""
+    return torch.zeros(0, device=like.device, requires_grad=torch.is_grad_enabled())
+
+
+def gathered(runs: Sequence[Sequence[Tensor]], peers: Peers, *, stacked: bool) -> tuple[list[list[Tensor]], Tensor]:
+    """The weights of all experts, from those of each rank's. Collective over the group, and so is backward.
+
+    In backward every rank gets the sum of all ranks' gradients of its own weights, or None where no rank has any.
+
+    Args:
+        runs: For each weight of an expert, this rank's experts' in their order; one tensor if ``stacked``.
+        peers: The ranks; each has as many experts, of the same shapes.
+        stacked: Whether a tensor holds the weights of several experts, along its first dim.
+
+    Returns:
+        The same for the experts of all ranks, and a tensor to join to what is computed from them.
+    """
+    lengths = [len(run) for run in runs]
+    flat = [tensor for run in runs for tensor in run]
+    *whole, mark = _Gathered.apply(peers, lengths, stacked, anchor(flat[0]), *flat)
+    counts = [1 if stacked else length * peers.size for length in lengths]
+    return [list(run) for run in _runs(whole, counts)], mark
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, peers: Peers, lengths: list[int], stacked: bool, start: Tensor, *locals_: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.peers, ctx.lengths, ctx.stacked = peers, lengths, stacked
+        ctx.like = [tensor.new_empty(0) for tensor in locals_]
+        ctx.shapes = [tensor.shape for tensor in locals_]
+        ctx.set_materialize_grads(False)
+        whole: list[Tensor] = []
+        for run in _runs(locals_, lengths):
+            packed = peers.all_gather(run[0] if stacked else torch.stack(list(run)))
+            whole.extend([packed] if stacked else packed.unbind())
+        return *(tensor.clone() if peers.group is None else tensor for tensor in whole), start.new_zeros(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        peers: Peers = ctx.peers
+        counts = [1 if ctx.stacked else length * peers.size for length in ctx.lengths]
+        of_whole = grads[:-1]
+        present = torch.tensor([grad is not None for grad in of_whole], dtype=torch.int32)
+        if peers.group is not None:
+            dist.all_reduce(present, op=dist.ReduceOp.MAX, group=peers.group)
+        result: list[Tensor | None] = []
+        position = 0
+        for run, used in zip(_runs(of_whole, counts), _runs(present.tolist(), counts), strict=True):
+            length = 1 if ctx.stacked else len(run) // peers.size
+            shape, like = ctx.shapes[position], ctx.like[position]
+            position += length
+            if not any(used):
+                result.extend([None] * length)
+                continue
+            whole_shape = (shape[0] * peers.size, *shape[1:]) if ctx.stacked else shape
+            filled = [like.new_zeros(whole_shape) if grad is None else grad for grad in run]
+            packed = filled[0] if ctx.stacked else torch.stack(filled)
+            own = len(packed) // peers.size
+            received = peers.all_to_all(packed, [own] * peers.size, [own] * peers.size)
+            summed = received.unflatten(0, (peers.size, own)).sum(0)
+            first = 0 if ctx.stacked else peers.rank * own
+            parts = [summed] if ctx.stacked else summed.unbind()
+            result.extend(part if used[first + index] else None for index, part in enumerate(parts))
+        return None, None, None, None, *result
+
+
+def _runs(items: Sequence[Any], lengths: Sequence[int]) -> list[Sequence[Any]]:
+    found, position = [], 0
+    for length in lengths:
+        found.append(items[position : position + length])
+        position += length
+    return found

@@ -1,0 +1,269 @@
+"""Which modules of a step are experts that a router chooses among.
+
+Names of classes do not count, what happens in a step does: a module calls the members of a ``ModuleList`` of equal
+parts, or computes with parameters that are stacked along an expert dim, and near it a score is taken for each of as
+many experts (``topk``, ``softmax``, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pardist.compat import pytree
+from lightning_pardist.compat.modules import own_parameters
+
+#: Functions by which a router scores or chooses, by plain name.
+_CHOOSING = frozenset(
+    ["topk", "softmax", "log_softmax", "sigmoid", "argmax", "max", "sort", "argsort", "multinomial", "gumbel_softmax"]
+)
+#: What a step does with parameters that are stacked along an expert dim.
+_STACKED_USES = frozenset(
+    ["__getitem__", "select", "index_select", "unbind", "bmm", "baddbmm", "matmul", "__matmul__", "__rmatmul__"]
+    + ["einsum", "grouped_mm", "_grouped_mm", "transpose", "permute", "__get__", "to", "chunk", "split", "__iter__"]
+    + ["view", "reshape", "unsqueeze", "expand", "flatten", "float", "half", "bfloat16"]
+    + ["dim", "size", "data_ptr", "contiguous", "is_contiguous", "stride", "numel", "__len__", "grouped_mm_fallback"]
+)
+#: Of these, what does not compute.
+_LOOKS = frozenset(["__get__", "dim", "size", "data_ptr", "is_contiguous", "stride", "numel", "__len__"])
+
+
+@dataclass
+class ExpertLayer:
+    """Experts that one module chooses among.
+
+    Attributes:
+        name: Of the list of experts, or of the module that owns stacked parameters.
+        runner: Name of the module whose forward computes with them; the same for stacked parameters.
+        count: Number of experts.
+        stacked: Names of the runner's own parameters that hold all experts along their first dim.
+        lists: Names of lists whose member ``e`` belongs to expert ``e``; none if stacked.
+        call: Arguments of the runner's first call in the step.
+        inputs: Of lists, what the first member that was called was given.
+        output: Of lists, what it returned; of stacked parameters, what the runner did.
+        outside: Whether no module's forward runs when experts of a list are called.
+    """
+
+    name: str
+    runner: str
+    count: int
+    stacked: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    output: Any = None
+    outside: bool = False
+
+    def experts(self, module: nn.Module) -> list[list[nn.Module]]:
+        """The modules of each expert; empty where parameters are stacked."""
+        lists = [module.get_submodule(name) for name in self.lists]
+        return [[each[index] for each in lists] for index in range(self.count)] if lists else []  # type: ignore[index]
+
+
+@dataclass
+class _Seen:
+    """What a step has shown of a candidate."""
+
+    callers: list[str | None] = field(default_factory=list)
+    around: set[str] = field(default_factory=set)
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    output: Any = None
+
+
+def find_layers(
+    module: nn.Module, step: Callable[[], Any], *, chosen: Sequence[str] | None = None
+) -> list[ExpertLayer]:
+    """Find layers of experts by running a step. Not collective.
+
+    Args:
+        module: As the user wrote it, whole.
+        step: Runs the module on a batch.
+        chosen: Patterns of names (``*`` for any part) that are taken for experts, and no others; by default those near
+            which a step chooses among as many.
+
+    Returns:
+        In the order of the module's names.
+    """
+    watch = _Watch(module)
+    with watch.running():
+        step()
+    found: dict[str, ExpertLayer] = {}
+    for name, child in module.named_modules():
+        layer = watch.stacked(name, child) if not isinstance(child, nn.ModuleList) else watch.listed(name, child)
+        if layer is None:
+            continue
+        if chosen is None and not watch.is_routed(layer):
+            continue
+        if chosen is not None and not any(fnmatchcase(layer.name, pattern) for pattern in chosen):
+            continue
+        before = next((each for each in found.values() if each.runner == layer.runner), None)
+        if before is not None and layer.lists and before.lists and before.count == layer.count:
+            # One expert in several lists: of first and second layers, say.
+            before.lists += layer.lists
+        elif before is None and not any(layer.name.startswith(f"{each.name}.") for each in found.values()):
+            found[layer.name] = layer
+    return list(found.values())
+
+
+class _Watch:
+    """Notes, in one run, who calls whom, and what is done with parameters that may be stacked."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.names = {child: name for name, child in module.named_modules()}
+        self.seen: dict[str, _Seen] = {name: _Seen() for name in self.names.values()}
+        self.stack: list[str] = []
+        #: Name of a module and a number: a score for each of so many was taken in it, itself.
+        self.choices: set[tuple[str, int]] = set()
+        self.uses: dict[int, set[str]] = {}
+        several: dict[int, int] = {}
+        for _, parameter in module.named_parameters(remove_duplicate=False):
+            several[id(parameter)] = several.get(id(parameter), 0) + 1
+        #: Parameters that the module has in several places, which cannot be taken apart in one of them.
+        self.tied = {number for number, times in several.items() if times > 1}
+        #: Whose arguments may be needed.
+        self.kept = self._candidates()
+
+    def _candidates(self) -> set[str]:
+        kept: set[str] = set()
+        for child, name in self.names.items():
+            if any(p is not None and p.dim() >= 3 for p in own_parameters(child).values()):
+                kept.add(name)
+            if isinstance(child, nn.ModuleList) and _equal_parts(child):
+                parts = name.split(".") if name else []
+                kept.update(".".join(parts[:length]) for length in range(len(parts)))
+                kept.update(f"{name}.{key}" if name else key for key, _ in child.named_children())
+        return kept
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        handles = []
+        for child, name in self.names.items():
+            handles.append(child.register_forward_pre_hook(self._enter(name), with_kwargs=True, prepend=True))
+            handles.append(child.register_forward_hook(self._leave(name), always_call=True))
+        for child in self.names:
+            for parameter in own_parameters(child).values():
+                if parameter is not None and parameter.dim() >= 2:
+                    self.uses[id(parameter)] = set()
+        try:
+            with _Functions(self):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.stack.clear()
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen = self.seen[name]
+            seen.callers.append(self.stack[-1] if self.stack else None)
+            seen.around.update(self.stack)
+            if seen.call is None and name in self.kept:
+                seen.call = pytree.tree_map(_detached, (args, kwargs))
+            self.stack.append(name)
+
+        return hook
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if self.seen[name].output is None and name in self.kept:
+                self.seen[name].output = pytree.tree_map(_detached, output)
+            if self.stack:
+                self.stack.pop()
+
+        return hook
+
+    def note(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """A function was called."""
+        if name in _CHOOSING and tensors and tensors[0].dim() and self.stack:
+            self.choices.add((self.stack[-1], tensors[0].shape[-1]))
+        for tensor in tensors:
+            if id(tensor) in self.uses:
+                self.uses[id(tensor)].add(name)
+
+    def stacked(self, name: str, child: nn.Module) -> ExpertLayer | None:
+        """The layer whose parameters this module has, stacked."""
+        call = self.seen[name].call
+        own = {key: value for key, value in own_parameters(child).items() if value is not None}
+        large = [value for value in own.values() if value.dim() >= 3]
+        if call is None or not large or large[0].shape[0] < 2:
+            return None
+        count = large[0].shape[0]
+        names = []
+        for key, value in own.items():
+            uses = self.uses.get(id(value), set())
+            fits = value.dim() >= 2 and value.shape[0] == count and id(value) not in self.tied
+            if fits and uses - _LOOKS and uses <= _STACKED_USES:
+                names.append(key)
+        if not any(own[key].dim() >= 3 for key in names):
+            return None
+        return ExpertLayer(name, name, count, stacked=tuple(names), call=call, output=self.seen[name].output)
+
+    def listed(self, name: str, child: nn.ModuleList) -> ExpertLayer | None:
+        """The layer whose experts this list has."""
+        members = [f"{name}.{key}" if name else key for key, _ in child.named_children()]
+        if not _equal_parts(child) or any(id(parameter) in self.tied for parameter in child.parameters()):
+            return None
+        callers = {caller for member in members for caller in self.seen[member].callers}
+        called = [member for member in members if self.seen[member].call is not None]
+        if len(callers) != 1 or not called:
+            return None
+        (runner,) = callers
+        first = self.seen[called[0]]
+        # Where nobody's forward runs, the step itself calls them.
+        call = ((), {}) if runner is None else self.seen[runner].call
+        if call is None or first.call is None:
+            return None
+        return ExpertLayer(
+            name,
+            runner or "",
+            len(members),
+            lists=(name,),
+            call=call,
+            inputs=first.call,
+            output=first.output,
+            outside=runner is None,
+        )
+
+    def is_routed(self, layer: ExpertLayer) -> bool:
+        """Whether a score for each of as many experts is taken where they are run, and not inside of them."""
+        places: set[str | None] = {layer.runner}
+        if layer.stacked:
+            # The router is a sibling, or its caller chooses.
+            places |= set(self.seen[layer.name].callers)
+        inside = {name for name in self.seen for each in (layer.lists or (layer.name,)) if name.startswith(f"{each}.")}
+        scores = {place for place, count in self.choices if count == layer.count}
+        direct = {name for name in self.seen if places & set(self.seen[name].callers)}
+        return bool(scores & (places | direct) - inside)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        self.watch.note(getattr(func, "__name__", str(func)), tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def _equal_parts(modules: nn.ModuleList) -> bool:
+    """Whether there are several, with parameters of their own of the same names and shapes, and no buffers."""
+    shapes = [[(key, tuple(p.shape), p.dtype) for key, p in member.named_parameters()] for member in modules]
+    if len(shapes) < 2 or not shapes[0] or any(each != shapes[0] for each in shapes):
+        return False
+    owned = [id(parameter) for member in modules for parameter in member.parameters()]
+    return len(set(owned)) == len(owned) and not any(True for _ in modules.buffers())
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) and type(leaf) in (Tensor, nn.Parameter) else leaf

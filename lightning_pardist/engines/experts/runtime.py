@@ -1,0 +1,123 @@
+"""Runs a module whose experts are on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pardist.engines.experts.calls import ListedExperts
+from lightning_pardist.engines.experts.exchange import Peers
+from lightning_pardist.engines.experts.finding import ExpertLayer
+from lightning_pardist.engines.experts.holding import HeldExperts
+from lightning_pardist.engines.experts.stacked import StackedExperts
+from lightning_pardist.engines.experts.trial import Choice
+from lightning_pardist.engines.experts.weights import GatheredExperts
+from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, CollectiveSequencer
+
+Runner = StackedExperts | ListedExperts | GatheredExperts
+_ABSENT = object()
+
+
+class ExpertRuntime:
+    """Puts what runs layers of experts in the places of their modules' forwards.
+
+    Args:
+        module: The root module, whose experts are held by several ranks.
+        layers: Of experts.
+        choices: What travels in each.
+        held: Which experts are here.
+        group: The ranks.
+
+    Attributes:
+        peers: The ranks, and what was sent to them.
+        runners: Of each layer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[ExpertLayer],
+        choices: Sequence[Choice],
+        held: HeldExperts,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.peers = Peers(group)
+        self.layers, self.choices = tuple(layers), tuple(choices)
+        self.runners: list[Runner] = []
+        self._sequencer = CollectiveSequencer(group, group)
+        self._sequencer.join = lambda kind, index: self.runners[index].run_empty()
+        self._before: list[tuple[nn.Module, Any]] = []
+        for number, (layer, choice) in enumerate(zip(layers, choices, strict=True)):
+            runner = module.get_submodule(layer.runner)
+            made = self._runner(number, layer, choice, module, runner, held)
+            self.runners.append(made)
+            if isinstance(made, ListedExperts):
+                for index, expert in enumerate(layer.experts(module)):
+                    self._put(expert[0], made.called(index))
+            self._put(runner, partial(self._run, number))
+
+    def _runner(
+        self,
+        number: int,
+        layer: ExpertLayer,
+        choice: Choice,
+        module: nn.Module,
+        runner: nn.Module,
+        held: HeldExperts,
+    ) -> Runner:
+        experts, local = layer.experts(module), partial(held.local, layer)
+        if choice.dispatch == "weights":
+            return GatheredExperts(number, layer, runner, runner.forward, local, experts, self.peers)
+        if choice.route is None:
+            return ListedExperts(number, layer, runner.forward, [parts[0] for parts in experts], self.peers)
+        return StackedExperts(number, layer, choice.route, runner, runner.forward, local, self.peers)
+
+    def _put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._before.append((module, vars(module).get("forward", _ABSENT)))
+        vars(module)["forward"] = forward
+
+    def _run(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        self._sequencer.before(GATHER, number)
+        output = self.runners[number](*args, **kwargs)
+        self._sequencer.after()
+        return output
+
+    def start_uneven(self) -> None:
+        """From here on ranks may run different layers: each says which before it does. Not collective."""
+        self._sequencer.active = True
+
+    def end_uneven(self) -> None:
+        """Take part in what other ranks still run, until none does. Collective over the group."""
+        if self._sequencer.active:
+            self._sequencer.wait_for_all()
+            self._sequencer.active = False
+
+    def meet(self) -> None:
+        """Right before another collective: take part in what other ranks run until all have come here."""
+        if self._sequencer.active:
+            self._sequencer.wait_for_all()
+
+    def remove(self) -> None:
+        """Give the modules their forwards back. Not collective."""
+        for module, before in reversed(self._before):
+            if before is _ABSENT:
+                vars(module).pop("forward", None)
+            else:
+                vars(module)["forward"] = before
+        self._before.clear()
+
+    def describe(self) -> str:
+        """What is where, and what travels, in lines."""
+        size = self.peers.size
+        lines = []
+        for layer, choice in zip(self.layers, self.choices, strict=True):
+            what = "tokens travel" if choice.dispatch == "tokens" else f"weights travel, since {choice.reason}"
+            kind = f"stacked in {', '.join(layer.stacked)}" if layer.stacked else "in a list"
+            lines.append(
+                f"Experts {layer.name}: {layer.count} {kind}, {layer.count // size} on each of {size} ranks; {what}."
+            )
+        return "\n".join(lines)

@@ -1,0 +1,254 @@
+"""Experts stacked in parameters: tokens travel to the ranks whose experts the router has chosen for them.
+
+The module that owns the parameters is given tokens, the numbers of the experts that each goes to, and their weights. A
+token is sent once to each rank that has one of its experts; there the module's own forward runs on one row for each
+pair of token and expert, with the parameters and the number of experts of that rank; the sum of a token's rows comes
+back (Lepikhin et al., GShard, arXiv 2006.16668, without capacities).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pardist.compat import pytree
+from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.engines.experts.exchange import Peers, anchor, joined, travel
+from lightning_pardist.engines.experts.finding import ExpertLayer
+
+
+@dataclass(frozen=True)
+class StackedRoute:
+    """What the arguments of a module with stacked experts are, by their numbers among all leaves.
+
+    Attributes:
+        index: Numbers of experts, integers of shape ``[..., k]``.
+        weights: Tensors of the same shape.
+        tokens: Tensors of shape ``[..., features]``.
+        counts: Attributes of the module that hold the number of experts.
+        choices: Attributes that hold ``k``.
+    """
+
+    index: int
+    weights: tuple[int, ...]
+    tokens: tuple[int, ...]
+    counts: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def routes(layer: ExpertLayer, module: nn.Module) -> Iterator[StackedRoute]:
+    """What the arguments of a layer's first call may be, the likeliest first."""
+    leaves = pytree.tree_leaves(layer.call)
+    floats = [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() >= 2
+    ]
+    attributes = {key: value for key, value in vars(module).items() if type(value) is int}
+    for number, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or leaf.dtype not in (torch.int64, torch.int32) or leaf.dim() < 2:
+            continue
+        if leaf.numel() and not 0 <= int(leaf.min()) <= int(leaf.max()) < layer.count:
+            continue
+        places = leaf.shape[:-1]
+        weights = tuple(i for i in floats if leaves[i].shape == leaf.shape)
+        tokens = tuple(i for i in floats if leaves[i].shape[:-1] == places and i not in weights)
+        if not tokens:
+            continue
+        counts = tuple(key for key, value in attributes.items() if value == layer.count)
+        choices = tuple(key for key, value in attributes.items() if value == leaf.shape[-1])
+        named = tuple(key for key in counts if "expert" in key)
+        tried: dict[tuple[tuple[str, ...], tuple[str, ...]], None] = {}
+        for some in (named, counts, (), *((key,) for key in counts)):
+            for others in ((), tuple(key for key in choices if key not in some)):
+                tried[some, others] = None
+        for some, others in tried:
+            yield StackedRoute(number, weights, tokens, some, others)
+
+
+@contextmanager
+def in_place(module: nn.Module, values: dict[str, Tensor], attributes: dict[str, Any]) -> Iterator[None]:
+    """The module has other parameters and attributes inside."""
+    table: dict[str, Any] = own_parameters(module)
+    before = {name: table[name] for name in values}
+    kept = {name: vars(module)[name] for name in attributes}
+    table.update(values)
+    vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        vars(module).update(kept)
+        table.update(before)
+
+
+def run_pairs(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    route: StackedRoute,
+    call: Arguments,
+    parameters: dict[str, Tensor],
+    pairs: tuple[Tensor, Sequence[Tensor], Sequence[Tensor]],
+) -> Tensor:
+    """Run the module's forward on one row for each pair of token and expert.
+
+    Args:
+        module: Whose forward.
+        forward: It, as the module's class has it.
+        route: What its arguments are.
+        call: Arguments, for what does not travel.
+        parameters: Of the experts that there are here, in the place of the module's.
+        pairs: Numbers of experts ``[pairs]``, tokens ``[pairs, ...]`` and weights ``[pairs]``.
+
+    Returns:
+        Shape ``[pairs, ...]``.
+    """
+    leaves = pytree.tree_leaves(call)
+    dims = leaves[route.index].dim() - 1
+    index, tokens, weights = pairs
+    shape = (len(index), *([1] * (dims - 1)))
+    changed: dict[int, Tensor] = {route.index: index.to(leaves[route.index].dtype).view(*shape, 1)}
+    changed.update({i: t.view(*shape, *t.shape[1:]) for i, t in zip(route.tokens, tokens, strict=True)})
+    changed.update({i: w.view(*shape, 1) for i, w in zip(route.weights, weights, strict=True)})
+    args, kwargs = replaced(call, changed)
+    here = next(iter(parameters.values())).shape[0]
+    attributes = {**dict.fromkeys(route.choices, 1), **dict.fromkeys(route.counts, here)}
+    with in_place(module, parameters, attributes):
+        result = forward(*args, **kwargs)
+    if not isinstance(result, Tensor) or result.shape[:dims] != shape:
+        raise TypeError("the result is not one row for each token")
+    return result.reshape(len(index), *result.shape[dims:])
+
+
+def replaced(call: Arguments, changed: dict[int, Any]) -> Arguments:
+    """Arguments with other leaves in some places."""
+    numbers = iter(range(10**9))
+    result: Arguments = pytree.tree_map(
+        lambda leaf: changed[number] if (number := next(numbers)) in changed else leaf, call
+    )
+    return result
+
+
+class StackedExperts:
+    """Runs a module with stacked experts on the tokens of all ranks that their router has sent here.
+
+    Args:
+        number: Of the layer, the same on all ranks.
+        layer: It.
+        route: What the arguments of its module are.
+        module: The module.
+        forward: Of the module, as its class has it.
+        parameters: Gives those of the experts of this rank, by name.
+        peers: The ranks.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layer: ExpertLayer,
+        route: StackedRoute,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        parameters: Callable[[], dict[str, Tensor]],
+        peers: Peers,
+    ) -> None:
+        self.number, self.layer, self.route = number, layer, route
+        self.module, self.forward, self.parameters, self.peers = module, forward, parameters, peers
+        index = pytree.tree_leaves(layer.call)[route.index]
+        self._empty = replaced(
+            layer.call,
+            {i: pytree.tree_leaves(layer.call)[i][:0].detach() for i in (route.index, *route.tokens, *route.weights)},
+        )
+        self._dims = index.dim() - 1
+        self._tail = layer.output.shape[self._dims :]
+        self._dtype = layer.output.dtype
+        #: Pairs of token and expert that this rank has computed since the start, by expert of its own.
+        self.load = torch.zeros(layer.count // peers.size, dtype=torch.int64)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """In the place of the module's forward. Collective over the ranks, and so is backward."""
+        call = (args, kwargs)
+        leaves = pytree.tree_leaves(call)
+        index = leaves[self.route.index]
+        places = index.shape[:-1]
+        sent = _Dispatch(index.reshape(math.prod(places), index.shape[-1]), self.layer.count, self.peers.size)
+        told = self.peers.tell(self.number, sent.numbers)
+        rows, pairs = told[:, 0].tolist(), told[:, 1].tolist()
+        start = anchor(leaves[self.route.tokens[0]])
+        tokens = [self._arrived(leaves[i], sent, rows, start) for i in self.route.tokens]
+        weights = [
+            travel(joined(leaves[i].reshape(-1)[sent.pairs], start), sent.pairs_to, pairs, self.peers)
+            for i in self.route.weights
+        ]
+        about = self.peers.all_to_all(sent.about, sent.pairs_to, pairs)
+        first = torch.tensor([0, *rows[:-1]], device=about.device).cumsum(0)
+        row = about[:, 0] + first.repeat_interleave(torch.tensor(pairs, device=about.device))
+        result = self._computed(call, row, about[:, 1], tokens, weights)
+        back = travel(result, rows, sent.rows_to, self.peers)
+        whole = back.new_zeros((sent.tokens, *back.shape[1:])).index_add(0, sent.rows, back)
+        return whole.reshape(*places, *self._tail)
+
+    def run_empty(self) -> None:
+        """Take part in what other ranks run, without tokens. Collective."""
+        self(*self._empty[0], **self._empty[1])
+
+    def _arrived(self, tokens: Tensor, sent: _Dispatch, rows: list[int], start: Tensor) -> Tensor:
+        flat = tokens.reshape(sent.tokens, math.prod(tokens.shape[self._dims :]))
+        return travel(joined(flat[sent.rows], start), sent.rows_to, rows, self.peers)
+
+    def _computed(
+        self, call: Arguments, row: Tensor, index: Tensor, tokens: list[Tensor], weights: list[Tensor]
+    ) -> Tensor:
+        """The sum of each received token's experts, shape ``[received, ...]``."""
+        parameters = self.parameters()
+        out = tokens[0].new_zeros((len(tokens[0]), math.prod(self._tail)), dtype=self._dtype)
+        if not len(row):
+            # The experts' gradients are zeros then, as of those that no token of one process chooses.
+            return joined(out, *tokens, *weights, *parameters.values())
+        self.load += torch.bincount(index, minlength=len(self.load)).cpu()
+        shapes = [pytree.tree_leaves(call)[i].shape for i in self.route.tokens]
+        of_pairs = [t[row].reshape(len(row), *shape[self._dims :]) for t, shape in zip(tokens, shapes, strict=True)]
+        result = run_pairs(self.module, self.forward, self.route, call, parameters, (index, of_pairs, weights))
+        return joined(out.index_add(0, row, result.flatten(1).to(self._dtype)), *tokens, *weights)
+
+
+class _Dispatch:
+    """Which tokens go to which ranks, and which of their experts they are for there.
+
+    Args:
+        index: Numbers of experts, shape ``[tokens, k]``; one that there is not stands for none.
+        count: Number of experts; the ranks have equal runs of them.
+        size: Number of ranks.
+
+    Attributes:
+        rows: Of the tokens that are sent, by rank.
+        rows_to: How many to each rank.
+        pairs: Places of pairs in ``index``, flat, by rank.
+        pairs_to: How many to each rank.
+        about: Of each pair the row among those that the rank receives from here, and the rank's own number of the
+            expert, shape ``[pairs, 2]``.
+    """
+
+    def __init__(self, index: Tensor, count: int, size: int) -> None:
+        self.tokens, choices = index.shape
+        flat = index.reshape(-1).long()
+        each = count // size
+        valid = ((flat >= 0) & (flat < count)).nonzero().squeeze(1)
+        owner = flat[valid] // each
+        order = owner.argsort(stable=True)
+        self.pairs, owner = valid[order], owner[order]
+        token = self.pairs // choices
+        goes = torch.zeros(size, self.tokens, dtype=torch.bool, device=index.device)
+        goes[owner, token] = True
+        self.rows = goes.nonzero()[:, 1]
+        self.about = torch.stack([(goes.cumsum(1) - 1)[owner, token], flat[self.pairs] % each], dim=1)
+        #: Rows and pairs for each rank.
+        self.numbers = torch.stack([goes.sum(1), torch.bincount(owner, minlength=size)], dim=1).cpu()
+        self.rows_to: list[int] = self.numbers[:, 0].tolist()
+        self.pairs_to: list[int] = self.numbers[:, 1].tolist()

@@ -1,0 +1,316 @@
+"""Tries on one rank whether a layer of experts gives the same when its tokens travel, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pardist.compat import pytree
+from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.engines.experts.calls import ListedExperts
+from lightning_pardist.engines.experts.exchange import Peers
+from lightning_pardist.engines.experts.finding import ExpertLayer
+from lightning_pardist.engines.experts.stacked import Arguments, StackedRoute, in_place, replaced, routes, run_pairs
+
+#: What travels.
+Dispatch = Literal["auto", "tokens", "weights"]
+DISPATCHES = get_args(Dispatch)
+#: How far results of other orders of adding may lie apart, relative to the largest; a wrong one is as far as its size.
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_LOW_PRECISION = 0.1
+
+
+class CannotTravelError(Exception):
+    """Tokens of a layer cannot travel; the message says why."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What travels in a layer, and why.
+
+    Attributes:
+        dispatch: ``"tokens"`` or ``"weights"``.
+        route: Of stacked experts whose tokens travel.
+        reason: Why weights do.
+    """
+
+    dispatch: Dispatch
+    route: StackedRoute | None = None
+    reason: str = ""
+
+
+def choose_routes(
+    module: nn.Module, layers: Sequence[ExpertLayer], *, size: int, dispatch: Dispatch = "auto"
+) -> list[Choice]:
+    """Choose what travels in each layer, by running it on this rank alone. Not collective.
+
+    Args:
+        module: As the user wrote it, whole.
+        layers: Of it.
+        size: Number of ranks that share the experts.
+        dispatch: ``"tokens"`` refuses a layer whose tokens cannot travel, ``"weights"`` tries none.
+
+    Raises:
+        ValueError: If a layer cannot do what was set.
+    """
+    found = []
+    for layer in layers:
+        if dispatch == "weights":
+            found.append(Choice("weights", reason="as set"))
+            continue
+        try:
+            found.append(_tried(module, layer, size))
+        except CannotTravelError as problem:
+            if dispatch == "tokens":
+                raise ValueError(
+                    f"expert_dispatch='tokens' is not for the experts {layer.name!r}: {problem}. Set 'auto' or"
+                    " 'weights', with which their weights travel."
+                ) from problem
+            found.append(Choice("weights", reason=str(problem)))
+    return found
+
+
+def _tried(module: nn.Module, layer: ExpertLayer, size: int) -> Choice:
+    runner = module.get_submodule(layer.runner)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), _drawn_parameters(runner, layer, module):
+        if layer.stacked:
+            return Choice("tokens", _stacked_route(runner, layer, size))
+        _try_lists(module, runner, layer)
+        return Choice("tokens")
+
+
+# --- stacked ----------------------------------------------------------------------------------------------------------
+
+
+def _stacked_route(runner: nn.Module, layer: ExpertLayer, size: int) -> StackedRoute:
+    if not isinstance(layer.output, Tensor):
+        raise CannotTravelError("their module does not return a tensor")
+    problem = "their module is not given tokens and the numbers of the experts that they go to"
+    for route in routes(layer, runner):
+        call = _drawn_call(layer, route)
+        try:
+            expected = _results(runner, lambda: runner.forward(*call[0], **call[1]), call)  # noqa: B023
+            found = _results(runner, lambda: _in_parts(runner, layer, route, call, size), call)  # noqa: B023
+        except Exception as error:
+            problem = f"their forward does not run on some of them ({type(error).__name__}: {error})"
+            continue
+        if _same(found, expected):
+            return route
+        problem = "the sum over some of them at a time is not what their forward returns"
+    raise CannotTravelError(problem)
+
+
+def _drawn_call(layer: ExpertLayer, route: StackedRoute) -> Arguments:
+    """Arguments of the first call's shapes, with random values, some experts more often than others and one never."""
+    leaves = pytree.tree_leaves(layer.call)
+    index = leaves[route.index]
+    places = index.shape[:-1].numel()
+    scores = torch.rand(places, layer.count, device=index.device) + torch.linspace(0, 0.5, layer.count).to(index.device)
+    if layer.count > index.shape[-1]:
+        scores[:, 0] = -1
+    changed: dict[int, Any] = {route.index: scores.topk(index.shape[-1], 1).indices.view(index.shape).to(index.dtype)}
+    for i in route.tokens:
+        changed[i] = torch.randn_like(leaves[i]).requires_grad_()
+    for i in route.weights:
+        changed[i] = torch.rand_like(leaves[i]).requires_grad_()
+    return replaced(layer.call, changed)
+
+
+def _in_parts(runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: Arguments, size: int) -> Tensor:
+    """What ranks compute together, one after another."""
+    leaves = pytree.tree_leaves(call)
+    index, each = leaves[route.index], layer.count // size
+    places, dims = index.shape[:-1], index.dim() - 1
+    flat, choices = index.reshape(-1), index.shape[-1]
+    total: Tensor | None = None
+    for rank in range(size):
+        pairs = (flat // each == rank).nonzero().squeeze(1)
+        if not len(pairs):
+            continue
+        token = pairs // choices
+        own = {name: own_parameters(runner)[name][rank * each : (rank + 1) * each] for name in layer.stacked}  # type: ignore[index]
+        tokens = [leaves[i].reshape(places.numel(), *leaves[i].shape[dims:])[token] for i in route.tokens]
+        weights = [leaves[i].reshape(-1)[pairs] for i in route.weights]
+        result = run_pairs(runner, runner.forward, route, call, own, (flat[pairs] % each, tokens, weights))
+        part = result.new_zeros(places.numel(), *result.shape[1:]).index_add(0, token, result)
+        total = part if total is None else total + part
+    if total is None:
+        raise CannotTravelError("no expert was chosen")
+    return total.reshape(*places, *total.shape[1:])
+
+
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+
+def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None:
+    given = pytree.tree_leaves(layer.inputs)
+    if len(layer.lists) > 1:
+        raise CannotTravelError(f"an expert is in several lists, {' and '.join(layer.lists)}")
+    if len(given) != 1 or len(layer.inputs[0]) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
+        raise CannotTravelError("an expert is called with something else than one tensor of rows")
+    if not isinstance(layer.output, Tensor) or layer.output.shape[:-1] != given[0].shape[:-1]:
+        raise CannotTravelError("an expert does not return a tensor with a row for each of its input's")
+    experts = [parts[0] for parts in layer.experts(module)]
+    others = sum(p.numel() for p in runner.parameters()) - sum(p.numel() for e in experts for p in e.parameters())
+    if others > sum(p.numel() for e in experts for p in e.parameters()):
+        raise CannotTravelError(
+            f"{layer.runner!r}, which calls them and would run twice, has more parameters than they"
+        )
+    call = pytree.tree_map(_trained, layer.call)
+    rehearsed = ListedExperts(0, layer, runner.forward, experts, Peers(None))
+    with ExitStack() as stack:
+        for expert in experts:
+            # Dropout inside would draw in another order.
+            stack.callback(expert.train, expert.training)
+            expert.eval()
+        _try_rows(experts, given[0])
+        try:
+            expected = _results(runner, lambda: runner.forward(*call[0], **call[1]), call)
+            state = _state(runner)
+            again = _results(runner, lambda: _twice(runner.forward, call), call)
+        except RuntimeError as error:
+            raise CannotTravelError(f"{layer.runner!r}, which calls them, does not run alone ({error})") from error
+        if not _same(again, expected) or not _equal(state, _state(runner)):
+            raise CannotTravelError(
+                f"{layer.runner!r}, which calls them and would run twice, gives another result then"
+            )
+        for index, expert in enumerate(experts):
+            stack.enter_context(_with_forward(expert, rehearsed.called(index)))
+        try:
+            found = _results(runner, lambda: rehearsed(*call[0], **call[1]), call)
+        except Exception as error:
+            raise CannotTravelError(
+                f"a rehearsal without their results fails ({type(error).__name__}: {error})"
+            ) from error
+    if not _same(found, expected):
+        raise CannotTravelError("the inputs of some depend on the results of others")
+
+
+def _try_rows(experts: Sequence[nn.Module], given: Tensor) -> None:
+    """An expert's result for a row does not depend on other rows."""
+    rows = torch.randn(6, given.shape[-1], device=given.device).to(given.dtype)
+    try:
+        whole = experts[0](rows)
+        parts = torch.cat([experts[0](rows[:2]), experts[0](rows[2:])])
+    except Exception as error:
+        raise CannotTravelError(f"an expert does not run on rows ({type(error).__name__}: {error})") from error
+    if whole.shape != parts.shape or not _close(parts, whole):
+        raise CannotTravelError("an expert's result for a row depends on other rows")
+
+
+def _twice(forward: Callable[..., Any], call: Arguments) -> Any:
+    state = torch.get_rng_state()
+    forward(*call[0], **call[1])
+    torch.set_rng_state(state)
+    return forward(*call[0], **call[1])
+
+
+@contextmanager
+def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    before = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        vars(module).pop("forward")
+        if before is not None:
+            vars(module)["forward"] = before
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """What a forward may have changed: buffers, and what attributes hold."""
+    found: dict[str, Any] = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    for prefix, child in module.named_modules():
+        for key, value in vars(child).items():
+            if isinstance(value, Tensor):
+                found[f"{prefix}.{key}"] = value.detach().clone()
+            elif isinstance(value, (list, dict, set)) and not key.startswith("_"):
+                found[f"{prefix}.{key}"] = len(value)
+            elif isinstance(value, (int, float)):
+                found[f"{prefix}.{key}"] = value
+    return found
+
+
+def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        _close(value, other[name]) if isinstance(value, Tensor) and value.is_floating_point()
+        else torch.equal(value, other[name]) if isinstance(value, Tensor)
+        else value == other[name]
+        for name, value in one.items()
+    )  # fmt: skip
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _drawn_parameters(runner: nn.Module, layer: ExpertLayer, module: nn.Module) -> Iterator[None]:
+    """Experts have random weights inside: those of a fresh module may be zeros, of which every sum is right."""
+    owners = [runner] if layer.stacked else [o for parts in layer.experts(module) for p in parts for o in p.modules()]
+    with ExitStack() as stack:
+        for owner in owners:
+            names = layer.stacked or [name for name, _ in owner.named_parameters(recurse=False)]
+            drawn = {name: _drawn(own_parameters(owner)[name]) for name in names}
+            stack.enter_context(in_place(owner, drawn, {}))
+        yield
+
+
+def _drawn(parameter: Tensor | None) -> Tensor:
+    if parameter is None:
+        raise CannotTravelError("a parameter is missing")
+    scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5
+    return (torch.randn_like(parameter) * scale).detach().requires_grad_(parameter.is_floating_point())
+
+
+def _trained(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.detach().clone().requires_grad_()
+    return leaf
+
+
+def _results(runner: nn.Module, run: Callable[[], Any], call: Arguments) -> list[Tensor | None]:
+    """Floating outputs of a run from one random state, and gradients of a sum of them."""
+    torch.manual_seed(0)
+    inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    inputs += [value for child in runner.modules() for value in own_parameters(child).values() if value is not None]
+    inputs = [value for value in inputs if value.requires_grad]
+    kept = [(leaf, leaf.detach().clone()) for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    outputs = [leaf for leaf in pytree.tree_leaves(run()) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    for leaf, value in kept:
+        if not torch.equal(leaf.detach(), value):
+            raise CannotTravelError("their module writes to its inputs")
+    weights = [torch.randn_like(output) for output in outputs]
+    total = torch.stack([(output * w).sum().float() for output, w in zip(outputs, weights, strict=True)]).sum()
+    grads: Sequence[Tensor | None] = [None] * len(inputs)
+    if total.requires_grad:
+        grads = torch.autograd.grad(total, inputs, allow_unused=True)
+    return [*(output.detach() for output in outputs), *grads]
+
+
+def _same(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> bool:
+    if len(found) != len(expected):
+        return False
+    for one, other in zip(found, expected, strict=True):
+        if one is None and other is None:
+            continue
+        like = other if one is None else one
+        if like is None or not _close(
+            torch.zeros_like(like) if one is None else one, torch.zeros_like(like) if other is None else other
+        ):
+            return False
+    return True
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    one, other = one.detach(), other.detach()
+    scale = max(float(other.abs().max()), 1e-6) if other.numel() else 1.0
+    limit = _CLOSE.get(other.dtype, _LOW_PRECISION)
+    return not other.numel() or float((one - other).abs().max()) <= limit * scale

@@ -1,0 +1,171 @@
+"""Experts are found in a step, and a trial says whether their tokens can travel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_pardist.engines.experts import choose_routes, find_layers
+from tests.helpers.experts import EXPERTS, FAMILIES, LAYERS, WIDTH, Chain, Listed, Stacked, family_model
+
+
+def _layers(module, **kwargs):
+    x = torch.randn(2, 5, WIDTH)
+    return find_layers(module, lambda: module(x), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("layer", "dispatch"), [("listed", "tokens"), ("stacked", "tokens"), ("dense", "weights"), ("chain", "weights")]
+)
+def test_what_travels(layer, dispatch):
+    torch.manual_seed(0)
+    module = nn.Sequential(LAYERS[layer](), LAYERS[layer]())
+    layers = _layers(module)
+    assert [each.count for each in layers] == [EXPERTS, EXPERTS]
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random = torch.get_rng_state()
+    found = choose_routes(module, layers, size=2)
+    assert [each.dispatch for each in found] == [dispatch, dispatch]
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_names_of_stacked_parameters():
+    (layer,) = _layers(Stacked())
+    assert (layer.name, layer.runner, layer.stacked) == ("experts", "experts", ("up", "down", "bias"))
+    (choice,) = choose_routes(Stacked(), [layer], size=2)
+    assert choice.route.counts in (("num_experts",), ())
+
+
+class Ticking(Listed):
+    """Counts its calls, which would be twice as many."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) + self.calls
+
+
+class Standardized(Listed):
+    """Experts that look at all of their rows."""
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+class Rows(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def _with_rows():
+    module = Listed()
+    module.experts = nn.ModuleList(Rows(WIDTH, WIDTH) for _ in range(EXPERTS))
+    return module
+
+
+class Mixed(Stacked):
+    """Experts whose result is a product over those of a token."""
+
+    def __init__(self):
+        super().__init__()
+        forward = self.experts.forward
+        self.experts.forward = lambda x, index, weights: forward(x, index, weights).square()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Ticking, "another result"),
+        (Standardized, "another result"),
+        (_with_rows, "depends on other rows"),
+        (Chain, "depend on the results of others"),
+        (Mixed, "not what their forward returns"),
+    ],
+)
+def test_why_tokens_cannot_travel(make, reason):
+    module = make()
+    layers = _layers(module)
+    (choice,) = choose_routes(module, layers, size=2)
+    assert choice.dispatch == "weights"
+    assert reason in choice.reason
+    with pytest.raises(ValueError, match="expert_dispatch='tokens' is not for the experts 'experts'"):
+        choose_routes(module, layers, size=2, dispatch="tokens")
+
+
+class Blocks(nn.Module):
+    """As many layers one after the other as each has experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Stacked() for _ in range(EXPERTS))
+        self.convolution = nn.Conv1d(EXPERTS, EXPERTS, 3, padding=1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x + self.convolution(F.softmax(x.new_ones(2, EXPERTS, WIDTH), 1)).mean()
+
+
+def test_layers_are_no_experts():
+    assert [each.name for each in _layers(Blocks())] == [f"blocks.{index}.experts" for index in range(EXPERTS)]
+
+
+def test_names_can_be_set():
+    module = Blocks()
+    assert [each.name for each in _layers(module, chosen=["blocks.[12].experts"])] == [
+        "blocks.1.experts",
+        "blocks.2.experts",
+    ]
+    plain = nn.ModuleDict({"parts": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))})
+
+    def run(x):
+        return sum(part(x) for part in plain["parts"])
+
+    plain.forward = run
+    assert _layers(plain) == []
+    assert [each.name for each in _layers(plain, chosen=["parts"])] == ["parts"]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each == "Mixtral" else pytest.mark.slow) for each in FAMILIES]
+)
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_tokens_of_families_of_transformers_travel(family, implementation):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = family_model(family)
+    model.config._experts_implementation = implementation
+    ids = torch.randint(3, 50, (4, 12))
+    layers = find_layers(model, lambda: model(input_ids=ids, labels=ids).loss)
+    assert {each.count for each in layers} == {FAMILIES[family][key] for key in _COUNTS if key in FAMILIES[family]}
+    assert [each.dispatch for each in choose_routes(model, layers, size=2, dispatch="tokens")] == ["tokens"] * len(
+        layers
+    )
+
+
+#: Names of the number of experts.
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+class Tied(Stacked):
+    """A module that has the experts a second time, whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.also = self.experts.up
+
+
+def test_parameters_in_several_places_are_no_experts_to_take_apart():
+    (layer,) = _layers(Tied())
+    assert layer.stacked == ("down", "bias")
+    module = Tied()
+    choices = choose_routes(module, _layers(module), size=2)
+    assert choices[0].dispatch == "weights"
