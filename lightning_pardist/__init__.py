@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_pardist.strategies.context import ContextParallelStrategy
     from lightning_pardist.strategies.data_parallel import DataParallelStrategy
     from lightning_pardist.strategies.ddp import DDPStrategy
+    from lightning_pardist.strategies.expert import ExpertParallelStrategy
     from lightning_pardist.strategies.fsdp import FSDPStrategy
     from lightning_pardist.strategies.hybrid import HybridStrategy
     from lightning_pardist.strategies.local_sgd import LocalSGDStrategy
@@ -43,6 +44,7 @@ _HOMES = {
     "AutoStrategy": "lightning_pardist.planner.auto",
     "CannotPipelineError": "lightning_pardist.engines.pipeline",
     "ContextParallelStrategy": "lightning_pardist.strategies.context",
+    "ExpertParallelStrategy": "lightning_pardist.strategies.expert",
     "DDPStrategy": "lightning_pardist.strategies.ddp",
     "DamagedCheckpointError": "lightning_pardist.checkpoint.errors",
     "DataParallelStrategy": "lightning_pardist.strategies.data_parallel",
@@ -98,6 +100,7 @@ __all__ = [
     "DDPStrategy",
     "DamagedCheckpointError",
     "DataParallelStrategy",
+    "ExpertParallelStrategy",
     "FSDPStrategy",
     "GlobalBatchSize",
     "HybridStrategy",

@@ -53,7 +53,7 @@ class Entry:
 
 _DDP, _ZERO, _FSDP = "ddp.DDPStrategy", "zero.ZeroStrategy", "fsdp.FSDPStrategy"
 _DP, _LOCAL_SGD = "data_parallel.DataParallelStrategy", "local_sgd.LocalSGDStrategy"
-_CONTEXT = "context.ContextParallelStrategy"
+_CONTEXT, _EXPERT = "context.ContextParallelStrategy", "expert.ExpertParallelStrategy"
 _TENSOR, _PIPELINE, _HYBRID = "tensor.TensorParallelStrategy", "pipeline.PipelineStrategy", "hybrid.HybridStrategy"
 
 TABLE: tuple[Entry, ...] = (
@@ -98,6 +98,10 @@ TABLE: tuple[Entry, ...] = (
           "sequences are long: a rank has the activations of a part of each"),
     Entry("pardist_cp_zero3", _CONTEXT, "the sequence of each batch (CP), optimizer state, gradients, parameters",
           "the same, and parameters do not fit either", {"data_parallel": "zero3"}),
+    Entry("pardist_ep", _EXPERT, "experts (EP) x batch (DP)",
+          "a mixture of experts is large: a rank has some of each layer's experts"),
+    Entry("pardist_ep_zero2", _EXPERT, "experts (EP) x batch, optimizer state, gradients",
+          "the same, and states of the other parameters do not fit either", {"data_parallel": "zero2"}),
     Entry("pardist_mp", _PIPELINE, "layers (PP) x batch (DP)", "the model fits no device and batches cannot be divided",
           {"schedule": "mp"}),
     Entry("pardist_pp_gpipe", _PIPELINE, "layers (PP) x batch (DP)", "the simplest schedule (GPipe)",

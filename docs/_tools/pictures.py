@@ -251,6 +251,28 @@ def context() -> str:
     return picture.svg()
 
 
+def expert() -> str:
+    """Two expert ranks: tokens to the ranks of their experts, and results back."""
+    picture = Canvas(640, 250, "Two expert ranks: each has its own samples and half of the experts")
+    for rank in range(2):
+        y = 40 + rank * 110
+        picture.text(10, y + 38, f"rank {rank}", bold=True)
+        for x0, label in ((80, "tokens"), (520, "results")):
+            picture.box(x0, y, 80, 70, _BATCH, f"{label} {rank}")
+        for index in range(4):
+            mine = index // 2 == rank
+            x, row = 290 + 60 * (index % 2), y + 35 * (index // 2)
+            picture.box(x, row, 60, 35, _PARAMETERS if mine else _EMPTY, f"expert {index}" if mine else "")
+        for x1, x2 in ((162, 208), (242, 288), (412, 438), (472, 518)):
+            picture.arrow(x1, y + 35, x2, y + 35)
+    for x in (210, 440):
+        picture.box(x, 40, 32, 180, _OPTIMIZER)
+        picture.text(x + 16, 30, "all-to-all", anchor="middle")
+    picture.text(350, 30, "experts", anchor="middle")
+    picture.text(80, 242, "Tokens go where the router sends them: as many as it does, a different number each step.")
+    return picture.svg()
+
+
 def local_sgd() -> str:
     """Two islands of two ranks."""
     picture = Canvas(640, 170, "Two islands of two ranks, whose parameters are averaged every few steps")
@@ -313,6 +335,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     ),
     "tensor.svg": tensor,
     "context.svg": context,
+    "expert.svg": expert,
     "pipeline.svg": pipeline,
     "mesh.svg": mesh,
     "local_sgd.svg": local_sgd,

@@ -1,4 +1,4 @@
-"""Strategy for any product of data, tensor and pipeline parallelism, and of data and context parallelism."""
+"""Strategy for any product of data, tensor and pipeline parallelism, and of data and context or expert parallelism."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.by_name import DataParallel, data_parallel_axis
 from lightning_pardist.axes.context import ContextAxis
+from lightning_pardist.axes.expert import ExpertAxis
 from lightning_pardist.axes.local_sgd import LocalSGDAxis, OuterSize, SyncEvery
 from lightning_pardist.axes.pipeline import PipelineAxis, PipelineSettings
 from lightning_pardist.axes.tensor import TensorAxis
@@ -18,7 +19,7 @@ Size = int | Literal["auto", "machine"]
 
 
 class HybridStrategy(PardistStrategy):
-    """Hybrid (3D): any product of pipeline, tensor and data parallelism, and of context and data parallelism.
+    """Hybrid (3D): any product of pipeline, tensor and data parallelism; context or experts with data parallelism.
 
     The single-axis strategies are this one with the other degrees at 1. Axes, outermost first: pipeline, data, tensor,
     so that tensor groups, which talk most, are neighbours inside a node.
@@ -30,12 +31,16 @@ class HybridStrategy(PardistStrategy):
         tensor_parallel_size: Ranks that each layer is split over, or one of the same words.
         context_parallel_size: Ranks that the sequence of each batch is split over, or ``"auto"``. For now together
             with the data axis alone.
+        expert_parallel_size: Ranks that hold the experts of each layer together, each with samples of its own, or
+            ``"auto"``. For now together with the data axis alone.
         data_parallel: What the remaining ranks do, which see different samples: ``"ddp"`` replicates, ``"zero1"``,
             ``"zero2"`` and ``"zero3"`` shard.
         data_shard_size: With ``"zero3"``, ranks over which parameters are sharded; their shards are replicated over the
             rest of the data axis. All of it if None.
         tensor_settings: Further settings of :class:`~lightning_pardist.TensorParallelStrategy`, such as ``plan``.
         context_settings: Further settings of :class:`~lightning_pardist.ContextParallelStrategy`: ``sequence_dim``.
+        expert_settings: Further settings of :class:`~lightning_pardist.ExpertParallelStrategy`: ``experts`` and
+            ``expert_dispatch``.
         pipeline_settings: Further settings of :class:`~lightning_pardist.PipelineStrategy`, such as ``schedule``.
         data_settings: Settings of the data axis' own strategy, such as ``bucket_size_mb``.
         outer_parallel_size: Islands of ranks that each train by themselves with all of the above, and average their
@@ -56,10 +61,12 @@ class HybridStrategy(PardistStrategy):
         pipeline_parallel_size: Size = 1,
         tensor_parallel_size: Size = 1,
         context_parallel_size: int | Literal["auto"] = 1,
+        expert_parallel_size: int | Literal["auto"] = 1,
         data_parallel: DataParallel = "ddp",
         data_shard_size: int | None = None,
         tensor_settings: Mapping[str, Any] | None = None,
         context_settings: Mapping[str, Any] | None = None,
+        expert_settings: Mapping[str, Any] | None = None,
         pipeline_settings: Mapping[str, Any] | None = None,
         data_settings: Mapping[str, Any] | None = None,
         outer_parallel_size: OuterSize = 1,
@@ -90,6 +97,7 @@ class HybridStrategy(PardistStrategy):
                 TensorAxis(tensor_parallel_size=tensor_parallel_size, **(tensor_settings or {})),
                 PipelineAxis(pipeline),
                 ContextAxis(context_parallel_size=context_parallel_size, **(context_settings or {})),
+                ExpertAxis(expert_parallel_size=expert_parallel_size, **(expert_settings or {})),
                 data_parallel_axis(data_parallel, **settings),
                 *([] if outer is None else [outer]),
             ],

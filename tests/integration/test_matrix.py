@@ -7,6 +7,7 @@ import pytest
 from lightning_pardist import (
     AutoStrategy,
     ContextParallelStrategy,
+    ExpertParallelStrategy,
     FSDPStrategy,
     HybridStrategy,
     LocalSGDStrategy,
@@ -59,6 +60,8 @@ STRATEGIES = {
         ),
         4,
     ),
+    "ep-2": ("pardist_ep", 2),
+    "ep_zero2-4": (functools.partial(ExpertParallelStrategy, expert_parallel_size=2, data_parallel="zero2"), 4),
     "mp-2": ("pardist_mp", 2),
     "pp_tp-4": (functools.partial(HybridStrategy, pipeline_parallel_size=2, tensor_parallel_size=2), 4),
     "pp_tp_zero1-8": (
@@ -148,6 +151,9 @@ REFUSED = {row: _BY_PIPELINES for row in STRATEGIES if row.startswith("pp")}
 REFUSED |= {row: {"gan": "optimizes by hand"} for row in PROCESSES}
 _NO_SEQUENCE = ("mnist", "cifar", "classifier", "param_groups", "batch_norm", "gan", "awkward")
 REFUSED |= {row: dict.fromkeys(_NO_SEQUENCE, "found no sequence") for row in STRATEGIES if row.startswith("cp")}
+#: Mixtures of experts are in test_expert.py.
+_NO_EXPERTS = tuple(dict.fromkeys(name for names, _, _ in FEATURES.values() for name in names))
+REFUSED |= {row: dict.fromkeys(_NO_EXPERTS, "No experts were found") for row in STRATEGIES if row.startswith("ep")}
 REFUSED |= dict.fromkeys(_FOUR_STAGES, _BY_PIPELINES | _TOO_SMALL)
 #: Cells that every push runs, of rows that need not run them all; `make test-all` runs the rest.
 QUICK = {
@@ -169,6 +175,8 @@ QUICK = {
     "tp-zero2-4": (),
     "tp-zero3-4": ("clip_norm",),
     "cp-2": ("adam", "accumulate", "clip_norm"),
+    "ep-2": ("sgd",),
+    "ep_zero2-4": (),
     "cp_ddp-4": (),
     "cp_zero3-4": (),
     "pp_gpipe-2": ("adam",),

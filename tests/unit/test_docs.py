@@ -28,6 +28,7 @@ STRATEGY_PAGES = {
     "fsdp.md": lightning_pardist.FSDPStrategy,
     "tensor.md": lightning_pardist.TensorParallelStrategy,
     "context.md": lightning_pardist.ContextParallelStrategy,
+    "expert.md": lightning_pardist.ExpertParallelStrategy,
     "pipeline.md": lightning_pardist.PipelineStrategy,
     "hybrid.md": lightning_pardist.HybridStrategy,
     "local_sgd.md": lightning_pardist.LocalSGDStrategy,

@@ -1,0 +1,281 @@
+"""Expert-parallel axis: experts of each layer on ranks of their own, which see different samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pardist.axes.base import ParallelAxis
+from lightning_pardist.axes.broken_off import hold_to_host
+from lightning_pardist.axes.fsdp import FSDPAxis
+from lightning_pardist.axes.refusals import refuse_callbacks, refuse_pruning
+from lightning_pardist.checkpoint.tensors import shared_entries
+from lightning_pardist.engines.common.meta_init import on_meta
+from lightning_pardist.engines.common.update_scope import find_scope, has_parameters
+from lightning_pardist.engines.experts import ExpertLayer, ExpertRuntime, HeldExperts, choose_routes, find_layers
+from lightning_pardist.engines.experts.trial import DISPATCHES, Choice, Dispatch
+from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
+from lightning_pardist.engines.pipeline.placement import replace_in
+from lightning_pardist.local_tensors import own_part
+from lightning_pardist.mesh import EXPERT_GRADIENT_AXES, Degree
+from lightning_pardist.settings import one_of
+from lightning_pardist.trainer import trial_run
+from lightning_pardist.trainer.sample_batches import NoSampleError
+
+ExpertParallelSize = int | Literal["auto"]
+
+
+class ExpertAxis(ParallelAxis):
+    """Holds experts apart, and lets their tokens travel.
+
+    The arguments are those of :class:`~lightning_pardist.ExpertParallelStrategy`.
+
+    Raises:
+        ValueError: If a setting is out of range; during a run, if no experts are found, or they do not divide.
+    """
+
+    name = "expert"
+    mesh_axes = ("expert_parallel",)
+    order = 12
+    splits_module = True
+
+    def __init__(
+        self,
+        *,
+        expert_parallel_size: ExpertParallelSize = "auto",
+        experts: Sequence[str] | None = None,
+        expert_dispatch: Dispatch = "auto",
+    ) -> None:
+        if isinstance(expert_parallel_size, str):
+            one_of("expert_parallel_size", expert_parallel_size, ("auto",), or_else="a number of ranks")
+        elif expert_parallel_size < 1:
+            raise ValueError(f"expert_parallel_size={expert_parallel_size} is not positive. Use 1 or more, or 'auto'.")
+        one_of("expert_dispatch", expert_dispatch, DISPATCHES)
+        self.expert_parallel_size = expert_parallel_size
+        self.experts = None if experts is None else (experts,) if isinstance(experts, str) else tuple(experts)
+        self.expert_dispatch: Dispatch = expert_dispatch
+        self.runtime: ExpertRuntime | None = None
+        self.held: HeldExperts | None = None
+        self._gradient_group: dist.ProcessGroup | None = None
+
+    @override
+    def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
+        return {"expert_parallel": self.expert_parallel_size}
+
+    @override
+    def check(self, trainer: pl.Trainer) -> None:
+        context, dims = self.context, self.context.dims
+        for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel", "outer_parallel"):
+            if dims.size(axis) > 1:
+                raise ValueError(
+                    f"expert_parallel_size={dims.expert_parallel} and {axis}_size={dims.size(axis)} are not available"
+                    " together yet. Set one of them to 1."
+                )
+        if isinstance(context.data_axis, FSDPAxis):
+            raise ValueError(
+                f"expert_parallel_size={dims.expert_parallel} and data_parallel='zero3' are not available together yet."
+                " Use data_parallel='zero2', with which parameters that are no experts stay whole."
+            )
+        if getattr(context.data_axis, "gradient_compression", None) is not None:
+            raise ValueError(
+                f"gradient_compression is not available with expert_parallel_size={dims.expert_parallel}, where"
+                " gradients of experts are summed over other ranks than the rest. Leave it out."
+            )
+        module = context.module
+        if module is not None and on_meta(module):
+            raise ValueError(
+                f"{type(module).__name__} was built on the meta device, and {context.name} takes experts apart that"
+                " have values. Build it with values."
+            )
+        refuse_pruning(trainer)
+        refuse_callbacks(
+            trainer,
+            WeightAveraging,
+            f"copies the module, and each rank of {context.name} has some of the experts only. Use pardist_ddp or"
+            " pardist_zero2, or leave the callback out.",
+        )
+        if self.held is not None:
+            # Left by a run that failed on every rank: this one starts from whole parameters.
+            self._become_whole()
+
+    # --- the module ---------------------------------------------------------------------------------------------
+
+    @override
+    def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        mesh = self.context.mesh["expert_parallel"]
+        self._gradient_group = self.context.group_over(*EXPERT_GRADIENT_AXES)
+        layers, choices = self.find_plan(trainer, module, size=mesh.size())
+        self.held = HeldExperts(module, layers, mesh)
+        self.runtime = ExpertRuntime(module, layers, choices, self.held, mesh.get_group())
+
+    def find_plan(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *, size: int
+    ) -> tuple[list[ExpertLayer], list[Choice]]:
+        """Find experts, and what is to travel, by a trial of the user's step. Collective over the world.
+
+        Raises:
+            ValueError: If there are none, or their number does not divide.
+        """
+        name = trial_run.step_name(trainer)
+        try:
+            batch = self.context.samples.first()
+        except NoSampleError as problem:
+            raise ValueError(
+                f"{self.context.name} runs {name} once before it starts, and has no batch for it: {problem}."
+            ) from problem
+        with trial_run.without_trace(module, trainer), self.context.samples.rehearsed():
+
+            def step() -> Any:
+                return trial_run.run(module, name, batch, trainer)
+
+            layers = find_layers(module, step, chosen=self.experts)
+            _check_layers(layers, module, name, size=size, chosen=self.experts)
+            with trainer.precision_plugin.forward_context():
+                choices = choose_routes(module, layers, size=size, dispatch=self.expert_dispatch)
+        # Which layers and routes there are may depend on a rank's batch: all follow the first one's.
+        names = self.context.broadcast([(layer.name, choice) for layer, choice in zip(layers, choices, strict=True)])
+        here, first = [layer.name for layer in layers], [each for each, _ in names]
+        if here != first:
+            raise ValueError(
+                f"The first batches of ranks go to different layers of experts: {here} here,"
+                f" {first} on the first rank. Set experts to those that every batch goes to."
+            )
+        return layers, [choice for _, choice in names]
+
+    @override
+    def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if not self._has_experts(optimizer):
+                continue
+            found = find_scope(optimizer, form="dims", setting=self.context.update_scope)
+            if found.scope != "elementwise":
+                raise ValueError(
+                    f"{type(optimizer).__name__} {found.describe()}, and each rank of {self.context.name} has some of"
+                    " the experts only. Use an elementwise optimizer for them (SGD, AdamW, ...), or pardist_zero2."
+                )
+            if not self.context.data_axis.steps_on_parts:
+                step_on_shards(optimizer, scope=self.context.update_scope)
+
+    def _has_experts(self, optimizer: Optimizer) -> bool:
+        held = set() if self.held is None else self.held.parameters
+        return has_parameters(optimizer) and any(p in held for group in optimizer.param_groups for p in group["params"])
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        module = self.context.module
+        if output is None and module is not None and module.trainer.training and module.automatic_optimization:
+            raise RuntimeError(
+                f"training_step returned None on a rank of {self.context.name}, whose experts take part in the other"
+                " ranks' backward. Return a loss of zero weight, as (output.sum() * 0)."
+            )
+        return output
+
+    @override
+    def gradient_group(self, param: nn.Parameter) -> dist.ProcessGroup | None:
+        return self._gradient_group if self.held is not None and param in self.held.parameters else None
+
+    @override
+    def start_evaluation(self) -> None:
+        # Ranks may have different numbers of batches.
+        if self.runtime is not None:
+            self.runtime.start_uneven()
+
+    @override
+    def end_evaluation(self) -> None:
+        if self.runtime is not None:
+            self.runtime.end_uneven()
+
+    @override
+    def before_collective(self) -> None:
+        if self.runtime is not None:
+            self.runtime.meet()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return state if self.held is None else self.held.part_of(state)
+
+    @override
+    def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if self.held is None:
+            return state
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        saved = [number for group in state["param_groups"] for number in group["params"]]
+        local = {
+            number: {key: self._local_value(value, params[position]) for key, value in state["state"][number].items()}
+            for position, number in enumerate(saved)
+            if number in state["state"] and position < len(params) and not params[position].is_meta
+        }
+        return {**state, "state": {**local, **shared_entries(state)}}
+
+    def _local_value(self, value: Any, param: nn.Parameter) -> Any:
+        split = isinstance(param, DTensor) and isinstance(value, Tensor) and value.shape == param.shape
+        if not split or self.held is None or not isinstance(param, DTensor):
+            return value
+        return own_part(self.held.part(value, param))
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    @override
+    def describe(self) -> str:
+        return "" if self.runtime is None else self.runtime.describe()
+
+    @override
+    def teardown(self) -> None:
+        if self.runtime is not None:
+            self.runtime.remove()
+            self.runtime = None
+        if self.ended_well():
+            self._become_whole()
+        elif self.held is not None and self.context.module is not None:
+            hold_to_host(self.context.module)
+
+    def _become_whole(self) -> None:
+        if self.runtime is not None:
+            self.runtime.remove()
+            self.runtime = None
+        held, self.held = self.held, None
+        if held is not None:
+            replaced = held.restore()
+            stand_ins = {old: new for old, new in replaced.items() if old.is_meta}
+            replace_in(self.context.optimizers, stand_ins)
+
+
+def _check_layers(
+    layers: Sequence[ExpertLayer], module: nn.Module, step: str, *, size: int, chosen: Sequence[str] | None
+) -> None:
+    """Refuse a module without experts, or with a number of them that does not divide.
+
+    Raises:
+        ValueError: With what was found.
+    """
+    if not layers:
+        where = "" if chosen is None else f" by the names experts={list(chosen)}"
+        raise ValueError(
+            f"No experts were found in {type(module).__name__}.{step}{where}: no list of equal modules, and no"
+            " parameters stacked along an expert dim, near which a router chooses among as many. Set experts to their"
+            " names, or use pardist_zero2 or pardist_zero3."
+        )
+    for layer in layers:
+        if layer.outside:
+            raise ValueError(
+                f"The experts {layer.name!r} are called by {step} itself, outside of any module's forward. Call them in"
+                " the forward of a module of their own, or use pardist_zero3."
+            )
+        if layer.count % size:
+            raise ValueError(
+                f"{layer.name!r} has {layer.count} experts, which do not divide over expert_parallel_size={size} ranks."
+                f" Use one of {[n for n in range(1, layer.count + 1) if layer.count % n == 0]}."
+            )

@@ -1,0 +1,156 @@
+"""``pardist_ep`` under a Trainer: numbers, memory, checkpoints, evaluation and what is refused."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from lightning_pardist import ExpertParallelStrategy, HybridStrategy
+from tests.helpers.experts import Data, Mixture
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.runs import quiet_trainer
+
+
+def _fit(strategy="auto", devices=1, ckpt_path=None, save=None, module=Mixture, **kwargs):
+    module = module()
+    strategy = strategy() if callable(strategy) else strategy
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **kwargs)
+    trainer.fit(module, datamodule=Data(), ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    metrics = {key: value.clone() for key, value in trainer.callback_metrics.items() if key != "loss_step"}
+    plain = all(type(p) is torch.nn.Parameter and not p.is_meta for p in module.parameters())
+    return {"metrics": metrics, "weights": snapshot(module), "plain": plain, "held": module.held}
+
+
+@functools.cache
+def _expected(layer, **kwargs):
+    return _fit(module=functools.partial(Mixture, layer), **kwargs)
+
+
+def _compare(found, expected, share):
+    for each in found:
+        assert_close(each["weights"], expected["weights"])
+        assert_close(each["metrics"], expected["metrics"])
+        assert each["plain"]
+        assert each["held"]["parameters"] == expected["held"]["parameters"] * share
+
+
+@pytest.mark.parametrize("layer", ["listed", "stacked", "dense", "chain"])
+def test_two_ranks_train_like_one_process(layer):
+    module = functools.partial(Mixture, layer)
+    found = run_ranks(2, functools.partial(_fit, ExpertParallelStrategy, 2, module=module))
+    _compare(found, _expected(layer), 1 / 2)
+
+
+def test_weights_of_experts_may_travel_where_tokens_could():
+    strategy = functools.partial(ExpertParallelStrategy, expert_dispatch="weights")
+    for layer in ("listed", "stacked"):
+        found = run_ranks(2, functools.partial(_fit, strategy, 2, module=functools.partial(Mixture, layer)))
+        _compare(found, _expected(layer), 1 / 2)
+
+
+@pytest.mark.parametrize("layer", ["listed", "stacked"])
+@pytest.mark.parametrize("data_parallel", ["ddp", "zero1", "zero2"])
+def test_accumulated_and_clipped_gradients_and_experts_that_get_nothing(layer, data_parallel):
+    module = functools.partial(Mixture, layer, rare=True)
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    strategy = functools.partial(ExpertParallelStrategy, data_parallel=data_parallel)
+    found = run_ranks(2, functools.partial(_fit, strategy, 2, module=module, **settings))
+    _compare(found, _fit(module=module, **settings), 1 / 2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "data_parallel"),
+    [
+        ("listed", "ddp"),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (("stacked", "zero2"), ("stacked", "ddp"), ("listed", "zero1"), ("dense", "zero2"))
+        ),
+    ],
+)
+def test_experts_of_two_ranks_shared_by_two(layer, data_parallel):
+    module = functools.partial(Mixture, layer)
+    strategy = functools.partial(HybridStrategy, expert_parallel_size=2, data_parallel=data_parallel)
+    found = run_ranks(4, functools.partial(_fit, strategy, 4, module=module, gradient_clip_val=0.5))
+    _compare(found, _fit(module=module, gradient_clip_val=0.5), 1 / 2)
+
+
+@pytest.mark.parametrize("layer", ["listed", "stacked"])
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_checkpoints_open_at_any_degree(layer, form, tmp_path):
+    module = functools.partial(Mixture, layer)
+    expert = functools.partial(ExpertParallelStrategy, checkpoint=form)
+    run_ranks(2, functools.partial(_fit, expert, 2, module=module, save=tmp_path / "two.ckpt", max_epochs=1))
+    expected = _fit(module=module, max_epochs=2)["weights"]
+    resumed = functools.partial(_fit, module=module, ckpt_path=tmp_path / "two.ckpt", max_epochs=2)
+    found = run_ranks(2, functools.partial(resumed, ExpertParallelStrategy, 2))
+    found += run_ranks(2, functools.partial(resumed, "pardist_zero2", 2))
+    found += [resumed() if form == "full" else resumed("pardist_ep", 1)]
+    for each in found:
+        assert_close(each["weights"], expected)
+
+
+def test_a_checkpoint_of_one_process_opens(tmp_path):
+    for layer in ("listed", "stacked"):
+        module = functools.partial(Mixture, layer)
+        _fit(module=module, save=tmp_path / f"{layer}.ckpt", max_epochs=1)
+        strategy = functools.partial(ExpertParallelStrategy, data_parallel="zero2")
+        resumed = functools.partial(_fit, module=module, ckpt_path=tmp_path / f"{layer}.ckpt", max_epochs=2)
+        for each in run_ranks(2, functools.partial(resumed, strategy, 2)):
+            assert_close(each["weights"], _fit(module=module, max_epochs=2)["weights"])
+
+
+def _evaluate(layer, strategy="auto", devices=1):
+    trainer = quiet_trainer(strategy=strategy, devices=devices)
+    module = Mixture(layer)
+    metrics = trainer.validate(module, datamodule=Data(), verbose=False)[0]
+    return {k: torch.tensor(v) for k, v in metrics.items()}, trainer.predict(module, datamodule=Data())
+
+
+@pytest.mark.parametrize("layer", ["listed", "stacked", "dense"])
+def test_ranks_with_fewer_batches_take_part_in_the_others_evaluation(layer):
+    expected, results = _evaluate(layer)
+    for rank, (metrics, predicted) in enumerate(run_ranks(2, _evaluate, layer, "pardist_ep", 2)):
+        assert_close(metrics, expected)
+        # Of five batches ranks have three and two; a sixth repeats a sample.
+        assert_close({"first": predicted[0]}, {"first": torch.cat(results)[rank : rank + 3 : 2]})
+
+
+class Silent(Mixture):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if self.global_rank else loss
+
+
+class Own(Mixture):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList()
+
+
+def _refused(strategy, devices=2, module=Mixture, **kwargs):
+    return functools.partial(_fit, strategy, devices, module=module, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module", "message"),
+    [
+        (ExpertParallelStrategy, Own, "No experts were found in Own.training_step"),
+        (functools.partial(ExpertParallelStrategy, experts=["none"]), Mixture, "by the names experts="),
+        (functools.partial(ExpertParallelStrategy, data_parallel="zero3"), Mixture, "data_parallel='zero2'"),
+        (
+            functools.partial(ExpertParallelStrategy, expert_dispatch="tokens"),
+            functools.partial(Mixture, "chain"),
+            "expert_dispatch='tokens' is not for the experts",
+        ),
+        (ExpertParallelStrategy, Silent, "training_step returned None"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(strategy, module, message):
+    with pytest.raises(RankFailed, match=message):
+        run_ranks(2, _refused(strategy, module=module))

@@ -1,0 +1,70 @@
+"""Mixtures of transformers under ``pardist_ep``, unmodified, from small configurations."""
+
+from __future__ import annotations
+
+import functools
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_pardist import ExpertParallelStrategy
+from tests.helpers.experts import FAMILIES, family_model
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import BATCH, Data, quiet_trainer
+
+pytest.importorskip("transformers")
+
+STEPS = 3
+_ONE = ("Mixtral", "GptOss")
+
+
+class Decoder(pl.LightningModule):
+    """A mixture of a family, its loss taken inside the model."""
+
+    def __init__(self, family):
+        super().__init__()
+        torch.manual_seed(4)
+        self.model = family_model(family)
+        self.losses, self.held = [], 0
+
+    def training_step(self, batch, batch_idx):
+        (tokens,) = batch
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        self.log("loss", loss, on_step=True, on_epoch=False)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(self.trainer.callback_metrics["loss"].clone())
+
+    def on_train_end(self):
+        experts = [p for n, p in self.named_parameters() if n.rpartition(".")[0].endswith("experts")]
+        self.held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in experts)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
+
+
+def _train(family, strategy="auto", devices=1):
+    module = Decoder(family)
+    draw = torch.Generator().manual_seed(6)
+    tokens = TensorDataset(torch.randint(3, 50, (BATCH * STEPS, 10), generator=draw))
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, gradient_clip_val=0.5)
+    trainer.fit(module, datamodule=Data(tokens))
+    return snapshot(module), torch.stack(module.losses), module.held
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in _ONE else pytest.mark.slow) for family in FAMILIES]
+)
+def test_families_train_like_one_process(family):
+    expected, losses, held = _train(family)
+    strategy = ExpertParallelStrategy(expert_dispatch="tokens")
+    for weights, of_rank, share in run_ranks(2, functools.partial(_train, family, strategy, 2)):
+        # The first is that of a forward alone.
+        assert abs(float(of_rank[0] - losses[0])) <= 1e-6 * abs(float(losses[0]))
+        assert_close({"losses": of_rank}, {"losses": losses})
+        assert_close(weights, expected)
+        assert share == held / 2 > 0
