@@ -1,0 +1,112 @@
+"""Layers of experts on two ranks with different tokens, without Lightning: outputs, gradients and bytes sent."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pardist.engines.experts import ExpertRuntime, HeldExperts, choose_routes, find_layers
+from tests.helpers.experts import CHOSEN, EXPERTS, LAYERS, WIDTH
+from tests.helpers.parity import assert_close
+from tests.helpers.ranks import cpu_mesh, run_ranks
+
+ROWS, EXACT = 6, 1e-9
+
+
+def _module(layer, lopsided):
+    torch.manual_seed(3)
+    made = [LAYERS[layer]() for _ in range(2)]
+    for each in made if lopsided else ():
+        # Everything goes to the first half of the experts, and nothing to the second rank.
+        each.router.bias.data[EXPERTS // 2 :] = -100.0
+    return nn.Sequential(*made).double()
+
+
+def _tokens():
+    return torch.randn(2, ROWS, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+
+def _loss(module, x, recompute=False):
+    for layer in module:
+        x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+    return x.square().sum()
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _run(layer, lopsided, dispatch, recompute):
+    module, rank = _module(layer, lopsided), dist.get_rank()
+    x = _tokens()[rank].requires_grad_()
+    layers = find_layers(module, lambda: module(x))
+    choices = choose_routes(module, layers, size=2, dispatch=dispatch)
+    mesh = cpu_mesh((2,), ("expert_parallel",))
+    names = {name for name, _ in module.named_parameters()}
+    held = HeldExperts(module, layers, mesh)
+    runtime = ExpertRuntime(module, layers, choices, held, mesh.get_group())
+    loss = _loss(module, x, recompute)
+    loss.backward()
+    sent, grads = runtime.peers.sent_bytes, {}
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta or parameter.grad is None:
+            continue
+        grad = _whole(parameter.grad)
+        if parameter not in held.parameters:
+            dist.all_reduce(grad)
+        grads[name] = grad
+    assert all(parameter.grad is None for parameter in module.parameters() if parameter.is_meta)
+    runtime.remove()
+    held.restore()
+    assert {name for name, _ in module.named_parameters()} == names
+    state = {name: value.detach() for name, value in module.state_dict().items()}
+    return {"loss": loss.detach(), "x": x.grad}, grads, state, sent, [choice.dispatch for choice in choices]
+
+
+@functools.cache
+def _expected(layer, lopsided):
+    module, inputs = _module(layer, lopsided), [part.requires_grad_() for part in _tokens()]
+    losses = [_loss(module, part) for part in inputs]
+    sum(losses).backward()
+    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return [{"loss": loss.detach(), "x": part.grad} for loss, part in zip(losses, inputs, strict=True)], grads
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("lopsided", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "dispatch"),
+    [("listed", "tokens"), ("stacked", "tokens"), ("listed", "weights"), ("stacked", "weights"), ("dense", "auto")],
+)
+def test_ranks_compute_what_one_process_does(layer, dispatch, lopsided, recompute):
+    expected, grads = _expected(layer, lopsided)
+    seen = {}
+    for rank, (values, of_rank, state, _, _) in enumerate(run_ranks(2, _run, layer, lopsided, dispatch, recompute)):
+        assert_close(values, expected[rank], EXACT)
+        assert_close(of_rank, {name: grads[name] for name in of_rank}, EXACT)
+        assert_close(state, _module(layer, lopsided).state_dict(), EXACT)
+        seen.update(of_rank)
+    # What nobody calls has no gradient on one process either.
+    assert seen.keys() == grads.keys()
+
+
+def test_tokens_are_sent_once_to_each_rank():
+    module = _module("stacked", False)
+    rows, pairs = [0, 0], [0, 0]
+    for rank, x in enumerate(_tokens()):
+        for layer in module:
+            chosen = layer.router(x.reshape(-1, WIDTH)).topk(CHOSEN, -1).indices
+            elsewhere = chosen // (EXPERTS // 2) != rank
+            rows[rank] += int(elsewhere.any(1).sum())
+            pairs[rank] += int(elsewhere.sum())
+            x = layer(x)
+    for rank, (_, _, _, sent, dispatches) in enumerate(run_ranks(2, _run, "stacked", False, "auto", False)):
+        assert dispatches == ["tokens", "tokens"]
+        # Forward a token, the number of its row and expert, its weight, and a result; backward all but the numbers.
+        bytes_of_rows = 2 * 8 * WIDTH * (rows[0] + rows[1])
+        assert sent == bytes_of_rows + (8 + 16) * pairs[rank] + 8 * pairs[1 - rank]
