@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 from recipes.cifar.model import PhotoClassifier
 from recipes.gpt.model import GPT
 from recipes.mnist.model import DigitClassifier
+from tests.helpers import experts
 
 
 def points(length: int) -> TensorDataset:
@@ -231,6 +232,28 @@ def _images(length: int, channels: int, size: int) -> TensorDataset:
     )
 
 
+class Experts(Base):
+    """Experts in a list, and experts that are stacked."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.embed = nn.Embedding(20, experts.WIDTH)
+        self.listed, self.stacked = experts.Listed(), experts.Stacked()
+        self.head = nn.Linear(experts.WIDTH, 3)
+
+    def training_step(self, batch, batch_idx):
+        tokens, target = batch
+        return self.note(F.cross_entropy(self.head(self.stacked(self.listed(self.embed(tokens))).mean(1)), target))
+
+    @staticmethod
+    def dataset(length: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(7)
+        return TensorDataset(
+            torch.randint(0, 20, (length, 5), generator=generator),
+            torch.randint(0, 3, (length,), generator=generator),
+        )
+
+
 MODULES: dict[str, type[pl.LightningModule]] = {
     "mnist": Digits,
     "gpt": Text,
@@ -241,4 +264,5 @@ MODULES: dict[str, type[pl.LightningModule]] = {
     "gan": Gan,
     "awkward": Awkward,
     "large_embedding": LargeEmbedding,
+    "experts": Experts,
 }

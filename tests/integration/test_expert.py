@@ -115,10 +115,14 @@ def _evaluate(layer, strategy="auto", devices=1):
 @pytest.mark.parametrize("layer", ["listed", "stacked", "dense"])
 def test_ranks_with_fewer_batches_take_part_in_the_others_evaluation(layer):
     expected, results = _evaluate(layer)
-    for rank, (metrics, predicted) in enumerate(run_ranks(2, _evaluate, layer, "pardist_ep", 2)):
+    found = run_ranks(2, _evaluate, layer, "pardist_ep", 2)
+    for metrics, _ in found:
         assert_close(metrics, expected)
-        # Of five batches ranks have three and two; a sixth repeats a sample.
-        assert_close({"first": predicted[0]}, {"first": torch.cat(results)[rank : rank + 3 : 2]})
+    # Whichever rank has a sample, its prediction is one process's, and no sample lacks one.
+    rows = torch.cat([batch for _, batches in found for batch in batches]).flatten(1)
+    distance = torch.cdist(rows.double(), torch.cat(results).flatten(1).double())
+    assert distance.min(1).values.max() < 1e-5
+    assert distance.min(0).values.max() < 1e-5
 
 
 class Silent(Mixture):

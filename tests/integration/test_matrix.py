@@ -151,9 +151,10 @@ REFUSED = {row: _BY_PIPELINES for row in STRATEGIES if row.startswith("pp")}
 REFUSED |= {row: {"gan": "optimizes by hand"} for row in PROCESSES}
 _NO_SEQUENCE = ("mnist", "cifar", "classifier", "param_groups", "batch_norm", "gan", "awkward")
 REFUSED |= {row: dict.fromkeys(_NO_SEQUENCE, "found no sequence") for row in STRATEGIES if row.startswith("cp")}
-#: Mixtures of experts are in test_expert.py.
+#: What rows run in the place of a column's modules, which they refuse.
+INSTEAD = {row: ("experts",) for row in STRATEGIES if row.startswith("ep")}
 _NO_EXPERTS = tuple(dict.fromkeys(name for names, _, _ in FEATURES.values() for name in names))
-REFUSED |= {row: dict.fromkeys(_NO_EXPERTS, "No experts were found") for row in STRATEGIES if row.startswith("ep")}
+REFUSED |= {row: dict.fromkeys(_NO_EXPERTS, "No experts were found") for row in INSTEAD}
 REFUSED |= dict.fromkeys(_FOUR_STAGES, _BY_PIPELINES | _TOO_SMALL)
 #: Cells that every push runs, of rows that need not run them all; `make test-all` runs the rest.
 QUICK = {
@@ -175,7 +176,7 @@ QUICK = {
     "tp-zero2-4": (),
     "tp-zero3-4": ("clip_norm",),
     "cp-2": ("adam", "accumulate", "clip_norm"),
-    "ep-2": ("sgd",),
+    "ep-2": ("adam", "clip_value"),
     "ep_zero2-4": (),
     "cp_ddp-4": (),
     "cp_zero3-4": (),
@@ -211,7 +212,7 @@ def _run_column(strategy, devices, feature, modules):
 def _cells():
     for row, (_, devices) in STRATEGIES.items():
         for feature, (_, _, trainer_kwargs) in FEATURES.items():
-            if row.startswith(("pp", "dp", "cp")) and "sync_batchnorm" in trainer_kwargs:
+            if row.startswith(("pp", "dp", "cp", "ep")) and "sync_batchnorm" in trainer_kwargs:
                 continue  # Batch norm normalizes micro-batches, and its modules have no sequence.
             if feature not in ISLANDS.get(row, FEATURES):
                 continue
@@ -224,6 +225,7 @@ def _cells():
 def test_same_numbers_as_one_process(row, feature):
     strategy, devices = STRATEGIES[row]
     modules = [name for name in FEATURES[feature][0] if name not in REFUSED.get(row, {})]
+    modules = [*INSTEAD.get(row, modules)]
     if row in ISLANDS:
         modules = [name for name in modules if name not in ADAPTIVE]
     results = run_ranks(PROCESSES.get(row, devices), _run_column, strategy, devices, feature, modules)
@@ -238,7 +240,7 @@ def test_same_numbers_as_one_process(row, feature):
 
 @pytest.mark.parametrize(
     ("row", "module"),
-    [("pp-2", "gan"), ("pp-2", "awkward"), ("pp_interleaved-2", "classifier"), ("cp-2", "classifier")],
+    [("pp-2", "gan"), ("pp-2", "awkward"), ("pp_interleaved-2", "classifier"), ("cp-2", "classifier"), ("ep-2", "gpt")],
 )
 def test_refused_with_the_reason(row, module):
     strategy, devices = STRATEGIES[row]
