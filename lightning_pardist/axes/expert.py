@@ -17,6 +17,7 @@ from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.broken_off import hold_to_host
 from lightning_pardist.axes.fsdp import FSDPAxis
 from lightning_pardist.axes.refusals import refuse_callbacks, refuse_pruning
+from lightning_pardist.axes.zero import ZeroAxis
 from lightning_pardist.checkpoint.tensors import shared_entries
 from lightning_pardist.engines.common.meta_init import on_meta
 from lightning_pardist.engines.common.update_scope import find_scope, has_parameters
@@ -88,6 +89,12 @@ class ExpertAxis(ParallelAxis):
             raise ValueError(
                 f"gradient_compression is not available with expert_parallel_size={dims.expert_parallel}, where"
                 " gradients of experts are summed over other ranks than the rest. Leave it out."
+            )
+        codes = context.data_axis.codes if isinstance(context.data_axis, ZeroAxis) else None
+        if codes is not None and (codes.gather is not None or codes.reduce is not None):
+            raise ValueError(
+                f"gather={codes.gather!r} and reduce={codes.reduce!r} are not available with"
+                f" expert_parallel_size={dims.expert_parallel} yet. Leave them out."
             )
         module = context.module
         if module is not None and on_meta(module):
