@@ -118,13 +118,17 @@ def scale_gradients(terms: Sequence[Term], factors: Tensor) -> dict[Node, Remova
         factors: As many.
 
     Returns:
-        The hooks that multiply, by the node that they are on.
+        The hooks that multiply what comes in at a node, by node: a loss of one term has one. Those of several terms
+        multiply what additions hand on.
     """
     handles = {}
     on_host = factors.device.type == "cpu"
     for term, factor in zip(terms, factors.tolist() if on_host else factors.unbind(), strict=True):
         if not on_host or factor != 1.0:
-            handles[term.node] = term.node.register_prehook(partial(_multiplied, factor))
+            for addition, place in term.edges:
+                addition.register_hook(partial(_multiplied_at, place, factor))
+            if not term.edges:
+                handles[term.node] = term.node.register_prehook(partial(_multiplied, factor))
         empty = term.count == 0 if term.kind == "mean" else False
         if isinstance(empty, Tensor) and on_host:
             empty = bool(empty)
@@ -152,6 +156,12 @@ def _multiplied(factor: Tensor | float, grads: Sequence[Tensor | None]) -> tuple
         None if grad is None else grad * (factor.to(grad.dtype) if isinstance(factor, Tensor) else factor)
         for grad in grads
     )
+
+
+def _multiplied_at(
+    place: int, factor: Tensor | float, into: Sequence[Tensor | None], out: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    return (*into[:place], *_multiplied(factor, into[place : place + 1]), *into[place + 1 :])
 
 
 def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total: Tensor, ranks: int) -> Balance:

@@ -49,6 +49,9 @@ class Term:
         by_data: Whether the count depends on values of the batch, and not on its shape alone.
         nonlinear: What makes the whole more than a sum of its parts, for the log; empty if nothing does.
         divisors: What it is divided by between ``node`` and the loss as well, and on the way to the reduction.
+        edges: By which additions hand their gradient on to ``node``, as addition and place among what it adds; none if
+            the term is the whole loss. What ``node`` stands for may take part in other terms as well: in
+            ``(-scale).exp() * mean + scale`` the second summand has its own edge, and the first does not go by it.
     """
 
     kind: TermKind
@@ -59,6 +62,7 @@ class Term:
     by_data: bool = False
     nonlinear: str = ""
     divisors: tuple[Any, ...] = ()
+    edges: tuple[tuple[Node, int], ...] = ()
 
     def describe(self) -> str:
         """The term and its count in words."""
@@ -140,6 +144,7 @@ class _At:
     path: tuple[Node, ...]
     divisors: tuple[Any, ...] = ()
     nonlinear: str = ""
+    edges: tuple[tuple[Node, int], ...] = ()
 
     def below(self, node: Node, *, divisor: Any = None, nonlinear: str = "") -> _At:
         """The same term, one node further from the loss."""
@@ -149,7 +154,7 @@ class _At:
 
     def term(self, kind: TermKind, what: str, count: Tensor | float = 0.0, *, by_data: bool = False) -> Term:
         """The term that ends here."""
-        return Term(kind, self.path[0], count, self.path, what, by_data, self.nonlinear, self.divisors)
+        return Term(kind, self.path[0], count, self.path, what, by_data, self.nonlinear, self.divisors, self.edges)
 
     def divided(self, what: str, items: int) -> Term:
         """A sum over the batch that ends here: a mean, if it is divided by a count on the way."""
@@ -178,7 +183,8 @@ class _Walk:
         while waiting:
             step = self._look(waiting.pop())
             if isinstance(step, Term):
-                found.setdefault(step.node, step)
+                known = found.setdefault(step.node, step)
+                found[step.node] = replace(known, edges=tuple(dict.fromkeys((*known.edges, *step.edges))))
             else:
                 waiting.extend(reversed(step))
         return self._of_samples(list(found.values()))
@@ -215,7 +221,8 @@ class _Walk:
         node, kind = at.node, kind_of(at.node)
         inputs = [child for child in inputs_of(node) if child is not None]
         if kind in _ADDITIONS:
-            return [replace(at, node=child, path=(child,)) for child in inputs]
+            summands = [(child, (node, place)) for place, child in enumerate(inputs_of(node)) if child is not None]
+            return [replace(at, node=child, path=(child,), edges=(edge,)) for child, edge in summands]
         if self.batch_dim(node) == _CONSTANT:
             return at.term("constant", kind)
         if kind in _REDUCTIONS:

@@ -10,6 +10,7 @@ from lightning_pardist.engines.pipeline.microbatch import MicroBatch
 
 SAMPLES, LENGTH, CLASSES = 8, 6, 5
 NET = nn.Linear(4, CLASSES)
+SCALE = nn.Parameter(torch.tensor(0.3))
 generator = torch.Generator().manual_seed(1)
 INPUTS = torch.randn(SAMPLES, LENGTH, 4, generator=generator)
 LABELS = torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=generator)
@@ -37,6 +38,20 @@ def regularized(x, y):
     return tokens(x, y) + 0.1 * NET.weight.pow(2).sum()
 
 
+def learned_weight(x, y):
+    log_variance = NET.bias.sum()
+    return torch.exp(-log_variance) * samples(x, y) + log_variance
+
+
+def learned_weight_is_a_leaf(x, y):
+    return torch.exp(-SCALE) * samples(x, y) + SCALE
+
+
+def used_twice(x, y):
+    mean = tokens(x, y)
+    return mean + 0.5 * mean + mean
+
+
 def added(x, y):
     return NET(x).pow(2).sum() + 0.1 * NET.weight.pow(2).sum()
 
@@ -46,14 +61,17 @@ def several(x, y):
 
 
 ONE_COUNT = [tokens, smoothed, samples, two_means_over_samples, regularized, added]
+ONE_COUNT += [learned_weight, learned_weight_is_a_leaf, used_twice]
 
 
 def _gradient():
-    return torch.cat([param.grad.flatten() for param in NET.parameters()])
+    own = torch.zeros(()) if SCALE.grad is None else SCALE.grad
+    return torch.cat([*(param.grad.flatten() for param in NET.parameters()), own.flatten()])
 
 
 def _run(seeds, loss, sizes, forwards_first=False, scale=1.0):
     NET.zero_grad()
+    SCALE.grad = None
     parts = [MicroBatch(part, len(part[0])) for part in zip(INPUTS.split(sizes), LABELS.split(sizes), strict=True)]
     seeds.begin(parts, scale=scale)
     losses = []
@@ -76,6 +94,7 @@ def _backward(seeds, index, loss):
 
 def _whole(loss, scale=1.0):
     NET.zero_grad()
+    SCALE.grad = None
     value = loss(INPUTS, LABELS)
     (value * scale).backward()
     return _gradient(), value.detach()
@@ -112,6 +131,7 @@ def test_several_counts_need_all_forwards_first(sizes):
 def test_settings_weigh_the_whole_loss(setting):
     sizes = [3, 3, 2]
     NET.zero_grad()
+    SCALE.grad = None
     weights = {"ranks": [1 / 3] * 3, "sum": [1.0] * 3}.get(setting, [size / SAMPLES for size in sizes])
     for weight, x, y in zip(weights, INPUTS.split(sizes), LABELS.split(sizes), strict=True):
         (weight * tokens(x, y)).backward()
