@@ -41,6 +41,7 @@ from lightning_pardist.engines.common.activation_checkpointing import Checkpoint
 from lightning_pardist.engines.common.allocator import keep_freed_memory
 from lightning_pardist.engines.common.loss_setting import LossWeight, check_loss_weight
 from lightning_pardist.engines.common.memory import HeldBytes, held_bytes
+from lightning_pardist.engines.common.plain_encoders import PlainEncoders
 from lightning_pardist.engines.common.update_scope import ScopeSetting, check_scope, known_scope
 from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.data_engine import DataEngine
@@ -444,6 +445,8 @@ class PardistStrategy(ParallelStrategy):
         self.checkpoints.check(trainer)
         self.accelerator.setup(trainer)
         shares = self.dims.context_parallel > 1 or any(axis.splits_module for axis in self.axes)
+        if shares:
+            self._attached.attach(PlainEncoders(module))
         # On one device as on several.
         shares = shares or any(axis.splits_batch for axis in self._axes_as_set)
         if self.dims.batch_size == 1 and shares:

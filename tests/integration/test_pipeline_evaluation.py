@@ -1,6 +1,7 @@
 """Validation, test and predict under a pipeline run on whole batches: what a step does with one is one process's."""
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
@@ -136,3 +137,56 @@ def test_evaluation_is_that_of_one_process():
                     if what in ("fit", "hooks"):
                         continue
                     assert_close(got[what], values), what
+
+
+class Padded(pl.LightningModule):
+    """Encoders with padding masks, which torch evaluates as nested tensors; all positions are read."""
+
+    def __init__(self, final_norm=False):
+        super().__init__()
+        self.embed = nn.Embedding(20, 8, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(8) if final_norm else None)
+        self.head = nn.Linear(8, 4)
+
+    def loss(self, batch):
+        hidden = self.encoder(self.embed(batch[0]), src_key_padding_mask=batch[0] == 0)
+        return F.cross_entropy(self.head(hidden.mean(1)), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), on_step=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _padded_tokens(at_the_end):
+    draw = torch.Generator().manual_seed(2)
+    tokens = torch.randint(1, 20, (16, 7), generator=draw)
+    lengths = torch.randint(2, 8, (16, 1), generator=draw)
+    tokens[torch.arange(7) >= lengths] = 0
+    return TensorDataset(tokens if at_the_end else tokens.flip(1), tokens.sum(1) % 4)
+
+
+def _evaluate_padded(strategy, devices):
+    found = {}
+    for final_norm, at_the_end in ((False, True), (True, True), (False, False)):
+        torch.manual_seed(4)
+        module, loader = Padded(final_norm), DataLoader(_padded_tokens(at_the_end), batch_size=8)
+        trainer = quiet_trainer(strategy=strategy, devices=devices)
+        trainer.fit(module, loader, loader)
+        metrics = {key: value.clone() for key, value in trainer.callback_metrics.items()}
+        found[f"norm {final_norm}, end {at_the_end}"] = metrics | snapshot(module)
+    return found, torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("strategy", ["pardist_pp", "pardist_mp", "pardist_tp"])
+def test_encoders_with_padding_masks(strategy):
+    expected, _ = run_ranks(1, _evaluate_padded, "auto", 1)[0]
+    for found, fast_path in run_ranks(2, _evaluate_padded, strategy, 2):
+        assert fast_path
+        for name, values in expected.items():
+            assert_close(found[name], values)

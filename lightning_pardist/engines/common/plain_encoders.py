@@ -1,0 +1,64 @@
+"""Evaluates ``nn.TransformerEncoder`` layer by layer, with the results of torch's fused kernel."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class PlainEncoders:
+    """Keeps encoders off their fast path while attached, and does as it does to the results.
+
+    In evaluation with a padding mask ``nn.TransformerEncoder`` packs the tokens that count into a nested tensor for
+    torch's fused kernel. Neither can be split, nor handed from stage to stage. What it computes is what the layers
+    compute, but for one thing: where a sequence is padded the result is zero, which shows wherever the padding is read
+    (a mean over all positions, a decoder without a mask of the memory).
+
+    Args:
+        module: Whose encoders are meant.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._encoders = [each for each in module.modules() if isinstance(each, nn.TransformerEncoder)]
+        self._handles: list[RemovableHandle] = []
+        self._was_enabled = False
+
+    def attach(self) -> None:
+        """Switch the fast path off in this process, if there are encoders. Not collective."""
+        self._was_enabled = bool(self._encoders) and torch.backends.mha.get_fastpath_enabled()
+        if not self._was_enabled:
+            return
+        torch.backends.mha.set_fastpath_enabled(False)
+        for encoder in self._encoders:
+            hook = partial(_without_padding, encoder)
+            self._handles.append(encoder.layers[-1].register_forward_hook(hook, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Switch it on again. Not collective."""
+        if self._was_enabled:
+            torch.backends.mha.set_fastpath_enabled(True)
+        self._was_enabled = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _without_padding(
+    encoder: nn.TransformerEncoder, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor
+) -> Tensor | None:
+    """The last layer's result as the fast path leaves it, where the encoder would have taken that."""
+    padding: Tensor | None = kwargs.get("src_key_padding_mask")
+    asked = getattr(encoder, "use_nested_tensor", False) and kwargs.get("src_mask") is None
+    first = encoder.layers[0]
+    trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in first.parameters())
+    if padding is None or not asked or first.training or trained or torch.is_autocast_enabled() or output.dim() != 3:
+        return None
+    # The encoder's mask has -inf where a sequence is padded, and the fast path wants padding at its end.
+    is_padded = padding.ne(0)
+    if getattr(encoder, "mask_check", True) and bool((is_padded[:, :-1] & ~is_padded[:, 1:]).any()):
+        return None
+    return output.masked_fill(is_padded[:, :, None], 0.0)
