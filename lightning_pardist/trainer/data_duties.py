@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_pardist.axes.base import RunContext
@@ -53,6 +54,7 @@ class DataParallelDuties:
         self.loss_weights: LossWeights | None = None
         self.even_steps: EvenSteps | None = None
         self._buffers: BufferSync | None = None
+        self._has_warned = False
         self._attached = PatchStack()
 
     def attach_first(self, trainer: pl.Trainer) -> None:
@@ -132,7 +134,19 @@ class DataParallelDuties:
         if self._buffers is not None:
             self.context.before_collective()
             self._buffers.after_training_step()
+            self._warn_of_buffers(self._buffers.differing)
         return output
+
+    def _warn_of_buffers(self, names: list[str]) -> None:
+        if not names or self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"Buffers follow each rank's own samples ({', '.join(names)}), where one process would have those of all."
+            " The first rank's are kept, as by Lightning's ddp. Combine what they are made from in the step, by"
+            " self.all_gather(...) or self.trainer.strategy.reduce(...), or choose a strategy whose ranks see the same"
+            " samples, such as pardist_tp. broadcast_buffers=False keeps each rank's own."
+        )
 
     def synchronize_buffers(self) -> None:
         """Make all buffers the first rank's: before evaluation and before a checkpoint. Collective over the axis."""

@@ -252,7 +252,7 @@ def _buffers():
     sync.before_training_step()
     live, moving = list(sync._live), module.moving.clone()
     sync.synchronize()
-    return live, moving, before, module.norm.running_mean[0].item()
+    return live, moving, before, module.norm.running_mean[0].item(), sync.differing
 
 
 def test_buffers_only_what_changes_and_is_read_travels_each_step():
@@ -261,6 +261,7 @@ def test_buffers_only_what_changes_and_is_read_travels_each_step():
     assert torch.equal(left[1], right[1])
     assert right[2] == 4.0
     assert left[3] == right[3] == 2.0
+    assert left[4] == right[4] == ["moving"]
 
 
 def _sparse():

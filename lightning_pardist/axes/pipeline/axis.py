@@ -269,6 +269,12 @@ class PipelineAxis(ParallelAxis):
             return
         for (name, _), reason in self._unstaged.items():
             rank_zero_warn(_unstaged_warning(name, reason))
+        if (buffers := recorded.placing.trace.sample_buffers) and self._options(recorded).num_microbatches > 1:
+            rank_zero_warn(
+                f"Buffers that follow the samples of a batch ({', '.join(sorted(buffers))}) change once for every"
+                " micro-batch, by its samples alone, where one process changes them once a step. pardist_mp, which"
+                " makes no micro-batches, does as one process does."
+            )
         coupled = f" ({recorded.loss.coupled})" if recorded.loss.coupled else ""
         for (name, _), rules in self._rules.items():
             if not rules.is_explained:

@@ -39,6 +39,8 @@ class BufferSync:
         }
         self.module = module
         self._statistics = statistics
+        #: Buffers that were not alike on all ranks after the step that was watched, before they were sent.
+        self.differing: list[str] = []
         self._live: list[str] = []
         self._versions: dict[str, tuple[int, int]] | None = None
         if self.group.size() > 1:
@@ -70,7 +72,20 @@ class BufferSync:
         changed = torch.tensor([float(name not in before or now.get(name) != before[name]) for name in names])
         changed = changed.to(own_part(agreed[0].tensor).device)
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.group)
-        self._live = [name for name, flag in zip(names, changed.tolist(), strict=True) if flag]
+        live = [each for each, flag in zip(agreed, changed.tolist(), strict=True) if flag]
+        self._live = [each.name for each in live]
+        self.differing = self._find_differing([each for each in live if each.is_everywhere])
+
+    def _find_differing(self, buffers: list[AgreedBuffer]) -> list[str]:
+        """Those that ranks have different values of. Collective over the group if there are any."""
+        numbers = [own_part(each.tensor).detach() for each in buffers]
+        if not numbers:
+            return []
+        sums = torch.stack([_fingerprint(part) for part in numbers])
+        both = torch.stack([sums, -sums]).nan_to_num()
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group)
+        differ = (both[0] != -both[1]).any(1).tolist()
+        return [each.name for each, flag in zip(buffers, differ, strict=True) if flag]
 
     def synchronize(self) -> None:
         """Send all buffers: before evaluation and before a checkpoint. Collective over the group."""
@@ -90,6 +105,14 @@ class BufferSync:
             by_source.setdefault(each.source, []).append(each.tensor)
         for source, tensors in sorted(by_source.items()):
             broadcast_tensors(tensors, group=self.group, group_src=source)
+
+
+def _fingerprint(values: Tensor) -> Tensor:
+    """Two sums that are as good as never the same for other values, or the same in another order; shape ``[2]``."""
+    flat = (torch.view_as_real(values) if values.is_complex() else values).double().reshape(-1)
+    return torch.stack(
+        [flat.sum(), flat @ torch.linspace(1.0, 2.0, flat.numel(), dtype=flat.dtype, device=flat.device)]
+    )
 
 
 def broadcast_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:

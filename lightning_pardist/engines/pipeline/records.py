@@ -195,6 +195,8 @@ class StepRecord:
         free_parameters: Parameters that free code reads.
         steady_buffers: Buffers of units that change by nothing in the batch's values, such as those of a power
             iteration over weights.
+        sample_buffers: Buffers of units that change by the batch's values, such as code books that follow averages.
+            The statistics of normalization layers are not among them.
         writers: Units that write to their arguments in place.
     """
 
@@ -210,6 +212,7 @@ class StepRecord:
     loss: float | None = None
     free_parameters: frozenset[str] = field(default_factory=frozenset)
     steady_buffers: frozenset[str] = frozenset()
+    sample_buffers: frozenset[str] = frozenset()
     writers: frozenset[str] = frozenset()
 
     def leaf(self, value: Value) -> Leaf:

@@ -155,6 +155,7 @@ class _Recording:
         if grad:
             self._refuse_reentrant_checkpoints()
         loss = loss_of(result)
+        steady, of_samples = self._changed_buffers(before)
         return StepRecord(
             calls=tuple(self.calls),
             parameters=self._parameters(),
@@ -167,7 +168,8 @@ class _Recording:
             grad_enabled=grad,
             loss=None if loss is None or loss.numel() != 1 else float(loss.detach()),
             free_parameters=frozenset(self.tracker.free_parameters),
-            steady_buffers=self._steady_buffers(before),
+            steady_buffers=steady,
+            sample_buffers=of_samples,
             writers=frozenset(self.writers),
         )
 
@@ -207,21 +209,28 @@ class _Recording:
             needs |= {source for source in found if is_plain or not isinstance(source, Escape)}
         return frozenset(needs)
 
-    def _steady_buffers(self, before: dict[str, torch.Tensor]) -> frozenset[str]:
-        """Buffers of units that have changed, in modules none of whose buffers has changed by the batch's values."""
+    def _changed_buffers(self, before: dict[str, torch.Tensor]) -> tuple[frozenset[str], frozenset[str]]:
+        """Buffers of units that have changed.
+
+        Returns:
+            Those in modules none of whose buffers has changed by the batch's values, and those that have.
+        """
         changed: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for name, buffer in self.root.named_buffers():
             if name in before and (buffer is not before[name] or self.tracker.is_written(buffer)):
                 changed.setdefault(name.rpartition(".")[0], []).append((name, buffer))
-        found: set[str] = set()
+        steady: set[str] = set()
+        of_samples: set[str] = set()
         for owner, buffers in changed.items():
             # The kernels of batch norm write to running statistics without saying so.
             if isinstance(self.root.get_submodule(owner), NormBase):
                 continue
-            inside = any(owner == unit or owner.startswith(f"{unit}.") for unit in self.units)
-            if inside and not any(self.tracker.is_from_batch(buffer) for _, buffer in buffers):
-                found |= {name for name, _ in buffers}
-        return frozenset(found)
+            if not any(owner == unit or owner.startswith(f"{unit}.") for unit in self.units):
+                continue
+            by_values = {name for name, buffer in buffers if self.tracker.is_from_batch(buffer)}
+            of_samples |= by_values
+            steady |= set() if by_values else {name for name, _ in buffers}
+        return frozenset(steady), frozenset(of_samples)
 
     def _refuse_reentrant_checkpoints(self) -> None:
         for name, tensor in self.without_graph:
