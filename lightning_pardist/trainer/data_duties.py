@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among
 from lightning_pardist.engines.ddp import BufferSync
+from lightning_pardist.engines.ddp.set_parameters import SetParameters
 from lightning_pardist.trainer.evaluation import ExactEvaluation
 from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
 from lightning_pardist.trainer.loss_weights import LossWeights
@@ -54,7 +55,7 @@ class DataParallelDuties:
         self.loss_weights: LossWeights | None = None
         self.even_steps: EvenSteps | None = None
         self._buffers: BufferSync | None = None
-        self._has_warned = False
+        self._has_warned = self._watches_parameters = False
         self._attached = PatchStack()
 
     def attach_first(self, trainer: pl.Trainer) -> None:
@@ -97,6 +98,8 @@ class DataParallelDuties:
         group = context.batch_group
         if self.broadcast_buffers:
             self._buffers = BufferSync(module, group=context.gradient_group)
+            # Steps that optimize by hand change parameters anyway.
+            self._watches_parameters = self._trains(trainer) and module.automatic_optimization
         self.evaluation = ExactEvaluation(trainer, group=group, sit_out=self._sit_out)
         self._attached.attach(self.evaluation)
         context.batches_of_own = self.evaluation.batches_of_own
@@ -127,6 +130,7 @@ class DataParallelDuties:
         """
         if self._buffers is not None:
             self._buffers.before_training_step()
+        watched = self._watch_parameters()
         even, weights = self.even_steps, self.loss_weights
         with nullcontext() if even is None else even.leaving_no_trace():
             counts = None if self.context.batch_counts is None else self.context.batch_counts()
@@ -135,7 +139,19 @@ class DataParallelDuties:
             self.context.before_collective()
             self._buffers.after_training_step()
             self._warn_of_buffers(self._buffers.differing)
+        if watched is not None and (names := watched.end()):
+            rank_zero_warn(
+                f"The training step sets parameters by each rank's own samples ({', '.join(names)}), where one process"
+                " would set them by those of all. The first rank's values are taken, so that all ranks have the same."
+                " Combine what they are made from in the step, by self.all_gather(...)."
+            )
         return output
+
+    def _watch_parameters(self) -> SetParameters | None:
+        if not self._watches_parameters or self.context.module is None:
+            return None
+        self._watches_parameters = False
+        return SetParameters(self.context.module, group=self.context.gradient_group)
 
     def _warn_of_buffers(self, names: list[str]) -> None:
         if not names or self._has_warned:

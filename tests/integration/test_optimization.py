@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_pardist import FSDPStrategy
+from lightning_pardist.trainer import data_duties
 from tests.helpers.models import Base, Classifier, points
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
@@ -567,6 +568,28 @@ def test_gradient_norms_that_users_log(strategy):
             assert_close(got[part], expected[part])
 
 
+class SetBySamples(Plain):
+    """The first batch sets a shift (ActNorm): each rank sees another."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.shift = nn.Parameter(torch.zeros(6))
+        self.register_buffer("is_set", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        if not self.is_set:
+            self.shift.data.copy_(-batch[0].mean(0))
+            self.is_set.fill_(1.0)
+        return F.mse_loss(self(batch[0] + self.shift), batch[1])
+
+
+@pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero2"])
+def test_parameters_that_a_step_sets_by_samples(strategy):
+    (left, said), (right, _) = run_ranks(2, _fit_weights_and_warnings, strategy, SetBySamples)
+    assert_close(left, right)
+    assert any("sets parameters by each rank's own samples (shift)" in each for each in said)
+
+
 class NoneOnSecondRank(Plain):
     """The second rank skips a batch. One process does what that means: half the loss, of half the samples."""
 
@@ -590,6 +613,12 @@ def _fit_weights(strategy, devices, module_class, trainer_kwargs=None, loader=No
     else:
         trainer.fit(module, loader(trainer.global_rank, trainer.world_size))
     return snapshot(module)
+
+
+def _fit_weights_and_warnings(strategy, module_class):
+    with mock.patch.object(data_duties, "rank_zero_warn") as warn:
+        weights = _fit_weights(strategy, dist.get_world_size(), module_class)
+    return weights, [call.args[0] for call in warn.call_args_list]
 
 
 def _ddp_weights(*args):

@@ -279,6 +279,32 @@ class FollowsInStep(MovingTeacher):
         return super().training_step(batch, batch_idx)
 
 
+class CopiesInStep(MovingTeacher):
+    """A target network that is set anew in the step: what it is set to may be on another rank."""
+
+    on_train_batch_end = Base.on_train_batch_end
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step % 2 == 0:
+            self.teacher.load_state_dict(self.net.state_dict())
+        return super().training_step(batch, batch_idx)
+
+
+class SetBySamples(Base):
+    """A scale that the first batch sets (ActNorm)."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def training_step(self, batch, batch_idx):
+        if not self.is_set:
+            self.shift.data.copy_(-batch[0].mean(0))
+            self.is_set.fill_(True)
+        return super().training_step((batch[0] + self.shift, batch[1]), batch_idx)
+
+
 class ClampsInStep(Base):
     """What a clamp does once, it does not do twice."""
 
@@ -315,6 +341,13 @@ def test_same_numbers(kind):
 def test_parameters_of_other_stages_are_not_used_in_hooks():
     with pytest.raises(RankFailed, match=r"wants the values of 'net\.\d.*which rank \d of the pipeline holds"):
         run_ranks(2, _fit, MovingTeacher, "pardist_pp", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [(CopiesInStep, "teacher.0.weight"), (SetBySamples, "shift")])
+def test_parameters_that_a_step_sets_by_others(kind, name):
+    with pytest.raises(RankFailed, match=f"training_step sets the values of '{name}' by those of other parameters"):
+        run_ranks(2, _fit, kind, "pardist_pp", 2)
 
 
 @pytest.mark.slow

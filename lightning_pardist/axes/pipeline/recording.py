@@ -52,6 +52,7 @@ from lightning_pardist.engines.pipeline import (
 from lightning_pardist.engines.pipeline.interception import undisturbed
 from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, common_ratios, part_weight
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
+from lightning_pardist.engines.pipeline.nested import map_leaves
 from lightning_pardist.engines.pipeline.steady_buffers import really_steady
 from lightning_pardist.trainer.sample_batches import NoSampleError
 from lightning_pardist.trainer.trial_run import HOOKS
@@ -436,20 +437,45 @@ class StepRecorder:
         Raises:
             CannotPipelineError: If the change depends on how often the step runs, as that of a moving average does.
         """
-        for parameter in written:
-            parameter.add_(1.0)
+        begun = []
+        for place, parameter in enumerate(written):
+            # Each by another amount: copies of each other are no longer alike.
+            begun.append(parameter.add_(1.0 + place / len(written)).clone())
         with undisturbed(self.module), torch.enable_grad():
             run(fresh_copy(sample.microbatch))
             once = [parameter.detach().clone() for parameter in written]
             run(fresh_copy(sample.microbatch))
-        for name, parameter in self.module.named_parameters():
-            before = next((value for other, value in zip(written, once, strict=True) if other is parameter), None)
-            if before is not None and relative_error(before, parameter) > _LOOSE:
-                raise CannotPipelineError(
-                    f"{STEPS[sample.stage]} changes the values of {name!r}, and more of it each time that it runs; in a"
-                    " pipeline it runs once for every micro-batch and stage. Change parameters in a hook, and only by"
-                    " those of the same stage."
-                )
+        if (name := self._differing(written, once)) is not None:
+            raise CannotPipelineError(
+                f"{STEPS[sample.stage]} changes the values of {name!r}, and more of it each time that it runs; in a"
+                " pipeline it runs once for every micro-batch and stage. Change parameters in a hook, and only by"
+                " those of the same stage."
+            )
+        # Again, with everything else moved: parameters that are only read, and the samples.
+        starts = dict(zip(written, begun, strict=True))
+        changed = {each: values for each, values in zip(written, once, strict=True) if not values.equal(starts[each])}
+        for parameter in self.module.parameters():
+            if parameter in changed:
+                parameter.copy_(starts[parameter])
+            else:
+                parameter.add_(1.0)
+        moved = map_leaves(_moved, fresh_copy(sample.microbatch))
+        name = None
+        with undisturbed(self.module), torch.enable_grad(), suppress(Exception):
+            run(moved)
+            name = self._differing(list(changed), list(changed.values()))
+        if name is not None:
+            raise CannotPipelineError(
+                f"{STEPS[sample.stage]} sets the values of {name!r} by those of other parameters or of the samples; in"
+                " a pipeline each rank has the parameters of its own stages, and runs micro-batches. Set parameters in"
+                " a hook, and only by those of the same stage."
+            )
+
+    def _differing(self, written: Sequence[nn.Parameter], values: Sequence[Tensor]) -> str | None:
+        """The name of the first parameter whose values are others."""
+        wanted = dict(zip(written, values, strict=True))
+        named = ((name, parameter) for name, parameter in self.module.named_parameters() if parameter in wanted)
+        return next((name for name, own in named if relative_error(wanted[own], own) > _LOOSE), None)
 
     def _find_all_rules(self, samples: list[_Sample]) -> dict[StepKey, Rules]:
         found = {}
@@ -648,6 +674,10 @@ _CONTEXTS = {
     "test_step": "test_step_context",
     "predict_step": "predict_step_context",
 }
+
+
+def _moved(leaf: Any) -> Any:
+    return leaf + 1.0 if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def _validates(trainer: pl.Trainer) -> bool:
