@@ -88,5 +88,7 @@ def is_inplace_view(operator: Any) -> bool:
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor wraps others, as a DTensor does: it has the size of the whole, and no memory of its own."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return False
     found: bool = torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
     return found

@@ -1,11 +1,15 @@
-"""Tensors among an operator's arguments and results: single ones and lists of them, by the dispatcher's types."""
+"""Tensors and groups among an operator's arguments and results, by the dispatcher's types."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lightning_pardist.compat.fake_group import group_by_name
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -36,3 +40,22 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {name: map_leaves(function, each) for name, each in value.items()}
     return function(value)
+
+
+def group_in(args: Iterable[Any]) -> dist.ProcessGroup | None:
+    """The group that a collective is over, by itself or by its name; None if there is none."""
+    return next((found for argument in args if (found := _group(argument)) is not None), None)
+
+
+def _group(argument: Any) -> dist.ProcessGroup | None:
+    if isinstance(argument, torch.ScriptObject):
+        try:
+            return dist.ProcessGroup.unbox(argument)
+        except (RuntimeError, TypeError):
+            return None
+    if isinstance(argument, str):
+        try:
+            return group_by_name(argument)
+        except (RuntimeError, ValueError, LookupError):
+            return None
+    return None

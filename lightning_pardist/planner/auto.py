@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -156,8 +157,8 @@ class AutoStrategy(PardistStrategy):
         except (PlanError, NoSampleError) as error:
             return _without_a_plan(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
         except Exception as error:
-            # Whatever the batch's own code raises: the ranks wait for an answer, and training will raise it on all.
-            rank_zero_warn(f"pardist_auto cannot plan: {type(error).__name__}: {error}")
+            # Whatever it is: the other ranks wait, and a run without a plan is better than none.
+            rank_zero_warn(f"pardist_auto cannot plan:\n{''.join(traceback.format_exception(error))}")
             return _without_a_plan(module, self._memory_gb or profile.memory_bytes / 1e9, sentence(error))
         row = made.rows[0] if made.best is not None else min(made.rows, key=lambda each: each.memory["peak"])
         return row.candidate, _why(made, made.rows.index(row))

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_pardist.axes.ddp import DDPAxis
+from lightning_pardist.axes.local_sgd import LocalSGDAxis
 from lightning_pardist.axes.pipeline import PipelineAxis
 from lightning_pardist.axes.pipeline.microbatching import Microbatching
 from lightning_pardist.engines.pipeline import UnevenBatchError
@@ -20,21 +22,25 @@ DEFAULT = (
     "pardist_zero3",
     "pardist_hsdp",
     "pardist_tp",
+    "pardist_cp",
     "pardist_pp",
     "pardist_pp_interleaved",
     "pardist_3d",
 )
-#: Names that can be planned. Islands, compression and steps on the host are not followed yet.
-PLANNED = (
-    *DEFAULT,
-    "pardist_fsdp",
-    "pardist_tp_ddp",
-    "pardist_tp_zero3",
-    "pardist_pp_gpipe",
-    "pardist_pp_zb",
-)
+_COMPRESSED = "what its messages are made of (low precision, low rank) is worked out behind them, where a plan has none"
+_OFFLOADED = "a plan does not tell the host's memory and steps from the device's"
+#: Names that cannot be planned, and why.
+NOT_PLANNED = {
+    "pardist_dp": "its devices are threads of one process, and a plan runs one device",
+    **dict.fromkeys(("pardist_ddp_bf16", "pardist_ddp_fp16", "pardist_ddp_powersgd"), _COMPRESSED),
+    **dict.fromkeys(("pardist_zero2_offload", "pardist_zero3_offload", "pardist_zero3_nvme"), _OFFLOADED),
+    "pardist_auto": "it is chosen by a plan",
+}
 _LARGEST_TENSOR_GROUP = 8
 _LARGEST_PIPELINE = 8
+#: Strategies whose groups send several messages a layer, with the setting of their size.
+_INSIDE_A_NODE = {"pardist_tp": "tensor_parallel_size", "pardist_cp": "context_parallel_size"}
+_SIZES = (*_INSIDE_A_NODE.values(), "pipeline_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,19 @@ class Candidate:
         """The strategy, for a plan: the process' allocator stays as it is."""
         entry = self.entry
         return entry.make(**{**entry.preset, **self.settings, "keep_freed_memory": False})
+
+    def is_wider_than(self, other: Candidate) -> bool:
+        """Whether this is the same on larger groups of ranks."""
+        sizes = [(self.settings[name], other.settings[name]) for name in _SIZES
+                 if name in self.settings and name in other.settings]  # fmt: skip
+        rest, others = ({name: value for name, value in each.settings.items() if name not in _SIZES}
+                        for each in (self, other))  # fmt: skip
+        return self.strategy == other.strategy and rest == others and any(own > size for own, size in sizes)
+
+    @property
+    def replicates(self) -> bool:
+        """Whether ranks with samples of their own hold the same parameters and the same optimizer state."""
+        return self.make().axis(DDPAxis) is not None
 
     def microbatches(self, num_ranks: int, batch: Any) -> int:
         """Micro-batches that a pipeline makes of a batch; 1 where it is not known before a trial.
@@ -88,6 +107,18 @@ class Candidate:
         chunks = settings.get("chunks_per_rank", 1)
         return expected_idle_share(schedule, num_stages, num_microbatches, chunks_per_rank=chunks)
 
+    def by_meetings(self) -> tuple[int, Candidate, Candidate] | None:
+        """Of islands: steps from one meeting to the next, and what trains without meetings, and with one every step.
+
+        None for all that do the same in every step. Islands that begin together are taken as they go on.
+        """
+        axis = self.make().axis(LocalSGDAxis)
+        if axis is None or axis.sync_every == "epoch" or axis.sync_every == 1:
+            return None
+        settings = {**self.settings, "start_local_step": 0}
+        apart, together = (Candidate(self.strategy, {**settings, "sync_every": every}) for every in (1 << 20, 1))
+        return axis.sync_every, apart, together
+
     @property
     def line(self) -> str:
         """What to pass as ``strategy=`` to a Trainer."""
@@ -116,8 +147,8 @@ def enumerate_candidates(names: Sequence[str], *, devices: int, num_nodes: int) 
     for name in names:
         if name == "pardist_hsdp" and num_nodes == 1 and len(names) > 1:
             continue
-        if name == "pardist_tp":
-            yield from _tensor(name, devices, world_size)
+        if name in _INSIDE_A_NODE:
+            yield from _inside(name, _INSIDE_A_NODE[name], devices, world_size)
         elif name.startswith("pardist_pp"):
             sizes = [size for size in range(2, min(world_size, _LARGEST_PIPELINE) + 1) if world_size % size == 0]
             for size in sizes:
@@ -128,13 +159,13 @@ def enumerate_candidates(names: Sequence[str], *, devices: int, num_nodes: int) 
             yield Candidate(name)
 
 
-def _tensor(name: str, devices: int, world_size: int) -> Iterator[Candidate]:
+def _inside(name: str, size_setting: str, devices: int, world_size: int) -> Iterator[Candidate]:
     for size in range(2, min(devices, _LARGEST_TENSOR_GROUP) + 1):
         if devices % size:
             continue
-        yield Candidate(name, {"tensor_parallel_size": size})
+        yield Candidate(name, {size_setting: size})
         if world_size > size:
-            yield Candidate(name, {"tensor_parallel_size": size, "data_parallel": "zero3"})
+            yield Candidate(name, {size_setting: size, "data_parallel": "zero3"})
 
 
 def with_checkpointing(candidate: Candidate) -> Candidate:

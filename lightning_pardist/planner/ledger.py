@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pardist.compat.fake_group import group_by_name
 from lightning_pardist.compat.fake_tensors import UncompiledMode, is_wrapper, key_of, schema_of, storage_key
 from lightning_pardist.engines.pipeline.flops import count_flops
-from lightning_pardist.planner.arguments import tensors_in
+from lightning_pardist.planner.arguments import group_in, tensors_in
 
 #: Kinds of memory, in the order in which they are shown.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
@@ -213,7 +212,7 @@ class Ledger(UncompiledMode):
         name = func.overloadpacket.__name__
         if name == "wait_tensor":
             return
-        group = next((found for leaf in args if (found := _group(leaf)) is not None), None)
+        group = group_in(args)
         if group is None:
             return
         written = {id(leaf) for leaf in outputs}
@@ -281,17 +280,3 @@ _FREE = (
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in tensors)
-
-
-def _group(argument: Any) -> Any:
-    if isinstance(argument, torch.ScriptObject):
-        try:
-            return dist.ProcessGroup.unbox(argument)
-        except (RuntimeError, TypeError):
-            return None
-    if isinstance(argument, str):
-        try:
-            return group_by_name(argument)
-        except (RuntimeError, ValueError, LookupError):
-            return None
-    return None

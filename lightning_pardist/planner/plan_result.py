@@ -298,7 +298,10 @@ class Plan:
                 f" {time_text(row.time.communication + row.time.stages):>9} {row.samples_per_s:>10.1f}"
                 f" {row.mfu:>5.0%}  {row.reason}"
             )
-        lines += [f" - {each.candidate!s:52} {each.reason}" for each in self.refused]
+        reasons: dict[str, list[str]] = {}
+        for each in self.refused:
+            reasons.setdefault(each.reason, []).append(str(each.candidate))
+        lines += [f" - {', '.join(names):52} {reason}" for reason, names in reasons.items()]
         if self.best is not None:
             lines += ["", self.trainer_line]
         return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import sys
 import warnings
@@ -344,6 +345,9 @@ def _undisturbed() -> Iterator[None]:
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)
         stack.callback(logging.disable, before)
+        # What earlier traces have kept is not garbage, and much to look through again and again.
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         try:
             yield
         finally:

@@ -73,6 +73,8 @@ def plan(
     search = Search(module, batch, profile, job, leave_out=strategies is None, time_limit_s=time_limit_s)
     for candidate in enumerate_candidates(names, devices=devices, num_nodes=num_nodes):
         search.add(candidate)
+    if strategies is None:
+        search.leave_out(entry.name for entry in TABLE if entry.name not in names)
     return search.plan(notes)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,16 +16,28 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_pardist.engines.pipeline import CannotPipelineError
 from lightning_pardist.mesh import AXES, ParallelDims
 from lightning_pardist.planner.batches import resized, samples_of, tokens_of
-from lightning_pardist.planner.candidates import PLANNED, Candidate, with_checkpointing
+from lightning_pardist.planner.candidates import NOT_PLANNED, Candidate, with_checkpointing
 from lightning_pardist.planner.errors import PlanError
 from lightning_pardist.planner.ledger import Event, Message, Operator
 from lightning_pardist.planner.plan_result import Plan, Refused, Row, ranked
 from lightning_pardist.planner.planned_rank import Place, RankTrace, dims_of, stage_places, trace_rank, trace_ranks
 from lightning_pardist.planner.profiles import DeviceProfile
 from lightning_pardist.planner.skipped_kernels import Forms
-from lightning_pardist.planner.step_time import operator_seconds, sent_bytes, time_ranks, time_step, without_spans
-from lightning_pardist.planner.words import sentence
+from lightning_pardist.planner.step_time import (
+    StepTime,
+    mixed,
+    operator_seconds,
+    sent_bytes,
+    time_ranks,
+    time_step,
+    without_spans,
+)
+from lightning_pardist.planner.words import sentence, size_text
 
+_log = logging.getLogger(__name__)
+_NOT_BY_DEFAULT = (
+    "not traced: it runs as one of the others does, or is seldom the fastest. Name it in strategies to see it."
+)
 _NOT_TRACED = "not traced, and may be the best here: make a new plan."
 
 
@@ -63,11 +76,15 @@ class _Traced:
         candidate: Which.
         ranks: One of each stage, or the first.
         share: Samples a rank and step, in samples of the batch that was given.
+        meeting: The same in a step in which islands meet; empty where every step is alike.
+        every: Steps from one meeting to the next.
     """
 
     candidate: Candidate
     ranks: Sequence[RankTrace]
     share: float
+    meeting: Sequence[RankTrace] = ()
+    every: int = 1
 
 
 @dataclass(frozen=True)
@@ -125,37 +142,43 @@ class Search:
 
     def add(self, candidate: Candidate) -> None:
         """Plan a candidate, and the same with activation checkpointing if it does not fit."""
-        if candidate.strategy not in PLANNED:
-            self._refused.append(Refused(candidate, f"{candidate.strategy} cannot be planned yet."))
+        if (why := NOT_PLANNED.get(candidate.strategy)) is not None:
+            self._refused.append(Refused(candidate, f"cannot be planned: {why}."))
             return
         try:
             dims = dims_of(candidate.make(), self._first)
-            share = self._share(dims)
-            bound = _Bound(candidate, dims, share)
-            if self._leave_out and (why := self._cannot_be_best(bound, self._rows, self._profile)) is not None:
-                self._refused.append(Refused(candidate, why))
-                self._left_out.append(bound)
-                return
-            if time.monotonic() > self._ends_at and any(row.fits for row in self._rows):
-                self._refused.append(Refused(candidate, "not traced: the time limit of the search was reached."))
-                return
-            traced = _Traced(candidate, self._trace(candidate, stage_places(dims, self._first), share), share)
+            bound = _Bound(candidate, dims, self._share(dims))
+        except (ValueError, MisconfigurationException) as error:
+            self._refused.append(Refused(candidate, f"refused: {sentence(error)}"))
+            return
+        if self._leave_out and (why := self._cannot_be_best(bound, self._rows, self._profile)) is not None:
+            self._refused.append(Refused(candidate, why))
+            self._left_out.append(bound)
+            return
+        if time.monotonic() > self._ends_at and any(row.fits for row in self._rows):
+            self._refused.append(Refused(candidate, "not traced: the time limit of the search was reached."))
+            return
+        traced = self._tried(bound)
+        if isinstance(traced, Refused):
+            self._refused.append(traced)
+            return
+        try:
             row = self._row(traced, self._profile)
         except PlanError as error:
             self._refused.append(Refused(candidate, f"cannot be planned: {sentence(error)}."))
-            return
-        except (ValueError, MisconfigurationException, CannotPipelineError) as error:
-            self._refused.append(Refused(candidate, f"refused: {sentence(error)}"))
-            return
-        except Exception as error:
-            reason = f"cannot be planned, which says nothing of training: {type(error).__name__}: {sentence(error)}"
-            self._refused.append(Refused(candidate, reason))
             return
         self._traced.append(traced)
         self._rows.append(row)
         may_fit = _may_fit_with_checkpointing(row, self._profile) or not self._leave_out
         if not row.fits and may_fit and "activation_checkpointing" not in candidate.settings:
             self.add(with_checkpointing(candidate))
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Say of names that nobody asked for that they are not planned, and why."""
+        for name in names:
+            why = NOT_PLANNED.get(name)
+            reason = _NOT_BY_DEFAULT if why is None else f"cannot be planned: {why}."
+            self._refused.append(Refused(Candidate(name), reason))
 
     def plan(self, notes: Sequence[str] = ()) -> Plan:
         """All, the best first, each with its reason.
@@ -257,6 +280,23 @@ class Search:
     def _resized(self, share: float) -> Any:
         return resized(self._batch, round(samples_of(self._batch) * share))
 
+    def _tried(self, bound: _Bound) -> _Traced | Refused:
+        """A candidate's trace, or why there is none. Whatever the module's code raises without values is a reason."""
+        candidate, dims, share = bound.candidate, bound.dims, bound.share
+        places = stage_places(dims, self._first)
+        try:
+            if (islands := candidate.by_meetings()) is None:
+                return _Traced(candidate, self._trace(candidate, places, share), share)
+            every, *both = islands
+            apart, together = (self._trace(each, places, share) for each in both)
+            return _Traced(candidate, apart, share, together, every)
+        except (ValueError, MisconfigurationException, CannotPipelineError) as error:
+            return Refused(candidate, f"refused: {sentence(error)}")
+        except Exception as error:
+            _log.debug("%s cannot be planned.", candidate, exc_info=error)
+            reason = f"cannot be planned, which says nothing of training: {type(error).__name__}: {sentence(error)}"
+            return Refused(candidate, reason)
+
     def _traced_alone(self) -> RankTrace:
         """One process, which no strategy has a reason to refuse.
 
@@ -272,16 +312,31 @@ class Search:
             ) from error
 
     def _cannot_be_best(self, bound: _Bound, rows: Sequence[Row], profile: DeviceProfile) -> str | None:
-        """Why not, by a bound: the ranks that share a batch can divide its arithmetic, and no more.
+        """Why not, by bounds. Replicas hold all states of what tensor and pipeline ranks leave of the module.
 
+        The ranks that share a batch can divide its arithmetic, and no more. Of groups that fit and are slow, larger
+        ones are left out: they send more, or wait more.
         Tensor ranks issue as many operators as one process, stages their part of them for each micro-batch; so they do
         in an optimizer's step, unless parameters are flattened.
         """
         candidate, dims, share = bound.candidate, bound.dims, bound.share
+        states = self._alone.held.by_kind["parameters"] + self._alone.held.by_kind["optimizer"]
+        states //= dims.size("tensor_parallel", "pipeline_parallel")
+        if candidate.replicates and states + profile.reserved_bytes > profile.memory_bytes:
+            return (
+                f"not traced: parameters and optimizer state alone take {size_text(states)} of a rank's"
+                f" {size_text(profile.memory_bytes)}. Name it in strategies to see it."
+            )
         best = max((row.samples_per_s for row in rows if row.fits), default=0.0)
         apart = dims.world_size // dims.batch_size
         if not best or apart == 1:
             return None
+        for row in rows:
+            if row.fits and row.samples_per_s < best and candidate.is_wider_than(row.candidate):
+                return (
+                    f"not traced: {row.candidate} fits and is slower than others, and larger groups send or wait more"
+                    " for the same arithmetic. Name it in strategies to see it."
+                )
         flat = candidate.settings.get("data_parallel") in ("zero1", "zero2")
         begins = self._alone.before_optimizer
         steps = [event for event in self._alone.events[begins:] if isinstance(event, Operator) and not flat]
@@ -307,21 +362,27 @@ class Search:
     def _row(self, traced: _Traced, profile: DeviceProfile) -> Row:
         job, ranks = self._job, traced.ranks
         dims = ranks[0].dims
-        times = time_ranks({each.rank: each.events for each in ranks}, profile, ranks_per_node=job.devices)
-        fullest = max(ranks, key=lambda each: each.held.peak)
+        times, sent = self._timed(ranks, profile)
+        fullest = max((*ranks, *traced.meeting), key=lambda each: each.held.peak)
+        if traced.meeting:
+            meeting, sent_there = self._timed(traced.meeting, profile)
+            times = {rank: mixed(time, meeting[rank], 1 / traced.every) for rank, time in times.items()}
+            sent = {
+                axis: sent.get(axis, 0.0) + (sent_there.get(axis, 0.0) - sent.get(axis, 0.0)) / traced.every
+                for axis in (*sent, *sent_there)
+            }
         longest = max(times.values(), key=lambda each: each.compute)
         samples = samples_of(self._batch) * traced.share
         steps_per_s = dims.batch_size * job.accumulated / longest.step if longest.step else 0.0
         peak = profile.flops_of(_main_dtype(self._alone.events)) / profile.matmul_efficiency
         flops = sum(event.flops for event in self._alone.events if isinstance(event, Operator)) / job.accumulated
-        sent = [_sent_by_axis(each.events, dims) for each in ranks]
         return Row(
             traced.candidate,
             dims,
             {**fullest.held.by_kind, "peak": fullest.held.peak},
             fullest.peak_in,
             fullest.rank,
-            max(sent, key=lambda by_axis: sum(by_axis.values())),
+            sent,
             without_spans(longest),
             sum(each.stages for each in times.values()) / (len(times) * longest.step) if longest.step else 0.0,
             samples,
@@ -332,6 +393,14 @@ class Search:
             looked_at=tuple(dict.fromkeys(place for each in ranks for place in each.looked_at)),
             timelines=times,
         )
+
+    def _timed(
+        self, ranks: Sequence[RankTrace], profile: DeviceProfile
+    ) -> tuple[dict[int, StepTime], dict[str, float]]:
+        """Times by rank, and what the rank sends that sends most, by axis."""
+        times = time_ranks({each.rank: each.events for each in ranks}, profile, ranks_per_node=self._job.devices)
+        sent = [_sent_by_axis(each.events, each.dims) for each in ranks]
+        return times, max(sent, key=lambda by_axis: sum(by_axis.values()))
 
 
 def _may_fit_with_checkpointing(row: Row, profile: DeviceProfile) -> bool:

@@ -36,7 +36,7 @@ from lightning_pardist.compat.fake_tensors import (
     storage_key,
     unsafe_view,
 )
-from lightning_pardist.planner.arguments import map_leaves, tensors_in
+from lightning_pardist.planner.arguments import group_in, map_leaves, tensors_in
 from lightning_pardist.planner.exchange import Exchange
 
 _aten = torch.ops.aten
@@ -53,6 +53,17 @@ _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
 #: Sizes and strides of what operators return, by operator and arguments.
 Forms = dict[Any, Any]
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+#: Collectives that torch's fake group carries out on this rank's memory.
+_COPYING = (
+    *("_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "gather_"),
+    *("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "scatter_"),
+    *("alltoall_", "alltoall_base_"),
+)
+#: Functional ones, which return tensors of their own.
+_CLONING = (
+    *("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor"),
+    *("reduce_scatter_tensor_coalesced", "all_to_all_single", "all_reduce", "all_reduce_coalesced", "broadcast"),
+)
 _OWN_CODE = ("torch", "lightning", "lightning_pardist", "torchmetrics", "contextlib", "functools", "threading")
 
 
@@ -228,8 +239,13 @@ class SkippedKernels(UncompiledMode):
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         """Other ranks are taken to have what this one has, but for those that are traced together with it."""
-        result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name in _COPYING:
+            result = self._as_if_sent(func, args)
+        elif name in _CLONING and any(storage_key(leaf) in self._unknown for leaf in inputs):
+            return self._skip(func, args, kwargs, inputs)
+        else:
+            result = func(*args, **kwargs)
         if self._exchange is not None and name in ("send", "recv_"):
             self._deliver(name, args)
             return result
@@ -249,6 +265,14 @@ class SkippedKernels(UncompiledMode):
             else:
                 self.forget([leaf])
         return result
+
+    @staticmethod
+    def _as_if_sent(func: Any, args: Any) -> Any:
+        """What a collective returns, without the copies from rank to rank that torch's fake group would make."""
+        group = next(leaf for leaf in args if isinstance(leaf, torch.ScriptObject) and group_in([leaf]) is not None)
+        with no_modes():
+            work = torch.ops.c10d.send([torch.empty(0)], group, 0, 0)
+        return work if len(schema_of(func).returns) == 1 else (args[0], work)
 
     def _deliver(self, name: str, args: Any) -> None:
         (tensors, group, peer, tag), exchange = args[:4], self._exchange

@@ -232,6 +232,13 @@ def without_spans(time: StepTime) -> StepTime:
     return replace(time, spans=())
 
 
+def mixed(usual: StepTime, other: StepTime, share: float) -> StepTime:
+    """The mean of steps of which a share is of another kind; the timeline is the usual one's."""
+    parts = ("compute", "communication", "idle", "hidden", "stages")
+    means = {name: (1 - share) * getattr(usual, name) + share * getattr(other, name) for name in parts}
+    return replace(usual, **means)
+
+
 def operator_seconds(operator: Operator, profile: DeviceProfile) -> float:
     """Seconds of one operator on the device."""
     moving = profile.operator_s + operator.moved / (profile.bytes_per_s * profile.memory_efficiency)

@@ -9,16 +9,21 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 from torch.multiprocessing import ProcessRaisedException
+from torch.utils.data import DataLoader
 
 import lightning_pardist
 from lightning_pardist.cli import main
+from lightning_pardist.compat.fake_group import alone_among
 from lightning_pardist.planner import DeviceProfile, PlanError, ProfileError, find_profile, measuring, plan, search
+from lightning_pardist.planner.candidates import Candidate
 from lightning_pardist.planner.ledger import Message, Operator
 from lightning_pardist.planner.measuring import measure_alone, measure_rank, nodes_of
 from lightning_pardist.planner.profiles import Link, data_sheet_of
 from lightning_pardist.planner.skipped_kernels import SkippedKernels
 from lightning_pardist.planner.step_time import message_seconds, time_ranks, time_step
-from tests.helpers.models import Classifier
+from lightning_pardist.registry import TABLE
+from lightning_pardist.runtime import job_counts
+from tests.helpers.models import MODULES, Classifier
 
 BATCH = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
 
@@ -65,6 +70,79 @@ def test_kernels_do_not_run_and_what_is_known_is_computed():
         assert len(skipped.looked_at) == 2
         out.sum().backward()
     assert layer.weight.grad.shape == layer.weight.shape
+
+
+def test_collectives_move_nothing():
+    parts = torch.zeros(8 << 18)
+    with alone_among(8, rank=0, stands_for="nccl"), SkippedKernels() as skipped:
+        own = torch.ones(1 << 18)
+        skipped.forget([own])
+        torch.distributed.all_gather_into_tensor(parts, own)
+        whole = torch.empty(8 << 18)
+        torch.distributed.all_to_all_single(whole, parts)
+        torch.distributed.reduce_scatter_tensor(own, whole, async_op=True).wait()
+        known = torch.zeros(8)
+        torch.distributed.all_gather_into_tensor(known, torch.tensor([3.0]))
+        assert known.tolist() == [3.0] * 8
+    assert not parts.any()
+    assert own.eq(1).all()
+
+
+def test_every_name_is_there_with_numbers_or_a_reason():
+    found = make_plan(devices=2)
+    named = {each.candidate.strategy: each.reason for each in (*found.rows, *found.refused)}
+    # Replicas across nodes need nodes, and three axes four ranks.
+    assert {entry.name for entry in TABLE} - set(named) == {"pardist_hsdp", "pardist_3d"}
+    assert all(named.values())
+    assert "threads of one process" in named["pardist_dp"]
+    assert "Name it in strategies" in named["pardist_mp"]
+
+
+def test_islands_send_once_in_many_steps():
+    (row,) = make_plan(devices=4, num_nodes=2, strategies=["pardist_local_sgd"]).rows
+    psi = 4 * sum(param.numel() for param in Classifier().parameters())
+    assert row.dims.layout == {"outer_parallel": 2, "data_replicate": 4}
+    assert row.sent["outer_parallel"] == pytest.approx(2 * psi / 2 / 32, rel=0.1)
+    (ddp,) = make_plan(devices=4, strategies=["pardist_ddp"]).rows
+    assert row.sent["data_replicate"] == pytest.approx(ddp.sent["data_replicate"], rel=0.1)
+    assert row.time.step == pytest.approx(ddp.time.step, rel=0.2)
+
+
+def test_sequences_are_split_where_there_are_any():
+    module = MODULES["gpt"]()
+    batch = next(iter(DataLoader(module.dataset(8), batch_size=8)))
+    found = plan(module, batch, devices=2, strategies=["pardist_cp"], device="h100")
+    (row,) = found.rows
+    assert row.dims.layout == {"context_parallel": 2}
+    assert row.sent["context_parallel"] > 0
+    (refused,) = make_plan(devices=2, strategies=["pardist_ddp", "pardist_cp"]).refused
+    assert "found no sequence" in refused.reason
+
+
+def test_a_plan_leaves_the_job_around_it_as_it_is():
+    before = dict(job_counts._counts)
+    make_plan(devices=2, strategies=["pardist_ddp"])
+    assert dict(job_counts._counts) == before
+
+
+def test_replicas_that_cannot_fit_are_not_traced():
+    psi = 4 * sum(param.numel() for param in Classifier().parameters())
+    small = replace(find_profile("h100", memory_gb=2.5 * psi / 1e9), reserved_bytes=0.0)
+    searched = search.Search(Classifier(optimizer="adam"), BATCH, small, search.Job(4, 1, {}), leave_out=True)
+    searched.add(Candidate("pardist_ddp"))
+    searched.add(Candidate("pardist_zero1"))
+    found = searched.plan()
+    (refused,) = (each for each in found.refused if each.candidate.strategy == "pardist_ddp")
+    assert "parameters and optimizer state alone take" in refused.reason
+    assert "pardist_zero1" in {row.candidate.strategy for row in found.rows}
+    more = found.what_if(memory_gb=80)
+    assert "pardist_ddp" in {each.strategy for each in more.untraced}
+
+
+def test_a_search_ends_at_its_limit_once_something_fits():
+    found = make_plan(strategies=["pardist_ddp", "pardist_zero1"], time_limit_s=1e-6)
+    assert [row.candidate.strategy for row in found.rows] == ["pardist_ddp"]
+    assert "time limit" in found.refused[0].reason
 
 
 def test_states_are_those_of_the_formulas(planned):
