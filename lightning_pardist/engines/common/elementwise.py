@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pardist.checkpoint.tensors import shared_state
+
 #: ``"flat"``: one-dimensional runs of elements. ``"dims"``: parts along one dim, the number of dims kept.
 Form = Literal["flat", "dims"]
 _T = TypeVar("_T", bound=Tensor)
@@ -58,8 +60,9 @@ def is_elementwise(optimizer: Optimizer, *, form: Form) -> bool:
     ):
         values, grads = _example([(_shapes(dims)[size], marks) for dims, marks in kinds_of(group)])
         try:
-            wholes = stepped(optimizer, options, values, grads)
-            if not all(_same_on_parts(optimizer, options, values, grads, wholes, cut) for cut in cuts):
+            whole = stepped_twin(optimizer, options, values, grads)
+            wholes = values_of(whole)
+            if not all(_same_on_parts(optimizer, options, values, grads, whole, cut) for cut in cuts):
                 return False
         except Exception:
             # On parts, or on anything of these shapes.
@@ -73,16 +76,19 @@ def _same_on_parts(
     options: dict[str, Any],
     values: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
-    wholes: Sequence[Tensor],
+    whole: Optimizer,
     cut: Cut,
 ) -> bool:
+    wholes = values_of(whole)
     for index in range(2):
 
         def parts(tensors: Sequence[Tensor], index: int = index) -> list[Tensor]:
             return [marked(cut(t)[index], t.__dict__) for t in tensors if len(cut(t)) > index]
 
-        found = stepped(optimizer, options, parts(values), [parts(step_grads) for step_grads in grads])
-        if not all(torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(found, parts(wholes), strict=True)):
+        part = stepped_twin(optimizer, options, parts(values), [parts(step_grads) for step_grads in grads])
+        if not all(torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(values_of(part), parts(wholes), strict=True)):
+            return False
+        if not same_numbers(part, whole):
             return False
     return True
 
@@ -143,6 +149,18 @@ def stepped(
     *,
     step: Callable[[Optimizer], None] | None = None,
 ) -> list[Tensor]:
+    """The parameters after some steps of a copy of an optimizer, see :func:`stepped_twin`."""
+    return values_of(stepped_twin(optimizer, options, values, grads, step=step))
+
+
+def stepped_twin(
+    optimizer: Optimizer,
+    options: dict[str, Any],
+    values: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    *,
+    step: Callable[[Optimizer], None] | None = None,
+) -> Optimizer:
     """Run some steps of a copy of an optimizer on other parameters.
 
     Args:
@@ -153,7 +171,7 @@ def stepped(
         step: Runs one step in place of the optimizer's own.
 
     Returns:
-        The parameters after all steps.
+        The copy after all steps.
     """
     clone = twin(optimizer, options, values)
     params: list[nn.Parameter] = clone.param_groups[0]["params"]
@@ -161,7 +179,41 @@ def stepped(
         for param, grad in zip(params, step_grads, strict=True):
             param.grad = grad.clone()
         (step or own_step(clone))(clone)
-    return [param.detach() for param in params]
+    return clone
+
+
+def values_of(clone: Optimizer) -> list[Tensor]:
+    """The parameters of a copy, group by group."""
+    return [param.detach() for group in clone.param_groups for param in group["params"]]
+
+
+def same_numbers(one: Optimizer, other: Optimizer, groups: Sequence[int] | None = None) -> bool:
+    """Whether two copies keep the same numbers for all of their parameters together.
+
+    An estimate over all of them (Prodigy's distance, arXiv 2306.06101) may begin to matter in a later step only.
+
+    Args:
+        one: After some steps.
+        other: After as many.
+        groups: Parameter groups that count; all if None.
+    """
+    found, wanted = (_numbers(each, groups) for each in (one, other))
+    return found.keys() == wanted.keys() and all(
+        value.shape == wanted[key].shape and torch.allclose(value, wanted[key], 1e-5, 0.0, equal_nan=True)
+        for key, value in found.items()
+    )
+
+
+def _numbers(optimizer: Optimizer, groups: Sequence[int] | None) -> dict[Any, Tensor]:
+    """In parameter groups, in state that is nobody's own, and in attributes."""
+    places: dict[Any, Mapping[Any, Any]] = {"attributes": optimizer.__dict__, "shared": shared_state(optimizer)}
+    places.update((at, group) for at, group in enumerate(optimizer.param_groups) if groups is None or at in groups)
+    return {
+        (place, key): torch.as_tensor(value, dtype=torch.float64)
+        for place, values in places.items()
+        for key, value in values.items()
+        if isinstance(value, bool | int | float) or (isinstance(value, Tensor) and not value.is_complex())
+    }
 
 
 def twin(optimizer: Optimizer, options: dict[str, Any], values: Sequence[Tensor]) -> Optimizer:

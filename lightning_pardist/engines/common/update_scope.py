@@ -22,9 +22,11 @@ from lightning_pardist.engines.common.elementwise import (
     kinds_of,
     marked,
     own_step,
+    same_numbers,
     small_shape,
     trial_settings,
     twin_of_groups,
+    values_of,
 )
 from lightning_pardist.settings import one_of
 
@@ -100,6 +102,12 @@ def find_scope(optimizer: Optimizer, *, form: Form, setting: ScopeSetting = "aut
     return known or _noted(optimizer, form, _tried(optimizer, form))
 
 
+def calls_closure_again(optimizer: Optimizer) -> bool:
+    """Whether a step needs a closure: it runs forward and backward as often as it likes, and looks at the loss."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
 def known_scope(optimizer: Optimizer) -> FoundScope | None:
     """What :func:`find_scope` has found before."""
     return next(iter(_found.get(optimizer, {}).values()), None)
@@ -126,14 +134,14 @@ def _tried(optimizer: Optimizer, form: Form) -> FoundScope:
 def _tried_alone(optimizer: Optimizer, form: Form) -> FoundScope:
     if is_elementwise(optimizer, form=form):
         return FoundScope("elementwise")
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if calls_closure_again(optimizer):
         # It runs forward and backward again, with all that they use.
         return FoundScope("joint")
     with _same_random_state() as draws:
         start, grads = _example(optimizer)
         try:
-            together = _stepped(optimizer, start, grads)
+            stepped = _stepped(optimizer, start, grads)
+            together = _values(stepped)
         except Exception as error:
             reason = f"a step on small tensors failed ({type(error).__name__}: {error})"
             raise ValueError(_refusal(optimizer, reason)) from None
@@ -142,16 +150,17 @@ def _tried_alone(optimizer: Optimizer, form: Form) -> FoundScope:
         if all(torch.equal(a, b) for a, b in zip(_flat(together), _flat(start), strict=True)):
             # One that wraps another optimizer and steps that, for instance.
             raise ValueError(_refusal(optimizer, "a step on other parameters than its own changed nothing"))
-        if not _same_alone(optimizer, start, grads, together):
+        if not _same_alone(optimizer, start, grads, stepped):
             return FoundScope("joint")
-        in_rounds = _agree(lambda: _stepped(optimizer, start, grads, rounds=True), together)
+        in_rounds = _agree(lambda: _stepped(optimizer, start, grads, rounds=True), together) is not None
         none: Values = [[] for _ in start]
-        on_none = _agree(lambda: _stepped(optimizer, none, [none]), none)
+        on_none = _agree(lambda: _stepped(optimizer, none, [none]), none) is not None
         return FoundScope("per_tensor", in_rounds=in_rounds, steps_on_none=on_none)
 
 
-def _same_alone(optimizer: Optimizer, start: Values, grads: list[Values], together: Values) -> bool:
+def _same_alone(optimizer: Optimizer, start: Values, grads: list[Values], stepped: Optimizer) -> bool:
     """Whether each tensor comes out as it does among the others, where it is the optimizer's only one."""
+    together = _values(stepped)
     for index, members in enumerate(start):
         for position in range(len(members)):
 
@@ -159,20 +168,28 @@ def _same_alone(optimizer: Optimizer, start: Values, grads: list[Values], togeth
                 return [[group[position]] if at == index else [] for at, group in enumerate(values)]
 
             run = [alone(step_grads) for step_grads in grads]
-            if not _agree(lambda run=run, alone=alone: _stepped(optimizer, alone(start), run), alone(together)):  # type: ignore[misc]
+            found = _agree(lambda run=run, alone=alone: _stepped(optimizer, alone(start), run), alone(together))  # type: ignore[misc]
+            # Some groups' counts stand still without parameters.
+            if found is None or not same_numbers(found, stepped, groups=[index]):
                 return False
     return True
 
 
-def _agree(run: Callable[[], Values], wanted: Values) -> bool:
+def _agree(run: Callable[[], Optimizer], wanted: Values) -> Optimizer | None:
+    """What has stepped, if it has come to the same values."""
     try:
         found = run()
     except Exception:
-        return False
-    return all(torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(_flat(found), _flat(wanted), strict=True))
+        return None
+    same = all(torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(values_of(found), _flat(wanted), strict=True))
+    return found if same else None
 
 
-def _stepped(optimizer: Optimizer, start: Values, grads: Sequence[Values], *, rounds: bool = False) -> Values:
+def _values(stepped: Optimizer) -> Values:
+    return [[param.detach() for param in group["params"]] for group in stepped.param_groups]
+
+
+def _stepped(optimizer: Optimizer, start: Values, grads: Sequence[Values], *, rounds: bool = False) -> Optimizer:
     """Run a copy of the optimizer on other parameters; in ``rounds``, one of them at a time."""
     clone = twin_of_groups(optimizer, trial_settings(optimizer), start)
     groups = [list(group["params"]) for group in clone.param_groups]
@@ -194,7 +211,7 @@ def _stepped(optimizer: Optimizer, start: Values, grads: Sequence[Values], *, ro
                 step(clone)
         for group, params in zip(clone.param_groups, groups, strict=True):
             group["params"] = params
-    return [[param.detach() for param in params] for params in groups]
+    return clone
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:

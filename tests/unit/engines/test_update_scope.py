@@ -68,6 +68,21 @@ class CountsCalls(torch.optim.Optimizer):
                 p.sub_(group["lr"] / self.calls * p.grad / p.grad.norm())
 
 
+class EstimatesAtFirst(torch.optim.Optimizer):
+    """Sums up a norm over all parameters, and steps by it from the tenth step on, as D-adaptation does."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "steps": 0, "norm": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                group["norm"] += p.grad.norm().item()
+                p.sub_(group["lr"] * p.grad / (group["norm"] if group["steps"] > 9 else 1.0))
+
+
 class Draws(torch.optim.Optimizer):
     """Adds noise."""
 
@@ -164,3 +179,8 @@ def test_numbers_of_dims_and_attributes_are_those_of_the_parameters(form):
     assert find_scope(Centralizes(params), form=form).scope == "elementwise"
     params[1].centered = True
     assert find_scope(Centralizes(params), form=form).scope == "per_tensor"
+
+
+@pytest.mark.parametrize("form", ["dims", "flat"])
+def test_an_estimate_over_all_parameters_is_found_before_it_matters(form):
+    assert find_scope(EstimatesAtFirst(_parameters()), form=form).scope == "joint"
