@@ -21,8 +21,7 @@ AXES = (
     "context_parallel",
     "tensor_parallel",
 )
-#: The last of them.
-TENSOR_AXIS = AXES[-1]
+PIPELINE_AXIS, TENSOR_AXIS = AXES[1], AXES[-1]
 #: Along which ranks have experts of their own, and see different samples.
 EXPERT_AXIS = "expert_parallel"
 #: Those along which ranks see different samples.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,9 +25,9 @@ from lightning_pardist.compat.lightning_loops import trainer_of
 from lightning_pardist.compat.modules import apply_to_tensors
 from lightning_pardist.engines.common.loss_setting import LossWeight
 from lightning_pardist.engines.common.meta_init import on_meta
-from lightning_pardist.engines.common.update_scope import ScopeSetting
+from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
 from lightning_pardist.engines.data_engine import DataEngine
-from lightning_pardist.mesh import Degree, ParallelDims
+from lightning_pardist.mesh import PIPELINE_AXIS, TENSOR_AXIS, Degree, ParallelDims
 from lightning_pardist.runtime.distributed_context import DistributedContext
 
 T = TypeVar("T")
@@ -78,6 +79,7 @@ class RunContext:
             one does.
         value_weights: What weighs the values that the latest training step of a pipeline has logged, by name: a count,
             or None for a sum.
+        loss_count: What weighs the loss of that step: a count, or None for a sum; NaN where its graph shows it.
         batches_of_own: In an evaluation of exact shares, the batches that this rank has of each loader.
         found_once: Where ranks, or runs, that have the same module and the same batches are rehearsed in one process:
             what one of them has found out about the module, by what it depends on. None where there are no others.
@@ -105,6 +107,7 @@ class RunContext:
         self.sample_batches: Samples | None = None
         self.batch_counts: Callable[[], bool | None] | None = None
         self.value_weights: dict[str, Tensor | float | None] = {}
+        self.loss_count: float | None = math.nan
         self.batches_of_own: Callable[[], list[int]] | None = None
         self.found_once: dict[Any, Any] | None = None
 
@@ -140,6 +143,16 @@ class RunContext:
     def group_over(self, *axes: str) -> dist.ProcessGroup:
         """This rank's group over some axes of the mesh together. Collective over the world, the first time."""
         return self.distributed.meshes.over(axes)
+
+    def update_group(self, scope: Scope, *axes: str) -> dist.ProcessGroup:
+        """Ranks that take an optimizer's steps on whole tensors together. Collective over the world, the first time.
+
+        Args:
+            scope: What an element's update depends on: where it is all tensors, the stages of a pipeline take part.
+            *axes: Over which each tensor is sharded, beside the tensor axis.
+        """
+        stages = (PIPELINE_AXIS,) if scope == "joint" else ()
+        return self.group_over(*stages, *axes, TENSOR_AXIS)
 
     @property
     def data_group(self) -> dist.ProcessGroup:

@@ -42,7 +42,7 @@ from lightning_pardist.engines.fsdp.fully_sharded import Accumulate
 from lightning_pardist.engines.fsdp.shard import Reshard
 from lightning_pardist.engines.fsdp.tiling import find_tiled, weights
 from lightning_pardist.engines.pipeline.placement import replace_in
-from lightning_pardist.mesh import SHARD_AXES, TENSOR_AXIS, Degree
+from lightning_pardist.mesh import SHARD_AXES, Degree
 from lightning_pardist.settings import one_of, positive
 
 _MIB = 2**20
@@ -266,7 +266,7 @@ class FSDPAxis(DataParallelAxis):
             optimizers,
             accumulate=self.accumulate,
             offload=self.offload.settings,
-            update_group=lambda: self.context.group_over(*SHARD_AXES, TENSOR_AXIS),
+            update_group=lambda scope: self.context.update_group(scope, *SHARD_AXES),
             update_scope=self.context.update_scope,
         )
 

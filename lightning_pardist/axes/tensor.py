@@ -195,7 +195,7 @@ class TensorAxis(SharedBatchAxis):
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
         if not self.context.data_axis.steps_on_parts:
             for optimizer in optimizers:
-                attach(optimizer, scope=self.context.update_scope)
+                attach(optimizer, scope=self.context.update_scope, group=self.context.update_group)
 
     # --- the gradient norm --------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from lightning_pardist.axes.offload_setting import OffloadSetting
 from lightning_pardist.engines.common.block_codes import Compression
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.zero import ZeroEngine
-from lightning_pardist.mesh import GRADIENT_AXES, TENSOR_AXIS, Degree
+from lightning_pardist.mesh import GRADIENT_AXES, Degree
 from lightning_pardist.settings import positive
 
 
@@ -90,7 +90,7 @@ class ZeroAxis(DataParallelAxis):
             bucket_size_mb=self.bucket_size_mb,
             overlap=self.overlap,
             offload=self.offload.settings,
-            update_group=lambda: self.context.group_over(*GRADIENT_AXES, TENSOR_AXIS),
+            update_group=lambda scope: self.context.update_group(scope, *GRADIENT_AXES),
             update_scope=self.context.update_scope,
             gather=self.codes.gather,
             reduce=self.codes.reduce,

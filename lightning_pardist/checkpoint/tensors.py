@@ -336,11 +336,12 @@ def fill_optimizer(
         for slot, number in zip(members, settings["params"], strict=True):
             stored = keys[saved["names"][number]]
             small = saved["small"].get(number, {})
-            if (not stored and not small) or not slot.here or slot.like.is_meta:
+            if (not stored and not small) or not slot.here or (slot.like.is_meta and not slot.whole):
                 continue
-            state = {key: settled(value, slot.like) for key, value in small.items()}
+            device = device_of_state(slot.like, optimizer)
+            state = {key: settled(value, device) for key, value in small.items()}
             for key, full_key in stored.items():
-                state[key] = _filled(full_key, slot, reader)
+                state[key] = _filled(full_key, slot, reader, device)
             optimizer.state[slot.param] = state
 
 
@@ -389,21 +390,27 @@ def numbered_optimizer_shards(index: int, state: Mapping[str, Any]) -> tuple[dic
     return tensors, rest | ({"shared": shared} if shared else {})
 
 
-def settled(value: Any, param: Tensor) -> Any:
-    """State as a step wants it: copies, tensors with dims on the device of the parameter, also inside of containers."""
+def device_of_state(param: Tensor, optimizer: Optimizer) -> torch.device:
+    """Where a parameter's state lives: with it, or with others of its optimizer if it is on ``meta``."""
+    params = (param, *(other for group in optimizer.param_groups for other in group["params"]))
+    return next((each.device for each in params if not each.is_meta), torch.device("cpu"))
+
+
+def settled(value: Any, device: torch.device) -> Any:
+    """State as a step wants it: copies, tensors with dims on the device, also inside of containers."""
     if isinstance(value, Tensor):
-        return value.to(param.device if value.dim() else value.device, copy=True)
+        return value.to(device if value.dim() else value.device, copy=True)
     if isinstance(value, Mapping):
-        return {key: settled(item, param) for key, item in value.items()}
+        return {key: settled(item, device) for key, item in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(settled(item, param) for item in value)
+        return type(value)(settled(item, device) for item in value)
     return value
 
 
-def _filled(full_key: str, slot: TensorSlot, reader: FolderReader) -> Tensor:
+def _filled(full_key: str, slot: TensorSlot, reader: FolderReader, device: torch.device) -> Tensor:
     stored = reader.describe(full_key)
     if stored.shape != tuple(slot.param.shape) or slot.whole:
-        values: Tensor = settled(reader.read(full_key), slot.like)
+        values: Tensor = settled(reader.read(full_key), device)
         return values
     local = slot.like.to_local() if isinstance(slot.like, DTensor) else slot.like
     floating = getattr(torch, stored.dtype).is_floating_point and local.is_floating_point()

@@ -42,7 +42,12 @@ from lightning_pardist.engines.common.allocator import keep_freed_memory
 from lightning_pardist.engines.common.loss_setting import LossWeight, check_loss_weight
 from lightning_pardist.engines.common.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.common.plain_encoders import PlainEncoders
-from lightning_pardist.engines.common.update_scope import ScopeSetting, check_scope, known_scope
+from lightning_pardist.engines.common.update_scope import (
+    ScopeSetting,
+    calls_closure_again,
+    check_scope,
+    known_scope,
+)
 from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.ddp.buffers import broadcast_module
@@ -584,13 +589,23 @@ class PardistStrategy(ParallelStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, partial(self._completed, closure), model, **kwargs)  # type: ignore[arg-type]
+        completed = partial(self._completed, closure)
+        if calls_closure_again(plain_optimizer(optimizer)) and self.data_duties.loss_weights is not None:
+            completed = partial(self._with_loss_of_all, completed)
+        output = super().optimizer_step(optimizer, completed, model, **kwargs)  # type: ignore[arg-type]
         if self.data_engine is not None:
             self.data_engine.step_done()
         plain = plain_optimizer(optimizer)
         for axis in self.axes:
             axis.optimizer_stepped(plain)
         return output
+
+    def _with_loss_of_all(self, closure: Callable[[], Any]) -> Any:
+        """Run a closure whose loss the optimizer looks at, and has to find alike on all ranks."""
+        result, weights = closure(), self.data_duties.loss_weights
+        if weights is None or not (result is None or isinstance(result, Tensor | float)):
+            return result
+        return weights.of_all_ranks(None if result is None else torch.as_tensor(result, device=self.root_device))
 
     def _completed(self, closure: Callable[[], Any]) -> Any:
         """Run a step's closure; where its ``training_step`` returned None on this rank, join the others' reduction."""

@@ -88,6 +88,7 @@ class DataParallelDuties:
                 group=lambda: context.loss_group,
                 before=context.before_collective,
                 value_weights=context.value_weights,
+                loss_count=lambda: context.loss_count,
                 agree=context.agree_on_counts if context.dims.context_parallel > 1 else None,
             )
             self._attached.attach(self.loss_weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -79,6 +80,7 @@ class LossWeights:
         group: Gives the ranks whose losses make up that of the next step.
         before: Called before each collective.
         value_weights: What weighs logged values that have lost their graphs; to be filled by the step.
+        loss_count: Gives what weighs a loss that has lost its graph, NaN where none has.
         agree: Combines what ranks that share a batch have each seen of what its losses count; None if none share one.
     """
 
@@ -90,9 +92,13 @@ class LossWeights:
         group: Callable[[], dist.ProcessGroup],
         before: Callable[[], None],
         value_weights: dict[str, Tensor | float | None],
+        loss_count: Callable[[], float | None],
         agree: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._agree = agree
+        self._loss_count = loss_count
+        #: What weighs the latest loss among those of other ranks; None for a sum.
+        self._share: Tensor | float | None = 1.0
         self._trainer = trainer
         self._setting = setting
         self._group = group
@@ -128,6 +134,7 @@ class LossWeights:
         """
         self._weighs = self._setting != "ranks" or counts is not None
         self._batch, self._counts = batch, counts is not False
+        self._share = 1.0
         if not self._weighs:
             return run()
         self._logged = []
@@ -145,12 +152,30 @@ class LossWeights:
         if self._weighs:
             self._weigh(loss, [])
 
+    def of_all_ranks(self, loss: Tensor | None) -> Tensor | None:
+        """The loss that one process has where this rank had ``loss`` last. Collective over the group.
+
+        Optimizers that call their closure again decide by it, and have to decide alike on all ranks.
+        """
+        share = torch.as_tensor(1.0 if self._share is None else self._share, dtype=torch.float64, device=self._device)
+        share = share if loss is not None and self._counts else torch.zeros_like(share)
+        own = torch.zeros_like(share) if loss is None else loss.detach().to(share)
+        message = torch.stack([torch.where(share == 0, 0.0, own * share), share])
+        self._before()
+        dist.all_reduce(message, group=self._group())
+        total, shares = message
+        if loss is None and not shares:
+            return None
+        whole: Tensor = total if self._share is None else total / shares
+        return torch.where(shares == 0, own, whole).to(torch.float32 if loss is None else loss.dtype)
+
     def _weigh(self, loss: Tensor | None, noted: list[_Logged]) -> None:
         samples = BatchCut().samples_of(self._batch)
         terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting)
         if loss is not None:
             self._tell(loss, terms)
         terms = self._agreed(terms)
+        self._share = self._share_of(terms, float(samples or 1))
         entries = self._values(loss, terms, noted)
         self._before()
         found = exchange(
@@ -167,6 +192,15 @@ class LossWeights:
         if not self._counts:
             for entry in reversed(noted):
                 self._forget(entry)
+
+    def _share_of(self, terms: list[Term], samples: float) -> Tensor | float | None:
+        known = self._loss_count()
+        if known is None or not math.isnan(known):
+            return known
+        try:
+            return weight_of(terms, samples)
+        except LookupError:
+            return samples
 
     def _agreed(self, terms: list[Term]) -> list[Term]:
         """Counts that are those of the whole batch, where this rank's part of it may hold nothing that counts."""

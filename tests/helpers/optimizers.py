@@ -193,9 +193,20 @@ PER_TENSOR: dict[str, Callable[..., Optimizer]] = {
 }
 JOINT: dict[str, Callable[..., Optimizer]] = {
     "LBFGS": functools.partial(_T.LBFGS, lr=0.1, max_iter=3),
+    # Decides by the loss, which has to be that of all ranks' samples.
+    "LBFGS line search": functools.partial(_T.LBFGS, lr=0.5, max_iter=2, line_search_fn="strong_wolfe"),
     "Norm of all (user's)": NormOfAll,
 }
 ALL = ELEMENTWISE | PER_TENSOR | JOINT
+
+
+def maker(name: str) -> Callable[..., Optimizer]:
+    """What makes the optimizer of a name of this file, or of one of :mod:`tests.helpers.optimizer_families`."""
+    if name in ALL:
+        return ALL[name]
+    from tests.helpers.optimizer_families import all_makers
+
+    return all_makers()[name]
 
 
 class Stack(nn.Module):
@@ -221,7 +232,7 @@ class Trained(Base):
 
     def __init__(self, name: str, schedule: bool = False) -> None:
         super().__init__()
-        self.made_by, self.schedule = ALL[name], schedule
+        self.made_by, self.schedule = maker(name), schedule
         self.layers = nn.Sequential(
             nn.Sequential(nn.Linear(6, 16), nn.Tanh()),
             nn.Sequential(nn.Linear(16, 24), nn.Tanh()),
@@ -229,7 +240,7 @@ class Trained(Base):
             nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 16), nn.Tanh()),
             nn.Linear(16, 1),
         )
-        trained = {param for group in ALL[name](list(self.parameters())).param_groups for param in group["params"]}
+        trained = {param for group in self.made_by(list(self.parameters())).param_groups for param in group["params"]}
         for param in self.parameters():
             param.requires_grad_(param in trained)
 

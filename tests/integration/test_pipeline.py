@@ -272,11 +272,6 @@ def test_the_first_ranks_batches_count():
     assert_close(second, first, rtol=0.0)
 
 
-class OneOfMany(Small):
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters())
-
-
 class OwnBackward(Small):
     def backward(self, loss):
         loss.backward()
@@ -294,7 +289,6 @@ class Decides(Small):
 
 
 REFUSALS = {
-    "LBFGS updates all tensors together": (OneOfMany, {}),
     "overrides backward": (OwnBackward, {}),
     "training_step returned no loss": (NoLoss, {}),
     "looks at the value of the output of 'layers.0'": (Decides, {}),

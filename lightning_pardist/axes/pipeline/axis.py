@@ -36,12 +36,14 @@ from lightning_pardist.axes.pipeline.microbatching import Microbatching
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import STEPS, Recorded, StepKey, StepRecorder, loss_of
 from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares
-from lightning_pardist.axes.pipeline.refusals import check_optimizers, check_trainer
+from lightning_pardist.axes.pipeline.refusals import check_trainer, find_joint
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat.lightning_loops import active_loop, data_fetcher, set_data_fetcher
+from lightning_pardist.engines.common.joint_updates import step_on_wholes
 from lightning_pardist.engines.common.loss_setting import terms_of
 from lightning_pardist.engines.common.meta_init import on_meta, restore_random_state
 from lightning_pardist.engines.common.meta_init import share_random_state as take_random_state
+from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.data_engine import MicrobatchContext
 from lightning_pardist.engines.ddp.buffers import broadcast_module
 from lightning_pardist.engines.pipeline import (
@@ -191,7 +193,10 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
-        check_optimizers(optimizers, self.context.update_scope)
+        joint = find_joint(optimizers, self.context.update_scope)
+        if not self.context.data_axis.steps_on_parts:
+            for optimizer, found in joint:
+                step_on_wholes(optimizer, found, group=self.context.update_group(found.scope))
         self._split(trainer, trainer.lightning_module, optimizers)
 
     def _split(self, trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
@@ -367,6 +372,7 @@ class PipelineAxis(ParallelAxis):
                 " memory; loss_weight='tokens' or 'samples' weighs it by one count always."
             )
         self.last_result = done
+        self.context.loss_count = None if done.is_sum else sum(done.weights)
         results = [map_leaves(self._to_device, result) for result in done.results]
         outputs = effects.combine(results, Shares.of(done.weights, done.sizes), self._training_rules)
         self.context.value_weights.update(
@@ -545,7 +551,7 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        if self.engine is None:
+        if self.engine is None or updates_of(optimizer) is not None:
             return state
         # Now, and not when the optimizer was made: layers may have been unfrozen since.
         local = [not param.is_meta for settings in optimizer.param_groups for param in settings["params"]]

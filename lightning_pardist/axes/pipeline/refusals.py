@@ -16,7 +16,7 @@ from lightning_pardist.axes.pipeline.owner_recording import needs_owners
 from lightning_pardist.axes.pipeline.recording import STEPS
 from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_callbacks, refuse_pruning
 from lightning_pardist.compat.lightning_loops import is_compiled
-from lightning_pardist.engines.common.update_scope import ScopeSetting, find_scope, has_parameters
+from lightning_pardist.engines.common.update_scope import FoundScope, ScopeSetting, find_scope, has_parameters
 
 
 def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> None:
@@ -58,16 +58,14 @@ def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> No
     refuse_averages_in_shards(trainer, context)
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], setting: ScopeSetting) -> None:
-    """Refuse optimizers that mix the parameters of several ranks. Not collective.
+def find_joint(optimizers: Sequence[Optimizer], setting: ScopeSetting) -> list[tuple[Optimizer, FoundScope]]:
+    """Those that update all of their tensors together, which the stages of a pipeline share. Not collective.
 
     Args:
         optimizers: Over the whole module.
         setting: What the user says of their updates.
-
-    Raises:
-        ValueError: With the optimizer's name.
     """
+    joint = []
     for optimizer in optimizers:
         if not has_parameters(optimizer):
             continue
@@ -77,8 +75,5 @@ def check_optimizers(optimizers: Sequence[Optimizer], setting: ScopeSetting) -> 
             rank_zero_warn(f"{error} Each rank of a pipeline steps on the parameters of its stages.")
             continue
         if found.scope == "joint":
-            raise ValueError(
-                f"{type(optimizer).__name__} {found.describe()}, but each rank of a pipeline has those of its stages"
-                " only. Use pardist_ddp, pardist_zero2, pardist_zero3 or pardist_tp, or an optimizer such as AdamW or"
-                " Muon."
-            )
+            joint.append((optimizer, found))
+    return joint

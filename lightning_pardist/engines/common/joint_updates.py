@@ -22,7 +22,7 @@ class JointUpdates(WholeUpdates):
     """Every rank puts all tensors together, takes the same step, and keeps its parts of the outcome.
 
     Where the step calls its closure again (LBFGS), ranks' parts have the values in question while it runs. State is
-    whole on every rank, and during a step values and gradients are.
+    whole on every rank, and during a step values and gradients are, also those of parameters that are on ``meta`` here.
 
     Args:
         step: The optimizer's own.
@@ -36,8 +36,12 @@ class JointUpdates(WholeUpdates):
 
     @override
     def owns(self, number: int) -> bool:
-        """Every rank has the state of what it knows."""
-        return not self._params()[number].is_meta
+        """Every rank has all of the state."""
+        return True
+
+    @override
+    def _shapes(self) -> dict[int, tuple[int, ...]]:
+        return {number: tuple(param.shape) for number, param in enumerate(self._params())}
 
     @override
     def describe(self) -> str:
@@ -88,7 +92,7 @@ class JointUpdates(WholeUpdates):
         """Put values and gradients together, and let the optimizer hold them. Collective over the group."""
         present = self._present()
         params = self._params()
-        wholes = self._gathered([*self._held], "reads")
+        wholes = self._gathered([*range(len(params))], "reads")
         self._twins = {number: twin_of(params[number], whole) for number, whole in wholes.items()}
         self._set_gradients(present)
         self._exchange_params(back=False)
@@ -119,16 +123,16 @@ class JointUpdates(WholeUpdates):
     @torch.no_grad()
     def _give(self) -> None:
         """Write this rank's parts of the values."""
-        for number, twin in self._twins.items():
-            for part in self._held[number].boxes("writes").parts:
+        for number, held in self._held.items():
+            for part in held.boxes("writes").parts:
                 box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.sizes, strict=True))
-                part.values.copy_(twin.detach()[box])
+                part.values.copy_(self._twins[number].detach()[box])
 
     def _exchange_params(self, *, back: bool) -> None:
         """Let the optimizer hold other parameters, in the very lists and dicts that it may hold on to (LBFGS does)."""
-        optimizer, numbers = self.optimizer, self._numbers
+        optimizer, params = self.optimizer, self._current
         names: Mapping[Any, Any] = {
-            (twin if back else numbers[number]): (numbers[number] if back else twin)
+            (twin if back else params[number]): (params[number] if back else twin)
             for number, twin in self._twins.items()
         }
         for group in optimizer.param_groups:
@@ -136,10 +140,6 @@ class JointUpdates(WholeUpdates):
         state = {names.get(param, param): values for param, values in optimizer.state.items()}
         optimizer.state.clear()
         optimizer.state.update(state)
-
-    @property
-    def _numbers(self) -> dict[int, Any]:
-        return {number: held.read.param for number, held in self._held.items()}
 
 
 def step_on_wholes(

@@ -27,6 +27,7 @@ from lightning_pardist.checkpoint.gather import assemble_optimizer
 from lightning_pardist.checkpoint.tensors import (
     Slots,
     TensorSlot,
+    device_of_state,
     require_same_groups,
     restore_shared,
     settled,
@@ -254,7 +255,8 @@ class WholeUpdates:
             group.update({key: value for key, value in settings.items() if key != "params"})
             for param, saved in zip(group["params"], settings["params"], strict=True):
                 if (values := state["state"].get(saved)) and self.owns(number):
-                    self.optimizer.state[param] = {key: settled(value, param) for key, value in values.items()}
+                    device = device_of_state(param, self.optimizer)
+                    self.optimizer.state[param] = {key: settled(value, device) for key, value in values.items()}
                 number += 1
 
     def _forget_others(self) -> None:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.dtensor import flatten_mesh
 from lightning_pardist.compat.process_groups import timeout_of
-from lightning_pardist.engines.common.update_scope import ScopeSetting
+from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
 from lightning_pardist.engines.fsdp.backward import BackwardRuntime, ShardedUnit
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
 from lightning_pardist.engines.fsdp.comm import UnitCodes
@@ -349,7 +349,7 @@ class FullySharded:
         optimizer: torch.optim.Optimizer,
         *,
         host: HostStep | None = None,
-        group: Callable[[], dist.ProcessGroup] | None = None,
+        group: Callable[[Scope], dist.ProcessGroup] | None = None,
         scope: ScopeSetting = "auto",
     ) -> None:
         """Let an optimizer step on shards, and the module see its new values at once (manual optimization).
@@ -369,7 +369,7 @@ class FullySharded:
             before_step=self.keep_changes,
             after_step=self.refresh,
             host=host,
-            group=group or (lambda: self.mesh.get_group(self.mesh.ndim - 1)),
+            group=group or (lambda scope: self.mesh.get_group(self.mesh.ndim - 1)),
             scope=scope,
         )
 

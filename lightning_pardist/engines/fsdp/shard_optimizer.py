@@ -16,7 +16,13 @@ from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
 from lightning_pardist.compat.optimizers import follow_schedulers
 from lightning_pardist.engines.common.elementwise import marked, marks_of
 from lightning_pardist.engines.common.joint_updates import step_on_wholes
-from lightning_pardist.engines.common.update_scope import ScopeSetting, cannot_step_on_parts, find_scope, has_parameters
+from lightning_pardist.engines.common.update_scope import (
+    Scope,
+    ScopeSetting,
+    cannot_step_on_parts,
+    find_scope,
+    has_parameters,
+)
 from lightning_pardist.engines.offload.host_step import HostStep
 from lightning_pardist.local_tensors import own_part
 
@@ -29,7 +35,7 @@ def step_on_shards(
     before_step: Callable[[], None] | None = None,
     after_step: Callable[[], None] | None = None,
     host: HostStep | None = None,
-    group: Callable[[], dist.ProcessGroup] | None = None,
+    group: Callable[[Scope], dist.ProcessGroup] | None = None,
     scope: ScopeSetting = "auto",
 ) -> None:
     """Let ``optimizer.step()`` run on this rank's shards as ordinary tensors, in place. Not collective.
@@ -46,7 +52,7 @@ def step_on_shards(
         before_step: Called right before the update, after a closure.
         after_step: Called after every step, such as ``FullySharded.refresh``.
         host: Steps in place of the optimizer, where its state is offloaded.
-        group: Gives the ranks that together hold the parameters whole.
+        group: Gives the ranks that update whole tensors together, given what an update depends on.
         scope: What an element's update depends on; found by a trial if ``"auto"``.
 
     Raises:
@@ -59,7 +65,7 @@ def step_on_shards(
     if found is not None and found.scope != "elementwise":
         if host is not None or group is None:
             raise ValueError(cannot_step_on_parts(optimizer, found, offloads=host is not None))
-        step_on_wholes(optimizer, found, group=group(), before_step=before_step, after_step=after_step)
+        step_on_wholes(optimizer, found, group=group(found.scope), before_step=before_step, after_step=after_step)
         return
     inner = optimizer.step
     twins: dict[nn.Parameter, nn.Parameter] = {}

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_pardist.checkpoint.tensors import Slots, shared_entries, shared_state, whole_slots
 from lightning_pardist.engines.common.gradient_math import Counts
 from lightning_pardist.engines.common.update_scope import (
+    Scope,
     ScopeSetting,
     cannot_step_on_parts,
     find_scope,
@@ -41,8 +42,9 @@ class ShardedDataEngine:
         accumulate: Where gradients of all but the last micro-batch stay.
         offload: Where optimizer state lives and steps are taken. On a device, the module has to be sharded with
             torch's ``CPUOffloadPolicy``.
-        update_group: Makes the group of ranks that together hold the parameters whole, where a tensor axis splits them
-            as well; collective over the world.
+        update_group: Makes the group of ranks that update whole tensors together, given what an update depends on:
+            those that hold parameters, where a tensor axis splits them as well, or all stages. Collective over the
+            world.
         update_scope: What an element's update depends on; found by a trial if ``"auto"``.
 
     Raises:
@@ -57,7 +59,7 @@ class ShardedDataEngine:
         *,
         accumulate: Accumulate,
         offload: Offload | None = None,
-        update_group: Callable[[], dist.ProcessGroup] | None = None,
+        update_group: Callable[[Scope], dist.ProcessGroup] | None = None,
         update_scope: ScopeSetting = "auto",
     ) -> None:
         self.sharded = sharded

@@ -90,6 +90,7 @@ class StepResult:
         results: What the step returned for each micro-batch, detached: everywhere with ``share="all"``, otherwise on
             the last stage's rank.
         timeline: Times of all ranks' computations, with ``record_times``.
+        is_sum: Whether the micro-batches' losses add up to that of the batch.
     """
 
     loss: torch.Tensor | None
@@ -98,6 +99,7 @@ class StepResult:
     sizes: tuple[int, ...]
     results: tuple[Any, ...] = ()
     timeline: Timeline | None = None
+    is_sum: bool = False
 
 
 @dataclass
@@ -345,7 +347,8 @@ class PipelineEngine:
                 loss = weighing.value(losses)
         results = shared if self.options.share == "all" else results
         sizes = tuple(part.size for part in parts)
-        return StepResult(loss, losses, weights, sizes, results, self._timeline(done))
+        is_sum = weighing is not None and weighing.is_sum
+        return StepResult(loss, losses, weights, sizes, results, self._timeline(done), is_sum)
 
     def _broadcast(self, value: Any, rank: int) -> Any:
         box = [value if self.rank == rank else None]

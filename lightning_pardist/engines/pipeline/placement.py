@@ -151,8 +151,7 @@ class Placement:
                     parameter.shape, parameter.stride(), dtype=parameter.dtype, device=_device_of(self.module)
                 )
                 replaced[parameter] = nn.Parameter(whole, parameter.requires_grad)
-                marks = {mark: value for mark, value in marks_of(parameter).items() if mark != "what"}
-                replaced[parameter].__dict__.update(marks)
+                replaced[parameter].__dict__.update(marks_of(parameter))
             self.broadcast(replaced.get(parameter, parameter), holders[0])
         for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
             if parameter in replaced:
@@ -304,7 +303,8 @@ def replace_in(optimizers: Iterable[torch.optim.Optimizer], replaced: Mapping[nn
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+            # In the very list: LBFGS holds on to it.
+            group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
         for parameter in replaced:
             optimizer.state.pop(parameter, None)
 

@@ -34,14 +34,13 @@ _VALUES: frozenset[Any] = frozenset(
 _FREEZING: frozenset[Any] = frozenset({Tensor.requires_grad.__set__, Tensor.requires_grad_})  # type: ignore[attr-defined]
 
 
+_UNKNOWN = "a parameter"
+
+
 class _Remote(Tensor):
-    """A tensor computed from stand-ins.
+    """A tensor computed from stand-ins, marked with the parameter that it comes from, for messages."""
 
-    Attributes:
-        what: The parameter that it comes from, for messages.
-    """
-
-    what: str = "a parameter"
+    _pardist_what: str
 
     @classmethod
     def __torch_function__(
@@ -54,7 +53,7 @@ class _Remote(Tensor):
         """
         kwargs = kwargs or {}
         with below_subclasses():
-            what = next((t.what for t in tensors_of((args, kwargs)) if hasattr(t, "what")), cls.what)
+            what = next((t._pardist_what for t in tensors_of((args, kwargs)) if hasattr(t, "_pardist_what")), _UNKNOWN)
             written = args[0] if args and _writes(func) else kwargs.get("out")
             if func in _VALUES or any(not tensor.is_meta for tensor in tensors_of(written)):
                 raise _wanted(what, func)
@@ -80,12 +79,12 @@ class RemoteParameter(nn.Parameter):
         what: Its name and where it is, for messages.
     """
 
-    what: str = _Remote.what
+    _pardist_what: str
 
-    def __new__(cls, data: Tensor, requires_grad: bool = True, *, what: str = what) -> RemoteParameter:
+    def __new__(cls, data: Tensor, requires_grad: bool = True, *, what: str = _UNKNOWN) -> RemoteParameter:
         """A stand-in around a tensor on ``meta``."""
         made: RemoteParameter = make_subclass(cls, data.as_subclass(Tensor), requires_grad)
-        made.what = what
+        made._pardist_what = what
         return made
 
     __torch_function__ = _Remote.__torch_function__
@@ -105,7 +104,7 @@ def _marked(value: Any, what: str) -> Any:
     if isinstance(value, Tensor):
         if type(value) is Tensor and value.is_meta:
             value = value.as_subclass(_Remote)
-            value.what = what
+            value._pardist_what = what
         return value
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
         return type(value)(_marked(item, what) for item in value)

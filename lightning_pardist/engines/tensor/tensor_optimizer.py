@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pardist.engines.common.joint_updates import step_on_wholes
-from lightning_pardist.engines.common.update_scope import ScopeSetting, find_scope, has_parameters
+from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting, find_scope, has_parameters
 from lightning_pardist.engines.common.whole_updates import forget_updates
 from lightning_pardist.engines.fsdp.shard_optimizer import step_as_made, step_on_shards
 from lightning_pardist.local_tensors import tensor_axis
 
 
-def attach(optimizer: Optimizer, *, scope: ScopeSetting = "auto") -> None:
+def attach(
+    optimizer: Optimizer,
+    *,
+    scope: ScopeSetting = "auto",
+    group: Callable[[Scope], dist.ProcessGroup] | None = None,
+) -> None:
     """Have ``optimizer.step()`` give what it gives on one process. Not collective itself; call it once.
 
     An optimizer that updates every element by itself (SGD, Adam, ...) steps on this rank's parts as ordinary tensors,
@@ -23,6 +31,8 @@ def attach(optimizer: Optimizer, *, scope: ScopeSetting = "auto") -> None:
     Args:
         optimizer: Made from a module's parameters after :func:`~lightning_pardist.engines.tensor.apply`.
         scope: Which of the three it is; found by a trial if ``"auto"``.
+        group: Gives the ranks that update whole tensors together, given which of the three it is; the tensor ranks if
+            None.
 
     Raises:
         ValueError: If it cannot be tried.
@@ -40,7 +50,8 @@ def attach(optimizer: Optimizer, *, scope: ScopeSetting = "auto") -> None:
         step_on_shards(optimizer, scope=scope)
     else:
         param, axis = split[0]
-        step_on_wholes(optimizer, found, group=param.device_mesh.get_group(axis))
+        together = param.device_mesh.get_group(axis) if group is None else group(found.scope)
+        step_on_wholes(optimizer, found, group=together)
 
 
 def detach(optimizer: Optimizer) -> None:

@@ -21,6 +21,7 @@ from lightning_pardist.engines.common.coded_exchange import Remainders
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
 from lightning_pardist.engines.common.joint_updates import step_on_wholes
 from lightning_pardist.engines.common.update_scope import (
+    Scope,
     ScopeSetting,
     cannot_step_on_parts,
     find_scope,
@@ -53,7 +54,8 @@ class ZeroEngine:
 
     An optimizer that updates one tensor at a time has each updated, whole, by one rank
     (:class:`~lightning_pardist.engines.common.whole_updates.OwnerUpdates`), which sends up to ``2 Psi/N`` more.
-    One that updates all of them together steps on whole parameters and gradients on every rank, as under DDP.
+    One that updates all of them together steps on whole parameters and gradients on every rank, as under DDP, also of
+    those that a tensor axis splits or other stages of a pipeline hold.
 
     With ``gather`` and ``reduce`` what travels is rounded to codes (ZeRO++, arXiv 2306.10209), and sums and updates are
     not: slices that are updated stay exact, apart from the parameters that ranks compute with (``Psi/N`` more), and
@@ -68,8 +70,9 @@ class ZeroEngine:
         overlap: Whether gradients are sent while backward runs.
         offload: Where optimizer state lives and steps are taken; on the parameters' device if None. A rank by itself
             uses slices too, then.
-        update_group: Makes the group of ranks that together hold parameters whole, where a tensor axis splits them as
-            well; collective over the world.
+        update_group: Makes the group of ranks that update whole tensors together, given what an update depends on:
+            those that hold parameters, where a tensor axis splits them as well, or all stages. Collective over the
+            world.
         update_scope: What an element's update depends on; found by a trial if ``"auto"``.
         gather: Codes that parameters travel as; numbers as they are if None.
         reduce: Codes that gradients travel as.
@@ -92,7 +95,7 @@ class ZeroEngine:
         bucket_size_mb: float = 25.0,
         overlap: bool = True,
         offload: Offload | None = None,
-        update_group: Callable[[], dist.ProcessGroup] | None = None,
+        update_group: Callable[[Scope], dist.ProcessGroup] | None = None,
         update_scope: ScopeSetting = "auto",
         gather: Compression | None = None,
         reduce: Compression | None = None,
@@ -140,7 +143,7 @@ class ZeroEngine:
         for optimizer in optimizers if self._is_sliced else ():
             before = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad")}
             if optimizer not in self._sliced:
-                self._step_on_wholes(optimizer, update_scope, update_group or (lambda: self.group))
+                self._step_on_wholes(optimizer, update_scope, update_group or (lambda scope: self.group))
             self._undo.append(self._wrap(optimizer, before))
 
     # --- DataEngine ---------------------------------------------------------------------------------------------
@@ -399,23 +402,23 @@ class ZeroEngine:
         return HeldTensor(slot, slot if has_masters else TensorSlot(param), slot)
 
     def _step_on_wholes(
-        self, optimizer: Optimizer, setting: ScopeSetting, group: Callable[[], dist.ProcessGroup]
+        self, optimizer: Optimizer, setting: ScopeSetting, group: Callable[[Scope], dist.ProcessGroup]
     ) -> None:
         """Let an optimizer that is not elementwise have whole tensors. Collective over the world."""
         found = find_scope(optimizer, form="flat", setting=setting)
         if found.scope == "per_tensor":
-            OwnerUpdates(optimizer, group=group(), held=self._held, found=found)
+            OwnerUpdates(optimizer, group=group(found.scope), held=self._held, found=found)
             return
         if self._gather is not None:
             raise ValueError(
                 f"{type(optimizer).__name__} {found.describe()}, and with gather={self._gather!r} each rank has exact"
                 " values of its own slice only. Leave gather out, or use an optimizer that steps on parts."
             )
-        if any(own_part(param) is not param for param in _params(optimizer)):
+        if any(own_part(param) is not param or param.is_meta for param in _params(optimizer)):
             step_on_wholes(
                 optimizer,
                 found,
-                group=group(),
+                group=group(found.scope),
                 held=lambda param: HeldTensor(self._slot(param), TensorSlot(param), TensorSlot(param)),
                 before_step=lambda: self._settle(optimizer),
             )
