@@ -1,55 +1,102 @@
-"""Every optimizer under every strategy against one process: ``python -m benchmarks.optimizer_table [--rows ...]``.
+"""Every optimizer under every strategy against one process: ``python -m benchmarks.optimizer_table --found FILE``.
 
-Prints the table of docs/optimizers.md: the largest relative difference of losses, weights and optimizer state after
-four steps in fp64, with different data on every rank, learning rate schedules, accumulation and clipping.
+Trains with every set of hyperparameters of torch's own table of tests (needs ``expecttest``) and with optimizers of
+PyPI that are installed (transformers, pytorch-optimizer, schedulefree), in fp64, with different data on every rank,
+learning rate schedules, accumulation and clipping, and prints the table of docs/optimizers.md: how many sets an
+optimizer has, and the largest relative difference of losses, weights and optimizer state after four steps among them.
+The column "rounding alone" is one process that adds up the samples of each batch in another order.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import lightning_pardist  # noqa: F401
-from tests.helpers.optimizers import ALL
-from tests.helpers.ranks import run_ranks
+from tests.helpers.optimizer_families import families
+from tests.helpers.ranks import RankFailed, run_ranks
 from tests.integration import test_optimizers as cells
+
+#: Error, or what was said in place of training, of each set of hyperparameters.
+Column = dict[str, float | str]
+#: One process that adds up the samples of each batch in another order: where that alone makes a difference, no other
+#: order of sums, as ranks have it, can be told from a wrong one.
+ROUNDING = "rounding alone"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.optimizer_table")
-    parser.add_argument("--rows", nargs="+", default=list(cells.STRATEGIES), choices=list(cells.STRATEGIES))
-    parser.add_argument(
-        "--found", type=Path, help="JSON file of rows that are known and not run again; this run's are added"
-    )
+    rows = [ROUNDING, *cells.STRATEGIES]
+    parser.add_argument("--rows", nargs="+", default=rows, choices=rows)
+    parser.add_argument("--only", nargs="+", help="optimizers whose names begin like this")
+    parser.add_argument("--found", type=Path, required=True, help="JSON file of what is known; this run's is added")
+    parser.add_argument("--show", action="store_true", help="print the table of what is known, and run nothing")
     options = parser.parse_args()
-    known = options.found is not None and options.found.exists()
-    found: dict[str, dict[str, str]] = json.loads(options.found.read_text()) if known else {}
-    for row in options.rows:
-        if row in found:
-            continue
-        found[row] = {name: _cell(row, name) for name in ALL}
-        if options.found is not None:
-            options.found.write_text(json.dumps(found, indent=1))
-    print("| optimizer | " + " | ".join(found) + " |")
-    print("| --- |" + " --- |" * len(found))
-    for name in ALL:
-        print(f"| {name} | " + " | ".join(of_row[name] for of_row in found.values()) + " |")
+    found: dict[str, Column] = json.loads(options.found.read_text()) if options.found.exists() else {}
+    for row in () if options.show else options.rows:
+        known = found.setdefault(row, {})
+        for sets in families().values():
+            names = [name for name in sets if name not in known and _wanted(name, options.only)]
+            if names:
+                known.update(_measured(row, names))
+                options.found.write_text(json.dumps(found, indent=1))
+    _print(found)
 
 
-def _cell(row: str, name: str) -> str:
-    if (row, name) in cells.REFUSED:
-        return "refused"
+def _wanted(name: str, only: list[str] | None) -> bool:
+    return only is None or any(name.startswith(begin) for begin in only)
+
+
+def _measured(row: str, names: list[str]) -> Column:
+    found: Column = {}
+    trains = []
+    for name in names:
+        try:
+            cells.expected(name)
+            trains.append(name)
+        except Exception as error:
+            found[name] = f"does not train on one process: {type(error).__name__}: {error}"
+    if row == ROUNDING:
+        return found | {name: _largest_error(cells.rounded_otherwise(name), cells.expected(name)) for name in trains}
+    if not trains:
+        return found
     strategy, devices = cells.STRATEGIES[row]
-    first = run_ranks(devices, cells.column, strategy, devices, [name])[0][name]
-    wanted = cells.expected(name)
-    return f"{max(_error(first[part], wanted[part]) for part in ('losses', 'weights', 'optimizer')):.0e}"
+    try:
+        first = run_ranks(devices, column_or_refusals, strategy, devices, trains, timeout_s=300.0)[0]
+        wanted = cells.references(row, [name for name in trains if not isinstance(first[name], str)])
+    except RankFailed as error:
+        # One by one, to see which it is.
+        if len(trains) > 1:
+            return found | {key: value for name in trains for key, value in _measured(row, [name]).items()}
+        return found | {trains[0]: f"fails: {str(error)[-2000:]}"}
+    for name, got in first.items():
+        found[name] = got if isinstance(got, str) else _largest_error(got, wanted[name])
+    return found
+
+
+def column_or_refusals(strategy: Any, devices: int, names: list[str]) -> dict[str, Any]:
+    """What each optimizer comes to, or the sentence that it is refused by. Collective."""
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found |= cells.column(strategy, devices, [name])
+        except ValueError as error:
+            found[name] = f"refused: {error}"
+    return found
+
+
+def _largest_error(got: dict[str, Any], wanted: dict[str, Any]) -> float:
+    if not all(value.isfinite().all() for value in wanted["weights"].values()):
+        raise RuntimeError("An optimizer ends without numbers where it is compared with.")
+    return max(_error(got[part], wanted[part]) for part in ("losses", "weights", "optimizer"))
 
 
 def _error(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     if got.keys() != wanted.keys():
-        raise RuntimeError(f"{sorted(got)} in place of {sorted(wanted)}")
+        return math.inf
     return max(
         (
             (got[key].double() - want.double()).abs().max().item() / max(want.abs().max().item(), 1e-3)
@@ -58,6 +105,26 @@ def _error(got: dict[str, Any], wanted: dict[str, Any]) -> float:
         ),
         default=0.0,
     )
+
+
+def _print(found: dict[str, Column]) -> None:
+    print("| optimizer | sets | " + " | ".join(found) + " |")
+    print("| --- | --- |" + " --- |" * len(found))
+    said: dict[str, int] = {}
+    for family, sets in families().items():
+        of_rows = [[known[name] for name in sets if name in known] for known in found.values()]
+        if any(of_rows):
+            print(f"| {family} | {len(sets)} | " + " | ".join(_cell(values, said) for values in of_rows) + " |")
+    for text, number in said.items():
+        print(f"\n{number}. {text}")
+
+
+def _cell(values: list[float | str], said: dict[str, int]) -> str:
+    errors = [value for value in values if not isinstance(value, str)]
+    parts = [f"{max(errors):.0e}"] if errors else []
+    texts = [value for value in values if isinstance(value, str)]
+    parts += [f"[{said.setdefault(text, len(said) + 1)}] {texts.count(text)}" for text in dict.fromkeys(texts)]
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":
