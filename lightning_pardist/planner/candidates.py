@@ -34,6 +34,7 @@ NOT_PLANNED = {
     "pardist_dp": "its devices are threads of one process, and a plan runs one device",
     **dict.fromkeys(("pardist_ddp_bf16", "pardist_ddp_fp16", "pardist_ddp_powersgd"), _COMPRESSED),
     **dict.fromkeys(("pardist_zero2_offload", "pardist_zero3_offload", "pardist_zero3_nvme"), _OFFLOADED),
+    **dict.fromkeys(("pardist_ep", "pardist_ep_zero2"), "which tokens go to which rank's experts depends on values"),
     "pardist_auto": "it is chosen by a plan",
 }
 _LARGEST_TENSOR_GROUP = 8
