@@ -182,6 +182,11 @@ class RunContext:
         return self.mesh[axes[0]].get_local_rank() if axes else 0
 
     @property
+    def in_lockstep(self) -> bool:
+        """Whether every rank takes part in each step of the others."""
+        return all(axis.in_lockstep for axis in self.axes)
+
+    @property
     def model_axes(self) -> tuple[ParallelAxis, ...]:
         """Axes whose ranks hold different parts of the module."""
         return tuple(axis for axis in self.axes if axis.splits_module)
@@ -258,6 +263,7 @@ class ParallelAxis:
         creates_values: Whether a module built on ``meta`` gets its values from it.
         diverges: Whether its ranks train models of their own between two meetings, so that a checkpoint keeps the
             optimizers of each.
+        in_lockstep: Whether every rank takes part in each step of the others, so that they are never far apart.
         context: The run, shared with the other axes.
     """
 
@@ -268,6 +274,7 @@ class ParallelAxis:
     splits_batch: ClassVar[bool] = False
     creates_values: ClassVar[bool] = False
     diverges: ClassVar[bool] = False
+    in_lockstep: ClassVar[bool] = True
     context: RunContext
     #: Whether the module came without values to this run.
     _built_on_meta = False

@@ -4,7 +4,8 @@
 collective. So a handler only notes the signal. Before each step the first rank tells the others whether to stop before
 the next one, by a broadcast of one number that travels while the step computes; what other ranks were asked reaches the
 first rank through the watchdog's store. Lightning's own broadcast, for which every rank waits before every batch, and
-the one that it makes inside of its signal handler, are replaced.
+the one that it makes inside of its signal handler, are replaced. Ranks that are not in lockstep count their steps in
+the store in place of the broadcast.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from lightning_pardist.compat.lightning_loops import (
     restore,
     signal_connector,
 )
+from lightning_pardist.compat.process_groups import PrefixStore
 from lightning_pardist.runtime.environments.slurm import SLURMEnvironment
+from lightning_pardist.runtime.process_group import job_store
+from lightning_pardist.trainer.stop_agreement import StopAgreement
 
 #: Exit status of a job that wants to be started again (sysexits.h: EX_TEMPFAIL).
 AGAIN_STATUS = os.EX_TEMPFAIL
@@ -68,6 +72,7 @@ class PreemptionHandler:
         self._asked = _GO_ON
         self._answer: torch.Tensor | None = None
         self._work: Any = None
+        self._apart: StopAgreement | None = None
         self._early: dict[signal.Signals, Any] = {}
 
     def attach(self) -> None:
@@ -142,18 +147,27 @@ class PreemptionHandler:
 
     def _agreed(self) -> int:
         """What the first rank said before the last step; tells, on the first rank, what to do before the next one."""
+        watchdog = self._context.distributed.watchdog
+        asked = max(self._asked, watchdog.asked if watchdog is not None else _GO_ON)
         if self._context.dims.world_size == 1:
             return self._asked
+        if not self._context.in_lockstep:
+            return self._agreed_apart(asked)
         agreed = _GO_ON
         if self._work is not None and self._answer is not None:
             self._work.wait()
             agreed = int(self._answer.item())
-        watchdog = self._context.distributed.watchdog
-        asked = max(self._asked, watchdog.asked if watchdog is not None else _GO_ON)
         device = "cpu" if "gloo" in dist.get_backend_config() else self._context.device
         self._answer = torch.tensor(asked, dtype=torch.int32, device=device)
         self._work = dist.broadcast(self._answer, src=0, async_op=True)
         return agreed
+
+    def _agreed_apart(self, asked: int) -> int:
+        distributed = self._context.distributed
+        if self._apart is None:
+            store = PrefixStore(f"pardist/stop/{distributed.run}", job_store())
+            self._apart = StopAgreement(store, rank=distributed.global_rank, world_size=distributed.world_size)
+        return self._apart.before_step(asked)
 
     def _stop(self, asked: int) -> None:
         trainer, environment = self._trainer, self._environment
