@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_pardist.strategies.fsdp import FSDPStrategy
     from lightning_pardist.strategies.hybrid import HybridStrategy
     from lightning_pardist.strategies.local_sgd import LocalSGDStrategy
+    from lightning_pardist.strategies.parameter_server import ParameterServerStrategy
     from lightning_pardist.strategies.pipeline import PipelineStrategy
     from lightning_pardist.strategies.strategy import PardistStrategy
     from lightning_pardist.strategies.tensor import TensorParallelStrategy
@@ -52,6 +53,7 @@ _HOMES = {
     "GlobalBatchSize": "lightning_pardist.callbacks",
     "HybridStrategy": "lightning_pardist.strategies.hybrid",
     "LocalSGDStrategy": "lightning_pardist.strategies.local_sgd",
+    "ParameterServerStrategy": "lightning_pardist.strategies.parameter_server",
     "MPIEnvironment": "lightning_pardist.runtime.environments.mpi",
     "MicroBatch": "lightning_pardist.engines.pipeline",
     "ManualEnvironment": "lightning_pardist.runtime.environments.manual",
@@ -109,6 +111,7 @@ __all__ = [
     "ManualEnvironment",
     "MicroBatch",
     "ParallelDims",
+    "ParameterServerStrategy",
     "PardistCheckpointIO",
     "PardistStrategy",
     "PeerFailedError",

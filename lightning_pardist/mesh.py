@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from typing import Any, Literal
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, new_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_pardist.compat.dtensor import flatten_mesh
@@ -67,6 +68,7 @@ class JobMeshes:
     data: DeviceMesh
     shard: DeviceMesh
     _over: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
+    _messages: list[ProcessGroup] = field(default_factory=list)
 
     def over(self, axes: Sequence[str]) -> ProcessGroup:
         """The group of this rank over some axes together. Collective over the world, the first time.
@@ -82,6 +84,18 @@ class JobMeshes:
         if wide not in self._over:
             self._over[wide] = flatten_mesh(self.all[wide], "_".join(wide))
         return self._over[wide].get_group()
+
+    def messages(self, timeout: timedelta) -> ProcessGroup:
+        """A gloo group of all ranks, for messages between threads. Collective over the world, the first time.
+
+        Collectives of other groups cannot meet them; among themselves tags tell them apart.
+
+        Args:
+            timeout: For which a message that nobody waits for in another way may be on its way.
+        """
+        if not self._messages:
+            self._messages.append(new_group(backend="gloo", timeout=timeout))
+        return self._messages[0]
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Entry:
 _DDP, _ZERO, _FSDP = "ddp.DDPStrategy", "zero.ZeroStrategy", "fsdp.FSDPStrategy"
 _DP, _LOCAL_SGD = "data_parallel.DataParallelStrategy", "local_sgd.LocalSGDStrategy"
 _CONTEXT, _EXPERT = "context.ContextParallelStrategy", "expert.ExpertParallelStrategy"
+_SERVERS = "parameter_server.ParameterServerStrategy"
 _TENSOR, _PIPELINE, _HYBRID = "tensor.TensorParallelStrategy", "pipeline.PipelineStrategy", "hybrid.HybridStrategy"
 
 TABLE: tuple[Entry, ...] = (
@@ -127,6 +128,11 @@ TABLE: tuple[Entry, ...] = (
           {"sync_every": 100, "outer_lr": 0.7, "outer_momentum": 0.9}),
     Entry("pardist_auto", "planner.auto.AutoStrategy", "whatever is fastest and fits",
           "nobody has looked yet: it plans at the start of fit, and says which name to set"),
+    Entry("pardist_ps", _SERVERS, "batch; parameters and their updates over servers, which all ranks are",
+          "a parameter server is asked for: the numbers of pardist_ddp"),
+    Entry("pardist_ps_async", _SERVERS, "batch; parameters and their updates over servers, which all ranks are",
+          "ranks are of unequal speed, and other numbers than one process's are acceptable: nobody waits long",
+          {"max_staleness": 4}),
 )  # fmt: skip
 
 

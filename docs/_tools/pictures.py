@@ -306,6 +306,40 @@ def outer_streams() -> str:
     return picture.svg()
 
 
+def parameter_server() -> str:
+    """Two ranks that work and serve: who sends what when."""
+    picture = Canvas(680, 330, "Two ranks, each a worker and a server: what travels when, synchronous and asynchronous")
+    lines = {"worker 0": 60, "server 0": 90, "server 1": 120, "worker 1": 150}
+
+    def frame(top: int, title: str) -> None:
+        picture.text(10, top + 30, title, bold=True)
+        for name, y in lines.items():
+            picture.text(10, top + y + 4, name)
+            picture.arrow(76, top + y, 660, top + y)
+
+    frame(0, "synchronous: one update of the mean gradient a step")
+    for start in (90, 370):
+        for name in ("worker 0", "worker 1"):
+            picture.box(start, lines[name] - 10, 120, 20, _PARAMETERS, "step")
+        for name in ("server 0", "server 1"):
+            for source in ("worker 0", "worker 1"):
+                picture.arrow(start + 122, lines[source], start + 158, lines[name])
+                picture.arrow(start + 200, lines[name], start + 236, lines[source])
+            picture.box(start + 160, lines[name] - 10, 38, 20, _OPTIMIZER)
+    frame(150, "asynchronous: each worker's gradients are an update")
+    for worker, length, starts in (("worker 0", 70, (90, 240, 390)), ("worker 1", 180, (90, 350))):
+        for start in starts:
+            y = 150 + lines[worker]
+            picture.box(start, y - 10, length, 20, _PARAMETERS, "step")
+            for name in ("server 0", "server 1"):
+                at = start + length + 30
+                picture.box(at, 150 + lines[name] - 10, 18, 20, _OPTIMIZER)
+                picture.arrow(start + length + 2, y, at, 150 + lines[name])
+                picture.arrow(at + 20, 150 + lines[name], at + 46, y)
+    picture.text(560, 210, "waits: max_staleness")
+    return picture.svg()
+
+
 def data_parallel() -> str:
     """Two replicas in threads of one process."""
     picture = Canvas(640, 190, "Two replicas in threads of one process, and the optimizer on the first device")
@@ -340,6 +374,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "mesh.svg": mesh,
     "local_sgd.svg": local_sgd,
     "outer_streams.svg": outer_streams,
+    "parameter_server.svg": parameter_server,
     "data_parallel.svg": data_parallel,
 }
 

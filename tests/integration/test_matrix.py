@@ -30,6 +30,8 @@ STRATEGIES = {
     "zero3-2": ("pardist_zero3", 2),
     "zero3-4": ("pardist_zero3", 4),
     # Small modules: with the usual smallest unit all parameters would be the root's.
+    # An equal share of everything on each rank.
+    "ps-2": ("pardist_ps", 2),
     "fsdp-2": (functools.partial(FSDPStrategy, min_unit_size_mb=0), 2),
     "hsdp-4": (functools.partial(FSDPStrategy, min_unit_size_mb=0, data_shard_size=2), 4),
     "tp-2": ("pardist_tp", 2),
@@ -163,6 +165,7 @@ QUICK = {
     "dp-3": (),
     "zero1-2": ("adam", "accumulate", "clip_norm"),
     "zero2-2": ("sgd", "accumulate", "clip_norm", "float64"),
+    "ps-2": ("clip_norm",),
     "fsdp-2": ("adam", "accumulate", "sync_batchnorm"),
     "pp-2": ("sgd", "accumulate", "clip_norm"),
     "zero3-2": ("sgd", "adam", "accumulate", "clip_norm", "clip_value"),

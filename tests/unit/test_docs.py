@@ -33,6 +33,7 @@ STRATEGY_PAGES = {
     "hybrid.md": lightning_pardist.HybridStrategy,
     "local_sgd.md": lightning_pardist.LocalSGDStrategy,
     "auto.md": lightning_pardist.AutoStrategy,
+    "parameter_server.md": lightning_pardist.ParameterServerStrategy,
     "data_parallel.md": lightning_pardist.DataParallelStrategy,
 }
 #: What the Trainer gives a strategy, or a strategy gives its base.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,19 +74,21 @@ class Owners:
 
     Args:
         size: Number of ranks.
+        cost: Of a tensor with a shape, in arbitrary units.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, cost: Callable[[Sequence[int]], float] = update_cost) -> None:
         self.loads = [0.0] * size
+        self._cost = cost
         self._owner: dict[int, int] = {}
 
     def assign(self, shapes: Mapping[int, Sequence[int]]) -> None:
         """Give the tensors with new numbers away."""
-        new = sorted((n for n in shapes if n not in self._owner), key=lambda n: (-update_cost(shapes[n]), n))
+        new = sorted((n for n in shapes if n not in self._owner), key=lambda n: (-self._cost(shapes[n]), n))
         for number in new:
             rank = min(range(len(self.loads)), key=self.loads.__getitem__)
             self._owner[number] = rank
-            self.loads[rank] += max(update_cost(shapes[number]), 1.0)
+            self.loads[rank] += max(self._cost(shapes[number]), 1.0)
 
     def of(self, number: int) -> int | None:
         """The rank that updates a tensor; None if nobody of this group does."""

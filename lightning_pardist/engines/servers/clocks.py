@@ -1,0 +1,51 @@
+"""Clocks of workers, and how far apart they may come (stale synchronous parallel, Ho et al., NIPS 2013)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class WorkerClocks:
+    """Counts what each worker has contributed, and says who has to wait for the slowest. Not thread-safe by itself.
+
+    Args:
+        workers: Their ranks.
+        max_ahead: Updates that a worker may be ahead of the slowest, 1 or more; any number if None.
+    """
+
+    def __init__(self, workers: Iterable[int], max_ahead: int | None) -> None:
+        self.max_ahead = max_ahead
+        self._ticks = dict.fromkeys(workers, 0)
+        self._resting: set[int] = set()
+
+    def tick(self, worker: int) -> int:
+        """A worker has contributed once more; returns how far it is ahead of the slowest.
+
+        Raises:
+            RuntimeError: If that is further than allowed: it did not wait for its turn.
+        """
+        self._ticks[worker] += 1
+        ahead = self._ahead(worker)
+        if self.max_ahead is not None and ahead > self.max_ahead:
+            raise RuntimeError(
+                f"Worker {worker} is {ahead} updates ahead of the slowest; {self.max_ahead} are allowed."
+            )
+        return ahead
+
+    def may_go_on(self, worker: int) -> bool:
+        """Whether the worker's next contribution keeps the bound, whatever the others do meanwhile."""
+        return self.max_ahead is None or self._ahead(worker) + 1 <= self.max_ahead
+
+    def rest(self, worker: int) -> None:
+        """A worker waits for the others at a meeting, or is done: nobody waits for it."""
+        self._resting.add(worker)
+
+    def meet(self) -> None:
+        """All workers have met: they go on side by side."""
+        level = max(self._ticks.values(), default=0)
+        self._ticks = dict.fromkeys(self._ticks, level)
+        self._resting.clear()
+
+    def _ahead(self, worker: int) -> int:
+        others = (ticks for other, ticks in self._ticks.items() if other not in self._resting or other == worker)
+        return self._ticks[worker] - min(others)

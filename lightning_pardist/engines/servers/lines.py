@@ -1,0 +1,144 @@
+"""Connections of a server with the workers of other ranks: a thread for each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pardist.engines.servers.messages import Kind, Line, Message, Unpacked, pack_parts, unpack_parts
+from lightning_pardist.engines.servers.server import Changes, ParameterServer
+from lightning_pardist.engines.servers.share import Share
+
+
+class WorkerThreads:
+    """Answers the workers of other ranks, each in a thread of its own.
+
+    A worker has one request under way at a time, so that a server holds one message of each at most.
+
+    Args:
+        server: Who answers.
+        group: A gloo group for messages alone.
+        tags: Of requests and answers.
+    """
+
+    def __init__(self, server: ParameterServer, group: dist.ProcessGroup, tags: tuple[int, int]) -> None:
+        self._server = server
+        self._threads = [
+            threading.Thread(
+                target=self._serve,
+                args=(worker, Line(group, worker, tags[0]), Line(group, worker, tags[1])),
+                name=f"parameter-server-{worker}",
+                daemon=True,
+            )
+            for worker in server.workers
+            if worker != group.rank()
+        ]
+
+    def start(self) -> None:
+        """Begin to answer."""
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for all workers to leave; returns whether they have."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _serve(self, worker: int, requests: Line, answers: Line) -> None:
+        try:
+            while (message := requests.receive()).kind != Kind.LEAVE:
+                try:
+                    self._answer(worker, message, answers)
+                except Exception as error:
+                    self._server.fail(error)
+                    text = torch.frombuffer(bytearray(f"{type(error).__name__}: {error}".encode()), dtype=torch.uint8)
+                    answers.send(Message(Kind.FAILED, payload=text))
+            answers.flush()
+        except RuntimeError as error:
+            # The connection is gone, and with it the worker: its rank's end is the job's.
+            self._server.fail(error)
+        finally:
+            self._server.leave(worker)
+
+    def _answer(self, worker: int, message: Message, answers: Line) -> None:
+        server, index = self._server, message.optimizer
+        if message.kind == Kind.MEET:
+            server.meet(worker)
+            for number in range(len(server.shares)):
+                answers.send(Message(Kind.VALUES, number, payload=server.take_all(worker, number, _packed)))
+            return
+        staleness = 0
+        if message.kind == Kind.UPDATE:
+            numbers, grads = unpack_update(message.payload, server.shares[index])
+            staleness = server.update(worker, index, grads, numbers)
+        else:
+            server.tick(worker, index)
+        answers.send(Message(Kind.VALUES, index, (staleness,), server.take_turn(worker, index, _packed)))
+
+
+def _packed(changes: Changes) -> Tensor:
+    return pack_parts((), changes)
+
+
+def pack_update(numbers: Sequence[float], grads: Sequence[Tensor | None]) -> Tensor:
+    """A worker's gradients and settings as the bytes of a message."""
+    count = torch.tensor([len(numbers)])
+    return pack_parts([count, torch.tensor(numbers, dtype=torch.float64)], grads)
+
+
+def unpack_update(packed: Tensor | None, share: Share) -> tuple[list[float], list[Tensor | None]]:
+    """What :func:`pack_update` packed."""
+    found = Unpacked(packed)
+    count = int(found.take([1], torch.int64))
+    numbers: list[float] = found.take([count], torch.float64).tolist()
+    return numbers, unpack_parts(found, share.params)
+
+
+class RemoteServer:
+    """A server on another rank, as a worker sees it.
+
+    Args:
+        group: A gloo group for messages alone.
+        rank: The server's.
+        tags: Of requests and answers.
+        timeout_s: Bound on waiting for an answer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, tags: tuple[int, int], timeout_s: float) -> None:
+        self.rank = rank
+        self._requests, self._answers = Line(group, rank, tags[0]), Line(group, rank, tags[1])
+        self._timeout_s = timeout_s
+
+    def ask(self, message: Message) -> int:
+        """Begin to send a request; returns its bytes."""
+        return self._requests.send(message)
+
+    def answer(self, likes: Sequence[Tensor], write: Callable[[Changes], None]) -> tuple[int, int]:
+        """Wait for new values.
+
+        Args:
+            likes: The share's parameters.
+            write: Given what has changed.
+
+        Returns:
+            Staleness of the update that was asked for, and bytes received.
+
+        Raises:
+            RuntimeError: If the server is gone, or failed, with its reason.
+        """
+        message = self._answers.receive(self._timeout_s)
+        if message.kind == Kind.FAILED:
+            reason = b"" if message.payload is None else bytes(message.payload.tolist())
+            raise RuntimeError(f"The parameter server on rank {self.rank} failed: {reason.decode()}")
+        write(unpack_parts(Unpacked(message.payload), likes))
+        return message.numbers[0], 0 if message.payload is None else message.payload.numel()
+
+    def leave(self) -> None:
+        """No further request comes."""
+        self._requests.send(Message(Kind.LEAVE))
+        self._requests.flush()

@@ -1,0 +1,298 @@
+"""A worker: its optimizers send gradients to the servers in place of stepping, and get new values."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pardist.compat.optimizers import follow_schedulers, mark_step, post_hooks, pre_hooks
+from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.engines.common.owner_plan import Owners
+from lightning_pardist.engines.common.update_scope import ScopeSetting, find_scope
+from lightning_pardist.engines.common.whole_updates import HeldTensor, WholeUpdates
+from lightning_pardist.engines.servers.lines import RemoteServer, WorkerThreads, pack_update
+from lightning_pardist.engines.servers.messages import Kind, Message
+from lightning_pardist.engines.servers.server import Changes, ParameterServer
+from lightning_pardist.engines.servers.share import GroupNumbers, Share, write_changes
+from lightning_pardist.engines.servers.update_log import UpdateLog
+
+
+class ServedUpdates(WholeUpdates):
+    """An optimizer whose parameters are updated by servers, each of which has the state of its own.
+
+    Args:
+        optimizer: The user's; holds whole parameters on every rank.
+        group: All ranks.
+        num_servers: The first so many ranks serve.
+        setting: What an update depends on; found by a trial if ``"auto"``.
+
+    Raises:
+        ValueError: If the optimizer cannot be divided over servers.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, group: dist.ProcessGroup, num_servers: int, setting: ScopeSetting = "auto"
+    ) -> None:
+        found = find_scope(optimizer, form="flat", setting=setting)
+        super().__init__(optimizer, group=group, held=HeldTensor.as_it_is, found=found)
+        if found.scope == "joint":
+            raise ValueError(
+                f"{type(optimizer).__name__} {found.describe()}, and servers have a share of them each. Use pardist_ps"
+                " or pardist_ddp, or an optimizer such as AdamW or SGD."
+            )
+        owners = Owners(num_servers, cost=_elements_of)
+        owners.assign(self._shapes())
+        self.owners = [owners.of(number) or 0 for number in range(len(self._params()))]
+        self.loads = owners.loads
+        self._forget_others()
+
+    @override
+    def owns(self, number: int) -> bool:
+        """Whether this rank serves the parameter with this number."""
+        return self.owners[number] == self.rank
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The user's parameters, group by group."""
+        return self._params()
+
+    @override
+    def describe(self) -> str:
+        """How evenly parameters are spread."""
+        uneven = max(self.loads) * len(self.loads) / max(sum(self.loads), 1.0)
+        return (
+            f"{type(self.optimizer).__name__} {self.found.describe()}: by one of {len(self.loads)} servers, which has"
+            f" its state; the largest share is {uneven:.2f} times the mean"
+        )
+
+
+class Worker:
+    """One rank's part in training with parameter servers: a worker, and a server beside that where it is one.
+
+    Optimizers' ``step`` is replaced: gradients go to the servers, which update and send what has changed. A worker
+    sends ``Psi`` and gets as much in each step, less what its own server has; sparse gradients go as rows.
+
+    Args:
+        updates: Of every optimizer. They hold what has been loaded, alike on all ranks.
+        group: A gloo group for messages alone, over all ranks.
+        tags: Of requests and answers, of nobody else on this group.
+        max_staleness: Updates that a worker may be ahead of the slowest, 1 or more; any number if None.
+        timeout_s: Bound on every wait.
+        log_to: Folder for the order of updates; none is kept if None.
+
+    Attributes:
+        staleness: Of the latest update; None before the first.
+        sent_bytes: To servers on other ranks, so far.
+        received_bytes: From them.
+    """
+
+    def __init__(
+        self,
+        updates: Sequence[ServedUpdates],
+        *,
+        group: dist.ProcessGroup,
+        tags: tuple[int, int],
+        max_staleness: int | None,
+        timeout_s: float,
+        log_to: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.rank = group.rank()
+        self.staleness: int | None = None
+        self.sent_bytes = self.received_bytes = 0
+        self._updates = list(updates)
+        self._params = [each.params for each in updates]
+        self._numbers = [GroupNumbers(each.optimizer) for each in updates]
+        self._stepped: set[int] = set()
+        workers = range(group.size())
+        servers = sorted({owner for each in updates for owner in each.owners})
+        self.server: ParameterServer | None = None
+        self._threads: WorkerThreads | None = None
+        if self.rank in servers:
+            owners = [each.owners for each in updates]
+            self.server = ParameterServer(
+                [Share(each.optimizer, [owner == self.rank for owner in each.owners], each.found) for each in updates],
+                workers=workers,
+                max_staleness=max_staleness,
+                timeout_s=timeout_s,
+                own=self.rank,
+                log=UpdateLog(log_to, server=self.rank, owners=owners, workers=workers) if log_to is not None else None,
+            )
+            self._threads = WorkerThreads(self.server, group, tags)
+        self._remote = [RemoteServer(group, rank, tags, timeout_s) for rank in servers if rank != self.rank]
+        self._versions: dict[nn.Parameter, int] = {}
+        self._note_versions(range(len(updates)))
+
+    def start(self) -> None:
+        """Serve, and let optimizers send gradients from now on. Not collective."""
+        if self._threads is not None:
+            self._threads.start()
+        for index, each in enumerate(self._updates):
+            _replace_step(each.optimizer, lambda index=index: self.step(index))  # type: ignore[misc]
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, index: int) -> None:
+        """Send an optimizer's gradients, and wait for one's turn and new values.
+
+        Raises:
+            RuntimeError: If parameters were written to otherwise, or a server is gone or failed.
+            TimeoutError: If the slowest worker does not come on.
+        """
+        self._check(index)
+        self._stepped.add(index)
+        params = self._params[index]
+        if all(param.grad is None for param in params):
+            self._tick(index)
+            return
+        numbers = self._numbers[index].to_send()
+        for server in self._remote:
+            grads = [param.grad for param in self._of(index, server.rank)]
+            self.sent_bytes += server.ask(Message(Kind.UPDATE, index, payload=pack_update(numbers, grads)))
+        staleness = 0
+        if self.server is not None:
+            own = [None if p.grad is None else p.grad.detach().cpu() for p in self._of(index, self.rank)]
+            self.server.release()
+            staleness = self.server.update(self.rank, index, own, numbers)
+        self.staleness = max(staleness, self._take(index))
+
+    def complete(self, index: int) -> None:
+        """A step of an optimizer is over; one that was skipped (by a gradient scaler, say) is a turn all the same."""
+        if index not in self._stepped:
+            self._tick(index)
+        self._stepped.discard(index)
+
+    def _tick(self, index: int) -> None:
+        for server in self._remote:
+            self.sent_bytes += server.ask(Message(Kind.TICK, index))
+        if self.server is not None:
+            self.server.release()
+            self.server.tick(self.rank, index)
+        self._take(index)
+
+    def _take(self, index: int) -> int:
+        """Wait for new values of an optimizer's parameters; returns the largest staleness that a server saw."""
+        if self.server is not None:
+            self.server.take_turn(self.rank, index, self._writer(index, self.rank))
+        found = [self._answer(index, server) for server in self._remote]
+        self._note_versions([index])
+        return max(found, default=0)
+
+    def _answer(self, index: int, server: RemoteServer) -> int:
+        staleness, size = server.answer(self._of(index, server.rank), self._writer(index, server.rank))
+        self.received_bytes += size
+        return staleness
+
+    def _of(self, index: int, server: int) -> list[nn.Parameter]:
+        owners = self._updates[index].owners
+        return [param for param, owner in zip(self._params[index], owners, strict=True) if owner == server]
+
+    def _writer(self, index: int, server: int) -> Callable[[Changes], None]:
+        params = self._of(index, server)
+
+        def write(changes: Changes) -> None:
+            write_changes([param.detach() for param in params], changes)
+
+        return write
+
+    def _note_versions(self, indices: Sequence[int]) -> None:
+        self._versions.update({param: version_of(param) for index in indices for param in self._params[index]})
+
+    def _check(self, index: int) -> None:
+        """Refuse what servers would not know of."""
+        each = self._updates[index]
+        name = type(each.optimizer).__name__
+        if len(each.params) != len(self._params[index]):
+            raise RuntimeError(
+                f"{name} was given further parameters during training, which no server has. Give it all of them in"
+                " configure_optimizers; frozen ones may be thawed later."
+            )
+        if any(version_of(param) != self._versions[param] for param in self._params[index]):
+            raise RuntimeError(
+                f"A parameter of {name} was written to outside of its step. Servers have the parameters, and would"
+                " not know: change them by gradients, or use pardist_ddp."
+            )
+
+    # --- meetings and the end -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Wait for all workers; afterwards parameters are the servers', and optimizers show the state of this rank's.
+
+        Collective over all ranks. Updates go on when this rank calls :meth:`go_on`, or takes its next step.
+        """
+        for server in self._remote:
+            self.sent_bytes += server.ask(Message(Kind.MEET))
+        if self.server is not None:
+            self.server.meet(self.rank)
+        for index in range(len(self._updates)):
+            if self.server is not None:
+                self.server.take_all(self.rank, index, self._writer(index, self.rank))
+                share = self.server.shares[index]
+                share.publish()
+                self._numbers[index].publish(share.numbers.of_server())
+            for server in self._remote:
+                self._answer(index, server)
+        self._note_versions(range(len(self._updates)))
+
+    def go_on(self) -> None:
+        """Updates may be made again behind a meeting. Not collective."""
+        if self.server is not None:
+            self.server.release()
+
+    def histogram(self) -> Counter[int]:
+        """How many updates of this rank's server were how stale; empty where it is none."""
+        return Counter() if self.server is None else Counter(self.server.staleness)
+
+    def stop(self, timeout_s: float) -> None:
+        """Leave, and wait until all others have. Not collective: a rank that is gone is not waited for any longer."""
+        for each in self._updates:
+            each.optimizer.__dict__.pop("step", None)
+        if self.server is not None:
+            self.server.leave(self.rank)
+            self.server.release()
+        for server in self._remote:
+            try:
+                server.leave()
+            except RuntimeError:
+                # It is gone already.
+                continue
+        if self._threads is not None:
+            self._threads.join(timeout_s)
+        if self.server is not None:
+            self.server.close()
+
+
+def _replace_step(optimizer: Optimizer, send: Callable[[], None]) -> None:
+    """Let ``optimizer.step()`` run its closure and the hooks around a step, and ``send`` in place of the update."""
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if kwargs:
+            raise TypeError(f"{type(self).__name__}.step was given {', '.join(kwargs)}, which servers do not get.")
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for before in pre_hooks(self):
+            before(self, (), {})
+        send()
+        mark_step(self)
+        for after in post_hooks(self):
+            after(self, (), {})
+        return result
+
+    follow_schedulers(optimizer, step)
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def _elements_of(shape: Sequence[int]) -> float:
+    return float(torch.Size(shape).numel())

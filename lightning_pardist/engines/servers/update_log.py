@@ -1,0 +1,118 @@
+"""The order in which a server did what it did, as lines of JSON, from which one process can repeat it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+#: An update by a worker's gradients, a turn without any, and the moment at which a worker gets the newest values.
+Did = Literal["update", "tick", "pull"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that a server did.
+
+    Attributes:
+        did: What.
+        worker: For whom.
+        turn: The how manieth turn of the worker it belongs to, from 1; a meeting belongs to the turn before.
+        optimizer: Index of the optimizer.
+        ahead: Updates that the worker was ahead of the slowest.
+        staleness: Updates by others since the values that the gradients are of.
+        numbers: Settings of the optimizer's groups, as the worker's schedulers had left them.
+    """
+
+    did: Did
+    worker: int
+    turn: int
+    optimizer: int
+    ahead: int = 0
+    staleness: int = 0
+    numbers: tuple[float, ...] = ()
+
+
+class UpdateLog:
+    """Writes the entries of one server, in order. Not thread-safe by itself.
+
+    Args:
+        folder: Of the logs of all servers.
+        server: This one's rank.
+        owners: For each optimizer, the rank that holds each of its parameters.
+        workers: Ranks of the workers.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        server: int,
+        owners: Sequence[Sequence[int]],
+        workers: Sequence[int],
+    ) -> None:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = (path / f"server{server}.jsonl").open("w")
+        self._write({"server": server, "owners": [list(each) for each in owners], "workers": list(workers)})
+
+    def add(self, entry: Entry) -> None:
+        """Note what was done."""
+        self._write({name: value for name, value in asdict(entry).items() if value != ()})
+
+    def flush(self) -> None:
+        """Let everything so far be in the file."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """The run has ended."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _write(self, fields: dict[str, object]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(fields) + "\n")
+
+
+@dataclass(frozen=True)
+class ServerLog:
+    """What one server wrote.
+
+    Attributes:
+        server: Its rank.
+        owners: For each optimizer, the rank that holds each of its parameters.
+        workers: Ranks of the workers.
+        entries: In order.
+    """
+
+    server: int
+    owners: list[list[int]]
+    workers: list[int]
+    entries: list[Entry]
+
+
+def read_logs(folder: str | os.PathLike[str]) -> list[ServerLog]:
+    """The logs of all servers of a run.
+
+    Raises:
+        FileNotFoundError: If there are none.
+    """
+    paths = sorted(Path(folder).glob("server*.jsonl"))
+    if not paths:
+        raise FileNotFoundError(f"{os.fspath(folder)} has no server*.jsonl. Set update_log to a folder, and train.")
+    return [ServerLog(**_fields(path)) for path in paths]
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    head, *lines = (json.loads(line) for line in path.read_text().splitlines())
+    return {**head, "entries": list(_entries(lines))}
+
+
+def _entries(lines: Sequence[dict[str, Any]]) -> Iterator[Entry]:
+    for line in lines:
+        yield Entry(**{**line, "numbers": tuple(line.get("numbers", ()))})

@@ -1,0 +1,66 @@
+"""Parameter servers: ranks that hold shares of the parameters, and workers that send them gradients."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning_pardist.axes.base import ParallelAxis
+from lightning_pardist.axes.ddp import DDPAxis
+from lightning_pardist.axes.parameter_server import ParameterServerAxis
+from lightning_pardist.axes.zero import ZeroAxis
+from lightning_pardist.strategies.strategy import PardistStrategy
+
+
+class ParameterServerStrategy(PardistStrategy):
+    """Every rank works with its samples and serves a share of the parameters, optimizer state included.
+
+    Synchronous (``max_staleness=0``): gradients of all workers are averaged on the rank that serves the parameters,
+    which updates them and sends them to all. Where every rank serves that is ZeRO-2, by whose engine it runs: the
+    numbers of ``pardist_ddp``, ``2 Psi (N-1)/N`` sent per rank and step for ``Psi`` parameters on ``N`` ranks, and
+    ``Psi + 3 Psi/N`` held (fp32 Adam).
+
+    Asynchronous: each worker's gradients are an update of their own (Li et al., OSDI 2014), and a worker waits for
+    others only where it would be more than ``max_staleness`` updates ahead of the slowest (stale synchronous parallel,
+    Ho et al., NIPS 2013); with None never (as Hogwild does, Recht et al., NIPS 2011, though updates are whole). The
+    numbers are not those of one process with the same global batch: see ``update_log``. A worker sends ``Psi (N-1)/N``
+    and gets as much in each step.
+
+    Validation, checkpoints and the end of training are meetings: what is evaluated and saved is the servers'
+    parameters, with every worker's updates.
+
+    Args:
+        max_staleness: Updates that a worker may be ahead of the slowest; 0 for the synchronous form, None for any
+            number.
+        num_servers: The first so many ranks serve whole parameters, spread evenly by size; all ranks if None.
+        update_log: Folder in which servers write down the order of updates, from which
+            :func:`~lightning_pardist.engines.servers.replay.replay` repeats the run in one process.
+        bucket_size_mb: In the synchronous form, gradients and parameters travel in buckets of this many MiB.
+        **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
+
+    Raises:
+        ValueError: If a setting is out of range, or of the other form.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_staleness: int | None = 0,
+        num_servers: int | None = None,
+        update_log: str | os.PathLike[str] | None = None,
+        bucket_size_mb: float = 25.0,
+        **kwargs: Any,
+    ) -> None:
+        axes: list[ParallelAxis]
+        if max_staleness == 0:
+            for name, value in (("num_servers", num_servers), ("update_log", update_log)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name}={value!r} is of asynchronous servers: with max_staleness=0 every rank serves an equal"
+                        " share, and updates have one order. Leave it out, or set max_staleness to 1 or more, or None."
+                    )
+            axes = [ZeroAxis(zero_stage=2, bucket_size_mb=bucket_size_mb)]
+        else:
+            servers = ParameterServerAxis(max_staleness=max_staleness, num_servers=num_servers, update_log=update_log)
+            axes = [DDPAxis(bucket_size_mb=bucket_size_mb), servers]
+        super().__init__(axes=axes, **kwargs)

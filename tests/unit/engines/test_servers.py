@@ -1,0 +1,149 @@
+"""Parts of parameter servers in one process: clocks, messages, shares, and who waits for whom."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pardist.engines.common.update_scope import FoundScope
+from lightning_pardist.engines.servers import ParameterServer
+from lightning_pardist.engines.servers.clocks import WorkerClocks
+from lightning_pardist.engines.servers.messages import Unpacked, pack_parts, unpack_parts
+from lightning_pardist.engines.servers.share import GroupNumbers, Share, write_changes
+
+EACH = FoundScope("elementwise")
+
+
+def test_clocks_keep_the_bound():
+    clocks = WorkerClocks(range(3), 2)
+    assert [clocks.tick(0), clocks.tick(0)] == [1, 2]
+    assert not clocks.may_go_on(0)
+    clocks.tick(1)
+    assert not clocks.may_go_on(0)
+    clocks.rest(2)
+    assert clocks.may_go_on(0)
+    clocks.tick(0)
+    clocks.meet()
+    assert clocks.tick(2) == 1
+    assert clocks.tick(2) == 2
+    with pytest.raises(RuntimeError, match="3 updates ahead of the slowest; 2 are allowed"):
+        clocks.tick(2)
+
+
+def test_messages_keep_every_kind_of_part():
+    sparse = torch.sparse_coo_tensor([[4, 1, 4]], torch.ones(3, 2), (6, 2))
+    parts = [torch.randn(3, 5), None, sparse, torch.tensor(2.0, dtype=torch.bfloat16), torch.randn(0, 4)]
+    likes = [torch.empty(3, 5), torch.empty(7), torch.empty(6, 2), parts[3], parts[4]]
+    first = torch.tensor([1.0], dtype=torch.float64)
+    packed = Unpacked(pack_parts([first], parts))
+    assert torch.equal(packed.take([1], torch.float64), first)
+    for got, want in zip(unpack_parts(packed, likes), parts, strict=True):
+        if want is None:
+            assert got is None
+            continue
+        assert got.dtype == want.dtype
+        assert got.is_sparse == want.is_sparse
+        assert torch.equal(got.to_dense(), want.to_dense())
+
+
+def _share(optimizer):
+    return Share(optimizer, [True] * sum(len(group["params"]) for group in optimizer.param_groups), EACH)
+
+
+def test_workers_get_the_rows_that_changed():
+    table, bias = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2))
+    share = _share(torch.optim.SGD([table, bias], lr=1.0))
+    numbers = share.numbers.read()
+    share.update([torch.sparse_coo_tensor([[3]], torch.ones(1, 2), (8, 2)), None], numbers)
+    share.update([torch.sparse_coo_tensor([[5]], torch.ones(1, 2), (8, 2)), torch.ones(2)], numbers)
+    rows, whole = share.changes_since(0)
+    assert rows.indices().tolist() == [[3, 5]]
+    assert not whole.is_sparse
+    rows, _ = share.changes_since(1)
+    assert rows.indices().tolist() == [[5]]
+    assert share.changes_since(2) == [None, None]
+    write_changes([table.detach(), bias.detach()], share.changes_since(0))
+    assert torch.equal(table, share.params[0])
+    assert torch.equal(bias, share.params[1])
+
+
+def test_each_update_has_the_settings_of_its_worker():
+    def made():
+        return torch.optim.Adam([nn.Parameter(torch.zeros(2))], lr=0.1, betas=(0.9, 0.99))
+
+    first, second = GroupNumbers(one := made()), GroupNumbers(other := made())
+    server = GroupNumbers(theirs := made())
+    one.param_groups[0].update(lr=0.5, betas=(0.8, 0.99))
+    server.apply(first.to_send())
+    assert theirs.param_groups[0]["lr"] == 0.5
+    assert theirs.param_groups[0]["betas"] == (0.8, 0.99)
+    server.apply(second.to_send())
+    assert theirs.param_groups[0]["lr"] == 0.1
+    # What the optimizer itself has come to is shown, and does not come back as a worker's.
+    theirs.param_groups[0]["eps"] = 0.25
+    second.publish(server.of_server())
+    assert other.param_groups[0]["eps"] == 0.25
+    theirs.param_groups[0]["eps"] = 0.125
+    server.apply(second.to_send())
+    assert theirs.param_groups[0]["eps"] == 0.125
+    other.param_groups[0]["lr"] = 0.3
+    second.publish(server.of_server())
+    assert other.param_groups[0]["lr"] == 0.3
+
+
+def _server(max_staleness=1, timeout_s=5.0, own=None):
+    param = nn.Parameter(torch.zeros(2))
+    share = _share(torch.optim.SGD([param], lr=1.0))
+    return ParameterServer([share], workers=range(2), max_staleness=max_staleness, timeout_s=timeout_s, own=own)
+
+
+def _turn(server, worker):
+    staleness = server.update(worker, 0, [torch.ones(2)], server.shares[0].numbers.read())
+    server.take_turn(worker, 0, lambda changes: None)
+    return staleness
+
+
+def test_the_fast_worker_waits_for_the_slow_one_and_no_longer():
+    server = _server()
+    done = []
+    fast = threading.Thread(target=lambda: done.append([_turn(server, 0) for _ in range(3)]))
+    fast.start()
+    fast.join(0.2)
+    assert server.shares[0].version == 1
+    assert _turn(server, 1) == 1
+    fast.join(0.2)
+    assert server.shares[0].version == 3
+    # Nobody waits for who has left.
+    server.leave(1)
+    fast.join(5)
+    assert done == [[0, 0, 0]]
+    assert server.staleness == {0: 3, 1: 1}
+
+
+def test_every_wait_ends():
+    server = _server(timeout_s=0.1)
+    with pytest.raises(TimeoutError, match="the slowest worker in vain"):
+        _turn(server, 0)
+    with pytest.raises(TimeoutError, match="all workers at a meeting"):
+        server.meet(0)
+    server.fail(ValueError("the reason"))
+    with pytest.raises(RuntimeError, match="the reason"):
+        _turn(server, 1)
+
+
+def test_updates_wait_behind_a_meeting_until_the_rank_has_read():
+    server = _server(own=0)
+    meeting = threading.Thread(target=server.meet, args=(0,))
+    meeting.start()
+    assert _turn(server, 1) == 0
+    server.meet(1)
+    meeting.join(5)
+    numbers = server.shares[0].numbers.read()
+    late = threading.Thread(target=server.update, args=(1, 0, [torch.ones(2)], numbers))
+    late.start()
+    late.join(0.1)
+    assert server.shares[0].version == 1
+    server.release()
+    late.join(5)
+    assert server.shares[0].version == 2
