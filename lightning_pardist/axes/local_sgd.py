@@ -188,7 +188,9 @@ class LocalSGDAxis(ParallelAxis):
             meets = self._trainer.is_last_batch
         else:
             meets = isinstance(self.sync_every, int) and self._steps[optimizer] >= self.sync_every
-        if meets:
+        if meets and self._streams:
+            self._send_all(optimizer)
+        elif meets:
             self._meet(optimizer)
 
     @override
@@ -222,6 +224,18 @@ class LocalSGDAxis(ParallelAxis):
                 fragment.turn()
             if age == delay:
                 fragment.finish()
+
+    @torch.no_grad()
+    def _send_all(self, optimizer: Optimizer) -> None:
+        """Send every fragment and wait for it. Collective over the outer axis.
+
+        What rounding leaves behind is still to come in the next meeting in full precision, before a checkpoint, say.
+        """
+        self.context.before_collective()
+        self._average_the_rest(optimizer)
+        for fragment in self._fragments[optimizer]:
+            fragment.start()
+            fragment.finish()
 
     @torch.no_grad()
     def _average_the_rest(self, optimizer: Optimizer) -> None:

@@ -355,3 +355,31 @@ def test_what_is_refused(settings, said):
 def test_what_islands_of_a_hybrid_refuse(settings, said):
     with pytest.raises(ValueError, match=said):
         HybridStrategy(**settings)
+
+
+class LastBatch(pl.Callback):
+    """Weights behind the last step, in front of the meeting that ends training."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.weights = snapshot(pl_module)
+
+
+def _at_the_end_of_an_epoch():
+    found = []
+    for settings in (
+        {"sync_every": "epoch"},
+        {"sync_every": STEPS},
+        {"sync_every": "epoch", "outer_compression": None},
+    ):
+        module, last = _build("sgd"), LastBatch()
+        strategy = LocalSGDStrategy(**{"outer_compression": "int4", **settings})
+        trainer = quiet_trainer(strategy=strategy, devices=2, use_distributed_sampler=False, callbacks=[last])
+        trainer.fit(module, datamodule=Data(_dataset()))
+        found.append(last.weights)
+    return found
+
+
+def test_an_epochs_meeting_sends_few_bits():
+    for by_epoch, by_steps, whole in run_ranks(2, _at_the_end_of_an_epoch):
+        assert_close(by_epoch, by_steps, rtol=0.0)
+        assert not torch.equal(by_epoch["head.weight"], whole["head.weight"])
