@@ -325,7 +325,10 @@ def _is_array(value: Any) -> bool:
 
 def _narrow(tensor: torch.Tensor, dim: int, begin: int, end: int) -> torch.Tensor:
     if tensor.layout is torch.strided and not tensor.is_nested:
-        return tensor.narrow(dim, begin, end - begin)
+        part = tensor.narrow(dim, begin, end - begin)
+        plain = type(part) is torch.Tensor and not (part.requires_grad or part.is_inference())
+        # Views share a count of writes: autograd would take a write to one micro-batch for one to all of them.
+        return part.data if plain else part
     if tensor.layout is torch.sparse_coo:
         return tensor.index_select(dim, torch.arange(begin, end, device=tensor.device))
     raise ValueError(

@@ -188,3 +188,14 @@ def test_structures_survive() -> None:
     assert torch.equal(again[1]["n"].mean, normal.mean)
     assert again[1]["k"] == [None, 3]
     assert again[2].names == ["x"]
+
+
+def test_a_write_to_one_part_is_none_to_others():
+    tokens = torch.arange(8).view(4, 2)
+    first, second = (part.value for part in split_batch(tokens, 2))
+    table = nn.Embedding(8, 3)
+    found = table(first).sum()
+    # As models do that put padding in place of ignored labels.
+    second.masked_fill_(second == 5, 0)
+    found.backward()
+    assert tokens[2, 1] == 0
