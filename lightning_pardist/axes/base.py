@@ -303,6 +303,14 @@ class ParallelAxis:
             ValueError: With what was set, what was found and the fix.
         """
 
+    def why_not_compiled(self, whole_step: bool) -> str:
+        """Why modules cannot be compiled under this axis, as the end of a sentence; empty if they can.
+
+        Args:
+            whole_step: Whether all of a step is to be compiled, and not blocks one by one.
+        """
+        return ""
+
     # --- the module ---------------------------------------------------------------------------------------------
 
     @property

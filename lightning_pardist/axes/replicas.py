@@ -87,6 +87,13 @@ class ReplicaAxis(ParallelAxis):
             )
         refuse_renormalized(module, self.context.name)
 
+    @override
+    def why_not_compiled(self, whole_step: bool) -> str:
+        return (
+            "runs replicas of a module in threads of one process, and compiled code is bound to one of them."
+            " Use pardist_ddp"
+        )
+
     # --- the module ---------------------------------------------------------------------------------------------
 
     @override

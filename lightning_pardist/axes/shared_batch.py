@@ -38,6 +38,13 @@ class SharedBatchAxis(ParallelAxis):
         self.runtime: TensorRuntime | None = None
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
 
+    @override
+    def why_not_compiled(self, whole_step: bool) -> str:
+        return (
+            "computes on split tensors, whose operators are taken apart one by one in Python: a compiler would trace"
+            " through that. Leave compile out, or use pardist_zero3"
+        )
+
     # --- steps --------------------------------------------------------------------------------------------------
 
     @override

@@ -66,6 +66,10 @@ class UserParallelizedAxis(DataParallelAxis):
         self._gathered: AbstractContextManager[None] | None = None
 
     @override
+    def why_not_compiled(self, whole_step: bool) -> str:
+        return "takes a module as its configure_model has parallelized it. Compile it there"
+
+    @override
     def check(self, trainer: pl.Trainer) -> None:
         dims, module = self.context.dims, self.context.module
         if dims.pipeline_parallel > 1:

@@ -39,6 +39,7 @@ from lightning_pardist.compat.lightning_loops import lightning_optimizers, plain
 from lightning_pardist.engines.common import activation_checkpointing
 from lightning_pardist.engines.common.activation_checkpointing import Checkpointing
 from lightning_pardist.engines.common.allocator import keep_freed_memory
+from lightning_pardist.engines.common.compilation import Backend, Compile
 from lightning_pardist.engines.common.loss_setting import LossWeight, check_loss_weight
 from lightning_pardist.engines.common.memory import HeldBytes, held_bytes
 from lightning_pardist.engines.common.plain_encoders import PlainEncoders
@@ -66,6 +67,7 @@ from lightning_pardist.trainer import layer_sync
 from lightning_pardist.trainer.auto_resume import AutoResume, Resume
 from lightning_pardist.trainer.batch_ranks import show_batch_ranks
 from lightning_pardist.trainer.checkpoints import Checkpoints, Form
+from lightning_pardist.trainer.compiled_parts import CompiledParts
 from lightning_pardist.trainer.data_duties import DataParallelDuties
 from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
 from lightning_pardist.trainer.gradient_access import GradientAccess
@@ -125,6 +127,10 @@ class PardistStrategy(ParallelStrategy):
         activation_checkpointing: Names of classes of modules that keep their inputs only, and run their forward again
             in backward; ``"auto"`` for the model's repeated blocks. Results do not change, dropout and batch norm
             included.
+        compile: What ``torch.compile`` is applied to in ``fit``: ``"blocks"`` compiles the model's repeated blocks, one
+            class at a time, ``"step"`` all of ``training_step``; nothing if ``"auto"`` or None. Names in checkpoints
+            stay as they are. What is compiled again during training is reported by name.
+        compile_backend: By what: a name that ``torch.compile`` knows, or a function of a graph and its inputs.
         resume: Whether ``fit`` goes on from the newest checkpoint that this job has written: ``"auto"`` where the
             launcher says that it was started before (a SLURM requeue, a torchrun restart), ``"always"`` also where the
             same command is started anew with the same ``default_root_dir``, ``"never"`` not. It comes before
@@ -167,6 +173,8 @@ class PardistStrategy(ParallelStrategy):
         broadcast_buffers: bool = True,
         keep_freed_memory: bool = True,
         activation_checkpointing: Checkpointing | None = None,
+        compile: Compile | None = None,
+        compile_backend: Backend = "inductor",
         checkpoint: Form = "full",
         async_save: bool = False,
         resume: Resume = "auto",
@@ -201,6 +209,7 @@ class PardistStrategy(ParallelStrategy):
             loss_weight=check_loss_weight(loss_weight),
             update_scope=check_scope(update_scope),
         )
+        self.compiled = CompiledParts(compile, compile_backend, self.context)
         self._axes_as_set = tuple(sorted(axes, key=lambda axis: axis.order))
         self._user_parallelized = UserParallelizedAxis()
         for axis in (*self._axes_as_set, self._user_parallelized):
@@ -447,6 +456,9 @@ class PardistStrategy(ParallelStrategy):
             self.deepspeed.apply(trainer, replicas=self.dims.batch_size)
         for axis in self.axes:
             axis.check(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.compiled.check(trainer)
         self.checkpoints.check(trainer)
         self.accelerator.setup(trainer)
         shares = self.dims.context_parallel > 1 or any(axis.splits_module for axis in self.axes)
@@ -458,7 +470,6 @@ class PardistStrategy(ParallelStrategy):
             # Tensor and context ranks draw random numbers of their own: only a seeded sampler shuffles alike on all.
             shuffled = self.dims.size("context_parallel", "tensor_parallel") == 1
             self._changes.callback(keep_loaders(trainer, shuffled=shuffled))
-        fitting = trainer.state.fn == TrainerFn.FITTING
         self.data_duties.attach_first(trainer)
         verify_same_module(module, group=world_group())
         if fitting and self.dims.data_parallel * self.dims.tensor_parallel > 1:
@@ -478,6 +489,10 @@ class PardistStrategy(ParallelStrategy):
             axis.observe(trainer, module)
         for axis in self.context.model_axes:
             axis.transform(trainer, module)
+        if fitting:
+            # Below checkpointed activations: forward runs compiled again in backward.
+            self._changes.callback(self.compiled.undo)
+            self.compiled.compile_blocks(module)
         if fitting and self.activation_checkpointing is not None:
             self._changes.callback(activation_checkpointing.checkpoint_blocks(module, self.activation_checkpointing))
         for axis in self.axes:
@@ -501,6 +516,8 @@ class PardistStrategy(ParallelStrategy):
         if self.world_size > 1:
             allow_skipped_steps(trainer)
         self.data_duties.attach(trainer)
+        if fitting:
+            self.compiled.compile_step(module)
 
     @override
     def model_to_device(self) -> None:
@@ -799,6 +816,8 @@ class PardistStrategy(ParallelStrategy):
             f" ({held.parameters / 1e6:.1f} MB on this rank)"
         ]
         lines += [text for axis in self.axes if (text := axis.describe())]
+        if text := self.compiled.describe():
+            lines.append(text)
         for optimizer in self.context.optimizers:
             updates, found = updates_of(optimizer), known_scope(optimizer)
             if updates is not None:

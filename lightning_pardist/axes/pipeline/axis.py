@@ -222,6 +222,12 @@ class PipelineAxis(ParallelAxis):
         for placement in placements_of_copies(trainer, self.engine.placement):
             placement.free()
 
+    @override
+    def why_not_compiled(self, whole_step: bool) -> str:
+        if whole_step:
+            return "runs a step in pieces, between which stages send each other tensors. Use compile='blocks'"
+        return ""
+
     @property
     @override
     def boundaries(self) -> list[list[nn.Module]] | None:

@@ -55,8 +55,7 @@ def find_blocks(module: nn.Module, setting: Checkpointing) -> list[nn.Module]:
         ValueError: See :func:`apply`.
     """
     if setting == "auto":
-        units = find_fsdp_units(module, min_unit_bytes=1)
-        found = [unit.module for unit in units if unit.reason == "block" and any(True for _ in unit.module.children())]
+        found = repeated_blocks(module)
         if not found:
             raise ValueError(
                 f"activation_checkpointing='auto' found no repeated blocks in {type(module).__name__}. Name the classes"
@@ -73,6 +72,12 @@ def find_blocks(module: nn.Module, setting: Checkpointing) -> list[nn.Module]:
             " object itself. Override it in a class, or name other classes."
         )
     return outermost
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """Blocks of one class that follow each other and consist of several layers, whatever the class is called."""
+    units = find_fsdp_units(module, min_unit_bytes=1)
+    return [unit.module for unit in units if unit.reason == "block" and any(True for _ in unit.module.children())]
 
 
 class _Checkpointed:

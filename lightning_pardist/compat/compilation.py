@@ -1,0 +1,42 @@
+"""torch.compile: what a backend's name stands for, and what a user has compiled already."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_pardist.compat.contract import Private
+
+NAMES = (
+    Private("torch._dynamo.lookup_backend", "counting and timing what is compiled, and naming what is compiled again",
+            "pass the backend's name to torch.compile, and leave counting out"),
+    Private("torch._dynamo.OptimizedModule", "leaving modules that the user compiled as they are",
+            "hasattr(module, '_orig_mod')"),
+    Private("torch.nn.Module._compiled_call_impl", "leaving modules that the user compiled as they are",
+            "compile their blocks as well, which does no harm"),
+)  # fmt: skip
+
+
+def backend_of(name: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function that compiles a graph for given inputs. Imports the compiler, which takes seconds.
+
+    Raises:
+        ValueError: If there is no such backend, with those that there are.
+    """
+    import torch._dynamo
+
+    if isinstance(name, str) and name not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise ValueError(f"compile_backend={name!r} is unknown. Use {', '.join(known)}, or a function.")
+    found: Callable[..., Any] = torch._dynamo.lookup_backend(name)
+    return found
+
+
+def compiles_itself(module: nn.Module) -> bool:
+    """Whether the user has compiled this module, by ``torch.compile(module)`` or ``module.compile()``."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    compiler = sys.modules.get("torch._dynamo")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)

@@ -1,0 +1,181 @@
+"""Compiled blocks or steps, with what is compiled when and how long it takes.
+
+Blocks are compiled one class at a time (regional compilation): the blocks of a class share one function, whose code is
+compiled for the first of them and serves all. The class of a block gets a subclass of the same name whose ``forward``
+is compiled. So names in checkpoints stay, hooks on blocks run around compiled code (gathers of ``fully_shard`` among
+them), and a copy of a block is compiled too, with its own parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_pardist.compat.autograd import not_compiled
+from lightning_pardist.compat.compilation import backend_of, compiles_itself
+from lightning_pardist.engines.common.activation_checkpointing import repeated_blocks
+
+#: ``"blocks"``: repeated blocks; ``"step"``: all of ``training_step``; ``"auto"``: nothing.
+Compile = Literal["auto", "blocks", "step"]
+#: A name that torch knows, or a function of a graph and its inputs.
+Backend = str | Callable[..., Any]
+
+
+class Compilation:
+    """What of a module is compiled during a run.
+
+    Args:
+        setting: What to compile.
+        backend: By what.
+        report: Told of everything that is compiled again.
+    """
+
+    def __init__(self, setting: Compile, backend: Backend, *, report: Callable[[str], None]) -> None:
+        self.setting, self.backend = setting, backend
+        self.report = report
+        #: Graphs that were compiled, seconds that the backend took, and calls in which something was compiled again.
+        self.graphs, self.seconds, self.again = 0, 0.0, 0
+        self._run: Callable[..., Any] | None = None
+        self._seen: set[Hashable] = set()
+        self._classes: dict[type, type] = {}
+        self._names: dict[int, str] = {}
+        self._blocks: list[nn.Module] = []
+
+    def compile_blocks(self, module: nn.Module) -> None:
+        """Compile a module's repeated blocks, in place; nothing runs yet. Not collective.
+
+        Blocks that the user has compiled, or that lie inside of a module that is, are left as they are.
+
+        Raises:
+            ValueError: If there are no repeated blocks, the ``forward`` of one was replaced on the object itself, or
+                there is no such backend.
+        """
+        self._begin()
+        taken = {child for each in module.modules() if compiles_itself(each) for child in each.modules()}
+        # Some may be compiled already: a module that was left sharded by a run.
+        self._blocks = [b for b in repeated_blocks(module) if b not in taken and not isinstance(b, _Compiled)]
+        names = {child: name for name, child in module.named_modules()}
+        if not self._blocks and not any(isinstance(each, _Compiled) for each in module.modules()):
+            raise ValueError(
+                f"compile='blocks' found no repeated blocks in {type(module).__name__} that are not compiled already."
+                " Use compile='step', or leave it out."
+            )
+        if patched := [names[block] for block in self._blocks if "forward" in block.__dict__]:
+            raise ValueError(
+                f"compile='blocks' would compile {', '.join(patched)}, whose forward was replaced on the object itself."
+                " Override it in a class, or leave compile out."
+            )
+        self._names = {id(block): names[block] for block in self._blocks}
+        for block in self._blocks:
+            block.__class__ = self._subclass(type(block))
+
+    def compiled_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step function, compiled. What it logs breaks the graph, at that call.
+
+        Raises:
+            ValueError: If there is no such backend.
+        """
+        self._begin()
+        compiled = torch.compile(step, backend=self._compile)
+        name = getattr(step, "__name__", "training_step")
+
+        @functools.wraps(step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._noting(name, (name, torch.is_grad_enabled())), _logging_breaks(module):
+                return compiled(*args, **kwargs)
+
+        return run
+
+    def undo(self) -> None:
+        """Give blocks their own classes, but those that have become something else since."""
+        for block in self._blocks:
+            if type(block).__mro__[1] is _Compiled:
+                block.__class__ = type(block).__mro__[2]
+        self._blocks.clear()
+        self._names.clear()
+
+    def __str__(self) -> str:
+        what = "training_step" if self.setting == "step" else f"{len(self._blocks)} blocks"
+        name = self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "a function")
+        text = f"compile={self.setting!r}: {what} by {name}"
+        if self.graphs:
+            text += f", {self.graphs} graphs in {self.seconds:.1f} s"
+        return text + (f", compiled again in {self.again} calls" if self.again else "")
+
+    # --- what is compiled when ----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._run = backend_of(self.backend)
+        # One object: a bound method is another one each time, and code is compiled for each.
+        self._compile = self._compile_graph
+
+    def _compile_graph(self, graph: Any, inputs: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            if self._run is None:
+                raise RuntimeError("a backend is chosen when something is compiled")
+            return self._run(graph, inputs, **kwargs)
+        finally:
+            self.graphs += 1
+            self.seconds += time.perf_counter() - begin
+
+    @contextmanager
+    def _noting(self, name: str, key: Hashable) -> Iterator[None]:
+        before = self.graphs
+        yield
+        if self.graphs == before:
+            return
+        if key not in self._seen:
+            self._seen.add(key)
+            return
+        self.again += 1
+        self.report(
+            f"{name} was compiled again, which has now happened {self.again} times: something differs from the call"
+            " that it was compiled for, such as shapes, an attribute or a flag. TORCH_LOGS=recompiles says what."
+        )
+
+    def _subclass(self, cls: type) -> type:
+        """A class whose forward is compiled: blocks of one class stay of one class."""
+        if cls not in self._classes:
+            compiled = torch.compile(cls.forward, backend=self._compile)  # type: ignore[attr-defined]
+
+            @functools.wraps(cls.forward)  # type: ignore[attr-defined]
+            def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                key = (cls, torch.is_grad_enabled(), block.training)
+                with self._noting(self._names.get(id(block), cls.__name__), key):
+                    return compiled(block, *args, **kwargs)
+
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+            self._classes[cls] = type(cls.__name__, (_Compiled, cls), {**names, "forward": forward})
+        return self._classes[cls]
+
+
+class _Compiled:
+    """Goes in front of a block's class."""
+
+
+@contextmanager
+def _logging_breaks(module: nn.Module) -> Iterator[None]:
+    """The compiler calls what logs values, and does not look into it."""
+    before = {name: module.__dict__.get(name) for name in ("log", "log_dict")}
+    module.__dict__.update({name: _opaque(getattr(module, name)) for name in before if hasattr(module, name)})
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            if own is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = own
+
+
+#: Bound methods are equal, not the same: the compiler wants the same object each time.
+@functools.lru_cache(maxsize=64)
+def _opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    return not_compiled(function)

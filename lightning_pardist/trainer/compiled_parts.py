@@ -1,0 +1,106 @@
+"""The settings ``compile`` and ``compile_backend``: what of a module is compiled while it trains."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_pardist.axes.base import RunContext
+from lightning_pardist.compat.lightning_loops import is_compiled
+from lightning_pardist.engines.common.compilation import Backend, Compilation, Compile
+from lightning_pardist.settings import one_of
+from lightning_pardist.trainer.patch_stack import Patch
+
+
+class CompiledParts:
+    """Compiles blocks or the step for a run of ``fit``.
+
+    Args:
+        setting: What to compile.
+        backend: By what.
+        context: Of the run.
+
+    Raises:
+        ValueError: If the setting is unknown.
+    """
+
+    def __init__(self, setting: Compile | None, backend: Backend, context: RunContext) -> None:
+        if setting is not None:
+            one_of("compile", setting, get_args(Compile), or_else="None")
+        self.setting: Compile = setting or "auto"
+        self.backend = backend
+        self._context = context
+        self._compilation: Compilation | None = None
+        self._step: Patch | None = None
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Refuse what cannot be compiled, before the module is changed. Not collective.
+
+        Raises:
+            ValueError: With the reason, and what to do.
+        """
+        if self.setting == "auto":
+            return
+        module, whole_step = trainer.lightning_module, self.setting == "step"
+        for axis in self._context.axes:
+            if why := axis.why_not_compiled(whole_step):
+                raise ValueError(f"compile={self.setting!r} is not available under {self._context.name}, which {why}.")
+        if is_compiled(module):
+            raise ValueError(
+                f"compile={self.setting!r} is set, and {type(module).__name__} was compiled as a whole before it was"
+                " given to the Trainer. Leave one of them out."
+            )
+        if not whole_step:
+            return
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"compile='step': {type(module).__name__} optimizes by hand, so that backward passes and optimizer"
+                " steps are inside of the step. Use compile='blocks'."
+            )
+        weight = self._context.loss_weight
+        if weight in ("auto", "tokens") and self._context.dims.batch_size > 1:
+            raise ValueError(
+                f"compile='step' hides what a loss counts, and loss_weight={weight!r} reads it off the loss' graph to"
+                " weigh the ranks' losses. Use compile='blocks', or set loss_weight: 'samples' if all samples count"
+                " alike, 'sum', or a function of the batch."
+            )
+
+    def compile_blocks(self, module: pl.LightningModule) -> None:
+        """Compile blocks, if they are to be; their classes change. Not collective.
+
+        Raises:
+            ValueError: If there are none, or no such backend.
+        """
+        if self.setting == "blocks":
+            self._compilation = Compilation("blocks", self.backend, report=rank_zero_warn)
+            self._compilation.compile_blocks(module)
+
+    def compile_step(self, module: pl.LightningModule) -> None:
+        """Compile the training step, if it is to be, when nobody tries it any more. Not collective.
+
+        Raises:
+            ValueError: If there is no such backend.
+        """
+        if self.setting == "step":
+            self._compilation = Compilation("step", self.backend, report=rank_zero_warn)
+            compiled = self._compilation.compiled_step(module, module.training_step)
+            self._step = Patch(module, "training_step", compiled)
+            self._step.attach()
+
+    def describe(self) -> str:
+        """What is compiled, in a line for the log; empty if nothing is."""
+        return "" if self._compilation is None else str(self._compilation)
+
+    def undo(self) -> None:
+        """Say what was compiled, and leave the module as it was. Not collective."""
+        compilation, self._compilation = self._compilation, None
+        if compilation is None:
+            return
+        if compilation.graphs:
+            rank_zero_info(str(compilation))
+        if self._step is not None:
+            self._step.detach()
+            self._step = None
+        compilation.undo()
