@@ -79,6 +79,8 @@ class DeepSpeedConfig:
             raise ValueError(f"zero_optimization.stage={stage} is unknown. Use 0, 1, 2 or 3.")
         precision, loss_scale = _precision(reader, stage)
         strategy = _strategy(zero, stage, half=precision == "bf16-true")
+        if stage:
+            strategy |= _few_bits(zero, scaled=precision == "16-mixed")
         clip = reader.number("gradient_clipping")
         accumulate = reader.integer("gradient_accumulation_steps", least=1)
         micro = reader.integer("train_micro_batch_size_per_gpu", least=1)
@@ -205,6 +207,16 @@ class _Reader:
             if name not in self._read and value != "auto" and (name not in _ALWAYS or value != _ALWAYS[name])
         ]
         return own + [name for section in self._sections for name in section.rest()]
+
+
+def _few_bits(zero: _Reader, *, scaled: bool) -> dict[str, Any]:
+    """Traffic in few bits (ZeRO++); what is left of gradients cannot be kept where their scale changes."""
+    found: dict[str, Any] = {}
+    if zero.switch("zero_quantized_weights"):
+        found["gather"] = "int8"
+    if zero.switch("zero_quantized_gradients"):
+        found |= {"reduce": "int8", "error_feedback": not scaled}
+    return found
 
 
 def _loaded(config: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:

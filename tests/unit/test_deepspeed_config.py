@@ -94,6 +94,14 @@ def test_what_has_no_counterpart_is_listed_once():
             ZeroStrategy,
             lambda s: s.axis(ZeroAxis).offload.offload == "/tmp/state",
         ),
+        (
+            {
+                "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True},
+                "fp16": {"enabled": True},
+            },
+            FSDPStrategy,
+            lambda s: vars(s.axis(FSDPAxis).codes) == {"gather": "int8", "reduce": "int8", "error_feedback": False},
+        ),
         ({"bf16": {"enabled": True}}, DDPStrategy, lambda s: s.precision_plugin.precision == "bf16-mixed"),
     ],
 )
