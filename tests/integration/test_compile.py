@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,6 +68,15 @@ class Blocks(Base):
         self.log("val_loss", F.mse_loss(self(x), y))
 
 
+class Compiled(Callback):
+    """What the strategy says of compiled code when training has ended."""
+
+    text = ""
+
+    def on_train_end(self, trainer, pl_module):
+        self.text = trainer.strategy.describe()
+
+
 def _data(count):
     generator = torch.Generator().manual_seed(2)
     return TensorDataset(torch.randn(count, 6, generator=generator), torch.randn(count, 1, generator=generator))
@@ -82,7 +91,7 @@ def _fit(strategy, folder, **settings):
         strategy=strategy(**settings),
         devices=torch.distributed.get_world_size(),
         use_distributed_sampler=False,
-        callbacks=[saved],
+        callbacks=[saved, compiled := Compiled()],
         enable_checkpointing=True,
     )
     trainer.fit(module, datamodule=Data(_data(BATCH * STEPS)))
@@ -90,6 +99,7 @@ def _fit(strategy, folder, **settings):
     logged = {name: value.clone() for name, value in trainer.callback_metrics.items()}
     trainer.validate(module, DataLoader(_data(8), batch_size=2), verbose=False)
     logged |= {name: value.clone() for name, value in trainer.callback_metrics.items()}
+    assert (" graphs in " in compiled.text) == ("compile" in settings), compiled.text
     assert {type(block) for block in module.blocks} == {Block}
     assert "training_step" not in module.__dict__
     return snapshot(module), state, logged

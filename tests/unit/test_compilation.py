@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_pardist.engines.common import activation_checkpointing
 from lightning_pardist.engines.common.compilation import Compilation
+from lightning_pardist.engines.common.eager_runs import eagerly
 from tests.helpers.parity import assert_close
 
 
@@ -97,6 +98,22 @@ def test_hooks_and_checkpointed_activations_run_around_compiled_code():
     undo()
     compilation.undo()
     assert {type(part) for part in module.parts} == {Inner}
+
+
+def test_activations_of_an_eager_run_are_computed_again_eagerly():
+    module, reference = Outer(), Outer()
+    compilation, _ = _compiled(module)
+    activation_checkpointing.checkpoint_blocks(module, "auto")
+    torch.compiler.reset()
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(3))
+    with eagerly():
+        loss = module(x).pow(2).mean()
+    loss.backward()
+    assert compilation.graphs == 0
+    found = {"loss": loss.detach()} | {name: param.grad for name, param in module.named_parameters()}
+    assert_close(found, _run(reference))
+    assert_close(_run(module), _run(reference))
+    assert compilation.graphs > 0
 
 
 def test_what_users_compiled_is_left_as_it_is():

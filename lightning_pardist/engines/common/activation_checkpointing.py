@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_pardist.engines.common.eager_runs import eagerly, is_eager
 from lightning_pardist.engines.fsdp.fsdp_units import chosen_by_name, find_fsdp_units
 
 #: ``"auto"``: repeated blocks that consist of several layers. Otherwise names of classes.
@@ -102,7 +103,14 @@ def _checkpointed(cls: type) -> type:
 
 
 def _contexts(block: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return contextlib.nullcontext(), _statistics_stay(block)
+    return contextlib.nullcontext(), _again(block, eager=is_eager())
+
+
+@contextlib.contextmanager
+def _again(block: nn.Module, *, eager: bool) -> Iterator[None]:
+    """The second forward is the first one's code: compiled and eager code save different tensors for backward."""
+    with eagerly(eager), _statistics_stay(block):
+        yield
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.dtensor import flatten_mesh
 from lightning_pardist.compat.process_groups import timeout_of
+from lightning_pardist.engines.common.eager_runs import eagerly
 from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
 from lightning_pardist.engines.fsdp.backward import BackwardRuntime, ShardedUnit
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
@@ -218,9 +218,7 @@ class FullySharded:
         seen = f"{name}, grad={torch.is_grad_enabled()}"
         if self._watch == "always" or (self._watch == "first" and seen not in self._watched):
             # A mode would be traced into compiled blocks: the run that looks is an eager one.
-            compiled = "torch._dynamo" in sys.modules
-            eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
-            with eager, DirectUse(self._units, self._keep, self._runtime.tiled) as uses:
+            with eagerly(), DirectUse(self._units, self._keep, self._runtime.tiled) as uses:
                 yield
             for units in uses.together:
                 self._changed_together |= units
