@@ -224,9 +224,10 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def why_not_compiled(self, whole_step: bool) -> str:
-        if whole_step:
-            return "runs a step in pieces, between which stages send each other tensors. Use compile='blocks'"
-        return ""
+        return (
+            "runs a step in pieces on each stage, with tensors without values in the place of what others compute:"
+            " torch compiles nothing there. Leave compile out, or use pardist_zero3"
+        )
 
     @property
     @override
