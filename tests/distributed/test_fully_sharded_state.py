@@ -17,6 +17,7 @@ from lightning_pardist.engines.fsdp.full_state import (
 from tests.distributed import sharded_modules as zoo
 from tests.distributed.test_fully_sharded import OPTIMIZERS, close, make_mesh, parity, whole
 from tests.helpers.ranks import run_ranks
+from tests.helpers.wire import loopback_bytes
 
 
 def train(engine, optimizer, steps, seed):
@@ -164,12 +165,6 @@ class Wide(zoo.Step):
         return x
 
 
-def _loopback_bytes():
-    with open("/proc/net/dev") as table:
-        line = next(line for line in table if line.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[8])
-
-
 def _traffic():
     torch.manual_seed(0)
     model = Wide()
@@ -187,16 +182,17 @@ def _traffic():
     step()
     step()
     dist.barrier()
-    before = _loopback_bytes()
+    before = loopback_bytes()
     for _ in range(4):
         step()
     dist.barrier()
-    sent = (_loopback_bytes() - before) / 4
+    sent = (loopback_bytes() - before) / 4
     engine.run(model.training_step, (x, y)).backward()
     held = engine.held_bytes([optimizer])
     return sent / 4 / total, {key: value / 4 / total for key, value in held.items()}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("size", [2, 4])
 def test_sent_and_held_bytes_are_those_of_the_table(size):
     results = run_ranks(size, _traffic)

@@ -81,6 +81,7 @@ def _one_step():
     return sent[-1] / 4 / elements, packed.item(), state / elements, size
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_sent_and_state_held(ranks):
     results = run_ranks(ranks, _one_step)

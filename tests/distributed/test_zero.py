@@ -55,6 +55,7 @@ def _table(stage):
     return sent, held.parameters / psi, held.gradients / psi, held.optimizer / psi
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world", [2, 4])
 def test_bytes_sent_and_held_are_those_of_the_table(world):
     for stage, gradients, optimizer in ((0, 1, 2), (1, 1, 2 / world), (2, 1 / world, 2 / world)):

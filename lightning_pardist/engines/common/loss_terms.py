@@ -249,6 +249,11 @@ class _Walk:
             verb = "divided" if kind == "Div" else "multiplied"
             return [at.below(of_batch[0], nonlinear=f"results of the batch are {verb}")]
         other = saved(at.node, "other")
+        if kind == "Mul" and len(inputs) == 1 and self.batch_dim(of_batch[0]) == _REDUCED:
+            factor = other if sides[0] is of_batch[0] else saved(at.node, "self")
+            if isinstance(factor, Tensor) and factor.numel() > 1:
+                what = f"what is reduced over samples is multiplied by a tensor of shape {list(factor.shape)}"
+                return [at.below(of_batch[0], nonlinear=f"{what}, as loads of experts are")]
         if kind == "Div" and sides[0] is of_batch[0]:
             return [at.below(of_batch[0], divisor=other if len(inputs) == 1 else None)]
         if kind == "Div":

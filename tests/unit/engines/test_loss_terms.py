@@ -105,6 +105,8 @@ def test_nothing_counts():
         lambda: samples().mean() * tokens().mean(),
         lambda: samples().mean(0).pow(2).sum(),
         lambda: samples().std(0).mean(),
+        # The loss that balances loads of experts, of Switch Transformers.
+        lambda: (samples().softmax(1).mean(0) * samples().detach().softmax(1).mean(0)).sum(),
     ],
 )
 def test_what_is_more_than_the_sum_of_its_parts_is_named(make):
