@@ -335,7 +335,8 @@ class FSDPAxis(DataParallelAxis):
     @override
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Whole tensors in the first rank's host memory, their names alone on the others. Collective."""
-        return state if self._sharded is None else OrderedDict(full_state(self._sharded.module, self._sharded.writer))
+        sharded = self._sharded
+        return state if sharded is None else OrderedDict(full_state(sharded.module, sharded.writer, sharded.shards()))
 
     @override
     def whole_values(self, tree: Any) -> Any:
@@ -355,7 +356,8 @@ class FSDPAxis(DataParallelAxis):
         if self._sharded is None or self._sharded.module is not module:
             super().load_module_state(module, state, strict=strict)
         else:
-            load_full_state(module, state, strict=strict)
+            load_full_state(module, state, strict=strict, shards=self._sharded.shards())
+            self._sharded.refresh()
 
     # --- for people, and the end --------------------------------------------------------------------------------
 

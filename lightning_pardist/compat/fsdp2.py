@@ -85,6 +85,7 @@ NAMES = (
     Private(f"{_PARAM}.offload_to_cpu", "reductions that are deferred", _READ),
     Private(f"{_PARAM}._module_info", _UNDO, _READ),
     Private(f"{_PARAM}._post_load_hook_handle", _UNDO, _READ),
+    Private(f"{_PARAM}.reset_sharded_param", "loading a state dict into shards", _READ),
     Private("torch.distributed._composable.contract.STATE_KEY", _UNDO, _READ),
     Private("torch.distributed._composable.contract.REGISTRY_KEY", _UNDO, _READ),
     Private("torch.distributed._composable_state._module_state_mapping", _UNDO, _READ),
@@ -246,6 +247,10 @@ class ParameterGroup:
         self.drop_pending_gather()
         self._private._to_sharded()
 
+    def show_shards(self) -> None:
+        """Put the shards into the module; a gather under way goes on. Not collective."""
+        self._private._to_sharded()
+
     def abandon(self) -> None:
         """As :meth:`free` after a failure: waits for nobody, and forgets whatever was in flight. Not collective."""
         self._private._all_gather_result = None
@@ -356,6 +361,28 @@ class ParameterGroup:
             register_post_backward, group._register_post_backward_hook
         )
 
+    def wrap_state_hooks(self, settle: Callable[[], None], fit: Callable[[torch.Tensor, Any, bool], Any]) -> None:
+        """Let functions take the place of torch's own hooks on state dicts, which free gathered parameters.
+
+        Args:
+            settle: Called before a module's state is read or loaded.
+            fit: ``(parameter, value, whole) -> value``, what to copy into a parameter, which is gathered now or not.
+        """
+        group = self._private
+        # Closures, which copies of a module share; bound methods would be copied with all that they hold.
+        before_save, before_load = _state_hooks(self, settle, fit)
+        for handle in self.hook_handles():
+            handle.remove()
+        # torch registers its own in the first forward, and none where there are some.
+        for module in {parameter._module_info.module for parameter in group.fsdp_params}:
+            saving, loading = module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook
+            group._module_to_pre_save_state_dict_hook_handle[module] = saving(before_save)
+            group._module_to_pre_load_state_dict_hook_handle[module] = loading(before_load)
+        for parameter in group.fsdp_params:
+            owner = parameter._module_info.module
+            hook = _after_load(self, parameter)
+            parameter._post_load_hook_handle = owner.register_load_state_dict_post_hook(hook)
+
     def hook_handles(self) -> Iterator[Any]:
         """Handles of the group's hooks on modules."""
         yield from self._private._module_to_pre_save_state_dict_hook_handle.values()
@@ -378,6 +405,32 @@ class ParameterGroup:
             ]
             for module, name in places:
                 module.register_parameter(name, restored)
+
+
+def _state_hooks(
+    group: ParameterGroup, settle: Callable[[], None], fit: Callable[[torch.Tensor, Any, bool], Any]
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    def before_save(*unused: Any) -> None:
+        settle()
+
+    def before_load(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+        settle()
+        own = {id(held) for p in group.parameters for held in (p.sharded, p.unsharded)}
+        for name, parameter in module.named_parameters(recurse=False):
+            key = prefix + name
+            if id(parameter) in own and isinstance(state.get(key), torch.Tensor):
+                state[key] = fit(parameter, state[key], group.is_unsharded)
+
+    return before_save, before_load
+
+
+def _after_load(group: ParameterGroup, parameter: Any) -> Callable[..., None]:
+    def after_load(*unused: Any) -> None:
+        # With assign=True the shard may be another tensor, perhaps without torch's padding.
+        if not group.is_unsharded:
+            parameter.reset_sharded_param()
+
+    return after_load
 
 
 class ModuleState:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.compat.autograd import not_compiled
@@ -19,9 +20,10 @@ from lightning_pardist.engines.common.settable_parameter import changes_of
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, REDUCE, CollectiveSequencer
 from lightning_pardist.engines.fsdp.comm import PendingReduction, UnitAllGather, UnitCodes, UnitReduceScatter
 from lightning_pardist.engines.fsdp.fsdp_units import Unit
+from lightning_pardist.engines.fsdp.full_state import whole_over_data
 from lightning_pardist.engines.fsdp.outputs import before_backward, shares_memory
 from lightning_pardist.engines.fsdp.tiling import TiledLinear
-from lightning_pardist.local_tensors import local_part, own_part, set_own_part
+from lightning_pardist.local_tensors import local_part, own_part, set_own_part, sharded_axes, wrapped_like
 
 
 class ShardedUnit:
@@ -229,6 +231,7 @@ class BackwardRuntime:
                 post_backward=functools.partial(self._post_backward, unit, group),
                 register_post_backward=functools.partial(self._count_call, unit),
             )
+            group.wrap_state_hooks(functools.partial(self._before_state, unit, group), self._fitting)
             unit.module.set_custom_all_gather(
                 # The base class of torch's is not public.
                 UnitAllGather(  # type: ignore[arg-type]
@@ -252,6 +255,29 @@ class BackwardRuntime:
     def _announce_gather(self, unit: ShardedUnit) -> None:
         unit.note_gather()
         self.sequencer.before(GATHER, unit.index)
+
+    def _before_state(self, unit: ShardedUnit, group: ParameterGroup) -> None:
+        """A state dict of the module is read or loaded: of shards between steps, of what there is inside of one."""
+        if not self.inside:
+            unit.keep_changes()
+            group.show_shards()
+
+    def _fitting(self, parameter: torch.Tensor, value: torch.Tensor, whole: bool) -> torch.Tensor:
+        """A value of a state dict, whole or sharded as the parameter that it is loaded into.
+
+        Collective over the mesh if the value is sharded and the parameter whole.
+        """
+        if value.shape != parameter.shape:
+            return value
+        if whole:
+            if isinstance(value, DTensor) and sharded_axes(value):
+                if self.sequencer.active:
+                    self.sequencer.wait_for_all()
+                return whole_over_data(value)
+            return value
+        if isinstance(parameter, DTensor) and not (isinstance(value, DTensor) and sharded_axes(value)):
+            return wrapped_like(local_part(value.detach(), parameter), parameter)
+        return value
 
     def _replicated_arrived(self, name: str) -> None:
         self.replicated_used.add(name)

@@ -90,18 +90,22 @@ def _padded(value: DTensor, dim: int, size: int) -> torch.Tensor:
     return padded
 
 
-def full_state(module: nn.Module, writer: int = 0) -> Iterator[tuple[str, Any]]:
+def full_state(
+    module: nn.Module, writer: int = 0, shards: Mapping[int, torch.Tensor] | None = None
+) -> Iterator[tuple[str, Any]]:
     """Parameters and persistent buffers, whole, one after the other. Collective; every rank must exhaust it.
 
     Args:
         module: A sharded module.
         writer: Global rank that gets the tensors.
+        shards: By the ``id`` of parameters that are gathered (inside of a step) what they are gathered from, which may
+            have more digits.
 
     Yields:
         Name, and the whole tensor on the writer's host; ``None`` in its place elsewhere. Names of one tied parameter
         follow each other and share the tensor.
     """
-    state = module.state_dict(keep_vars=True)
+    state = _with_shards(module, shards)
     names: dict[int, list[str]] = {}
     for name, value in state.items():
         names.setdefault(id(value), []).append(name)
@@ -118,18 +122,30 @@ def full_state(module: nn.Module, writer: int = 0) -> Iterator[tuple[str, Any]]:
             yield name, whole
 
 
-def load_full_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+def _with_shards(module: nn.Module, shards: Mapping[int, torch.Tensor] | None) -> dict[str, Any]:
+    state = module.state_dict(keep_vars=True)
+    return {name: (shards or {}).get(id(value), value) for name, value in state.items()}
+
+
+def load_full_state(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    shards: Mapping[int, torch.Tensor] | None = None,
+) -> None:
     """Fill the shards from whole tensors. Not collective: every rank reads its own part of the same file.
 
     Args:
         module: A sharded module.
         state: Name -> whole tensor, memory-mapped if large.
         strict: Refuse names that are missing or unexpected.
+        shards: As for :func:`full_state`; what is gathered has to be gathered again.
 
     Raises:
         RuntimeError: If a shape differs, or names do under ``strict``; nothing has been changed then.
     """
-    own = module.state_dict(keep_vars=True)
+    own = _with_shards(module, shards)
     common = common_names(module, own, state, strict=strict)
     for name in common:
         if isinstance(own[name], torch.Tensor) and own[name].shape != state[name].shape:

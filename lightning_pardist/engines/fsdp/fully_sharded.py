@@ -281,6 +281,12 @@ class FullySharded:
         for unit in self._units:
             unit.keep_changes()
 
+    def shards(self) -> dict[int, Any]:
+        """The shards, by the ``id`` of what the module has in their places while they are gathered. Local."""
+        self.keep_changes()
+        parameters = (parameter for unit in self._units for group in unit.groups for parameter in group.parameters)
+        return {id(each.unsharded): each.sharded for each in parameters if each.unsharded is not None}
+
     def refresh(self) -> None:
         """Call after an optimizer step inside :meth:`run` (manual optimization): gathers the new values. Collective."""
         for unit in self._units:
