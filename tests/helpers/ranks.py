@@ -27,6 +27,9 @@ from torch.distributed import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DEFAULT_TIMEOUT_S = 120.0
+#: Threads of a rank from which on its pool is not used again: gloo has three for each group, which stay with the meshes
+#: that runs keep, and one of them wakes a hundred times a second.
+_CROWDED = 60
 
 _pools: dict[int, RankPool] = {}
 
@@ -61,12 +64,12 @@ class RankPool:
         payload = pickle.dumps((function, args))
         for inbox in self.inboxes:
             inbox.put(payload)
-        answers: dict[int, tuple[bool, Any]] = {}
+        answers: dict[int, tuple[bool, Any, int]] = {}
         deadline = time.monotonic() + timeout_s
         while len(answers) < self.world_size:
             try:
-                rank, good, result = self.outbox.get(timeout=0.2)
-                answers[rank] = (good, result)
+                rank, good, result, threads = self.outbox.get(timeout=0.2)
+                answers[rank] = (good, result, threads)
                 if not good:
                     # The others may wait for this rank in a collective: give them a moment to report, not more.
                     deadline = min(deadline, time.monotonic() + 5.0)
@@ -76,12 +79,14 @@ class RankPool:
             dead = [r for r, p in enumerate(self.processes) if p.exitcode is not None and r not in answers]
             if dead or time.monotonic() > deadline:
                 break
-        if len(answers) == self.world_size and all(good for good, _ in answers.values()):
+        if len(answers) == self.world_size and all(good for good, _, _ in answers.values()):
+            if max(threads for _, _, threads in answers.values()) > _CROWDED:
+                self.close()
             return [pickle.loads(answers[rank][1]) for rank in range(self.world_size)]
         report = []
         for rank, process in enumerate(self.processes):
             if rank in answers:
-                good, result = answers[rank]
+                good, result, _ = answers[rank]
                 report.append(f"--- rank {rank}: {'finished' if good else result}")
             elif process.exitcode is not None:
                 report.append(f"--- rank {rank}: died with exit code {process.exitcode}")
@@ -163,6 +168,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _threads() -> int:
+    """Threads of this process, those of libraries included where the system shows them."""
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else threading.active_count()
+
+
 def _leave_with(parent: int) -> None:
     """A pytest that is killed takes its ranks along."""
     while os.getppid() == parent:
@@ -188,13 +199,13 @@ def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> No
         try:
             function, args = pickle.loads(payload)
             torch.manual_seed(0)
-            answer = (rank, True, pickle.dumps(function(*args)))
+            good, result = True, pickle.dumps(function(*args))
         except BaseException:
-            answer = (rank, False, traceback.format_exc())
+            good, result = False, traceback.format_exc()
         # A seed that one test has set (PL_GLOBAL_SEED) is every later Trainer's seed.
         os.environ.clear()
         os.environ.update(environment)
-        outbox.put(answer)
+        outbox.put((rank, good, result, _threads()))
         sys.stdout.flush()
         sys.stderr.flush()
     torch.distributed.destroy_process_group()
