@@ -418,6 +418,13 @@ class ParallelAxis:
         """
         return None
 
+    def copied_parameters(self) -> list[str]:
+        """Parameters of which several ranks of this axis have a copy, updated by each: alike if gradients are.
+
+        Once the module is transformed; the same names on all ranks of the axis.
+        """
+        return []
+
     # --- the gradient norm --------------------------------------------------------------------------------------
 
     def counts(self, param: nn.Parameter) -> bool:

@@ -6,6 +6,7 @@ from typing import get_args
 
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.engines.common.block_codes import Compression
+from lightning_pardist.mesh import GRADIENT_AXES
 from lightning_pardist.settings import one_of
 
 
@@ -33,13 +34,45 @@ class CodesSetting:
         """Refuse what gradients in codes cannot be combined with. Not collective.
 
         Raises:
-            ValueError: If a gradient scaler is in use.
+            ValueError: If a gradient scaler is in use, or a tensor axis.
         """
+        travels = context.dims.size(*GRADIENT_AXES) > 1
+        if travels and (rounded := self._rounded_by_place) and (size := context.dims.tensor_parallel) > 1:
+            raise ValueError(
+                f"{rounded} rounds numbers by what lies beside them, which on each of the {size} tensor ranks is"
+                " something else: parameters that all of them hold (norms, biases) would drift apart. Leave it out, or"
+                " the tensor axis."
+            )
         if self.reduce is not None and self.error_feedback and getattr(context.precision, "scaler", None) is not None:
             raise ValueError(
                 f"reduce={self.reduce!r} adds what is left of scaled gradients to later ones, whose scale is another"
                 " one when precision='16-mixed' has changed it. Use precision='bf16-mixed', or error_feedback=False."
             )
+
+    def check_copies(self, context: RunContext) -> None:
+        """Refuse parameters that several stages of a pipeline hold. Before the engine is made; not collective.
+
+        Raises:
+            ValueError: On every rank, if there are any.
+        """
+        travels = context.dims.size(*GRADIENT_AXES) > 1
+        names = [name for axis in context.axes for name in axis.copied_parameters()] if travels else []
+        if names and (rounded := self._rounded_by_place):
+            raise ValueError(
+                f"{rounded} rounds numbers by what lies beside them, which on each stage of the pipeline is something"
+                f" else: copies of {', '.join(names)}, which several stages hold, would drift apart. Leave it out, or"
+                " untie these parameters."
+            )
+
+    @property
+    def _rounded_by_place(self) -> str:
+        """The setting by which what is left of a number depends on others, or on which rank owns it; empty if none.
+
+        Halves round each number by itself. Of gradients the owner's own are not rounded, whatever the codes.
+        """
+        if self.reduce is not None:
+            return f"reduce={self.reduce!r}"
+        return "" if self.gather in (None, "bf16") else f"gather={self.gather!r}"
 
     def describe(self) -> str:
         """What travels how, in a line for the log; empty if nothing is sent in codes."""

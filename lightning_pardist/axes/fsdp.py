@@ -259,6 +259,7 @@ class FSDPAxis(DataParallelAxis):
 
     @override
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
+        self.codes.check_copies(self.context)
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             module.__dict__[name] = self._followed(getattr(module, name))
         return ShardedDataEngine(

@@ -82,6 +82,7 @@ class ZeroAxis(DataParallelAxis):
 
     @override
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
+        self.codes.check_copies(self.context)
         self._engine = ZeroEngine(
             module,
             optimizers,

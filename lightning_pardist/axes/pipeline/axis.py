@@ -248,6 +248,11 @@ class PipelineAxis(ParallelAxis):
             if rank == placement.rank
         ]
 
+    @override
+    def copied_parameters(self) -> list[str]:
+        holders = {} if self.engine is None else self.engine.placement.holders
+        return [name for name, ranks in holders.items() if len(ranks) > 1]
+
     @property
     @override
     def runs_a_step(self) -> int:
