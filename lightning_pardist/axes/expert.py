@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -105,7 +105,7 @@ class ExpertAxis(ParallelAxis):
         refuse_pruning(trainer)
         refuse_callbacks(
             trainer,
-            WeightAveraging,
+            (StochasticWeightAveraging, WeightAveraging),
             f"copies the module, and each rank of {context.name} has some of the experts only. Use pardist_ddp or"
             " pardist_zero2, or leave the callback out.",
         )
