@@ -26,6 +26,14 @@ NAMES = (
             "always load by load_state_dict()"),
     Private("torch.nn.Module._load_state_dict_post_hooks", "loading tensors in place where no hook forbids it",
             "always load by load_state_dict()"),
+    Private("torch.nn.Module._forward_hooks", "experts whose hooks would run on another rank, or twice",
+            "none: tokens of such experts would have to stay"),
+    Private("torch.nn.Module._forward_pre_hooks", "experts whose hooks would run on another rank, or twice",
+            "none: tokens of such experts would have to stay"),
+    Private("torch.nn.Module._backward_hooks", "experts whose hooks would run on another rank, or twice",
+            "none: tokens of such experts would have to stay"),
+    Private("torch.nn.Module._backward_pre_hooks", "experts whose hooks would run on another rank, or twice",
+            "none: tokens of such experts would have to stay"),
     Private("torch.nn.Module.state_dict._metadata", "versions of submodules in a checkpoint's state",
             "none: loading takes states of today's versions for the first ones", on_instances=True),
     Private("torch.nn.modules.batchnorm._BatchNorm", "batch normalisation over all ranks",
@@ -79,6 +87,13 @@ def check_dims(layer: nn.Module, input: Tensor) -> None:
 def has_load_hooks(module: nn.Module) -> bool:
     """Whether loading a state dict into this module, without its submodules, runs somebody's hooks."""
     return bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
+def has_run_hooks(module: nn.Module) -> bool:
+    """Whether running this module forward or backward, without its submodules, runs somebody's hooks."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def copy_metadata(like: Any, state: Any) -> None:

@@ -9,6 +9,7 @@ back (Lepikhin et al., GShard, arXiv 2006.16668, without capacities).
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,25 @@ class StackedRoute:
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+#: Arguments of these types say how to compute, and are the same for all ranks' tokens; ranks compare them.
+_MODES = (bool, str, type(None))
+_OTHER = -1
+
+
+def stays(route: StackedRoute, call: Arguments) -> list[tuple[int, Any]]:
+    """Arguments that do not travel and may be of a rank's own samples, by their numbers among all leaves."""
+    travelling = {route.index, *route.weights, *route.tokens}
+    leaves = enumerate(pytree.tree_leaves(call))
+    return [(i, leaf) for i, leaf in leaves if i not in travelling and not isinstance(leaf, _MODES)]
+
+
+def _digest(route: StackedRoute, call: Arguments) -> int:
+    """A number that differs between calls whose tokens cannot be computed together; ``_OTHER`` if none can."""
+    if stays(route, call):
+        return _OTHER
+    leaves = pytree.tree_leaves(call)
+    modes = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, _MODES)]
+    return zlib.crc32(repr((len(call[0]), sorted(call[1]), modes)).encode())
 
 
 def routes(layer: ExpertLayer, module: nn.Module) -> Iterator[StackedRoute]:
@@ -178,7 +198,9 @@ class StackedExperts:
         index = leaves[self.route.index]
         places = index.shape[:-1]
         sent = _Dispatch(index.reshape(math.prod(places), index.shape[-1]), self.layer.count, self.peers.size)
-        told = self.peers.tell(self.number, sent.numbers)
+        digests = torch.full((self.peers.size, 1), _digest(self.route, call))
+        told = self.peers.tell(self.number, torch.cat([sent.numbers, digests], dim=1))
+        self._check(told[:, 2])
         rows, pairs = told[:, 0].tolist(), told[:, 1].tolist()
         start = anchor(leaves[self.route.tokens[0]])
         tokens = [self._arrived(leaves[i], sent, rows, start) for i in self.route.tokens]
@@ -197,6 +219,15 @@ class StackedExperts:
     def run_empty(self) -> None:
         """Take part in what other ranks run, without tokens. Collective."""
         self(*self._empty[0], **self._empty[1])
+
+    def _check(self, digests: Tensor) -> None:
+        """All ranks see the same, and raise together."""
+        if (digests != digests[0]).any() or (digests == _OTHER).any():
+            raise RuntimeError(
+                f"The experts {self.layer.name!r} were called with other arguments than in the trial or on another"
+                " rank, beside tokens, numbers of experts and their weights, which alone travel. Set"
+                ' expert_dispatch="weights".'
+            )
 
     def _arrived(self, tokens: Tensor, sent: _Dispatch, rows: list[int], start: Tensor) -> Tensor:
         flat = tokens.reshape(sent.tokens, math.prod(tokens.shape[self._dims :]))

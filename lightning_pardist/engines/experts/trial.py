@@ -11,11 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pardist.compat import pytree
-from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.compat.modules import has_run_hooks, own_parameters
 from lightning_pardist.engines.experts.calls import ListedExperts
 from lightning_pardist.engines.experts.exchange import Peers
 from lightning_pardist.engines.experts.finding import ExpertLayer
-from lightning_pardist.engines.experts.stacked import Arguments, StackedRoute, in_place, replaced, routes, run_pairs
+from lightning_pardist.engines.experts.footprint import Footprint
+from lightning_pardist.engines.experts.stacked import (
+    Arguments,
+    StackedRoute,
+    in_place,
+    replaced,
+    routes,
+    run_pairs,
+    stays,
+)
 
 #: What travels.
 Dispatch = Literal["auto", "tokens", "weights"]
@@ -23,6 +32,8 @@ DISPATCHES = get_args(Dispatch)
 #: How far results of other orders of adding may lie apart, relative to the largest; a wrong one is as far as its size.
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _LOW_PRECISION = 0.1
+#: Rows on which a trial looks for what depends on other rows, at most, where a batch has no more.
+_ROWS = 16384
 
 
 class CannotTravelError(Exception):
@@ -91,18 +102,30 @@ def _tried(module: nn.Module, layer: ExpertLayer, size: int) -> Choice:
 def _stacked_route(runner: nn.Module, layer: ExpertLayer, size: int) -> StackedRoute:
     if not isinstance(layer.output, Tensor):
         raise CannotTravelError("their module does not return a tensor")
+    _refuse_hooks([child for child in runner.modules() if child is not runner], layer.runner)
     problem = "their module is not given tokens and the numbers of the experts that they go to"
+    before = Footprint(runner)
     for route in routes(layer, runner):
+        if own := stays(route, layer.call):
+            kinds = ", ".join(sorted({type(leaf).__name__ for _, leaf in own}))
+            problem = f"their module is also given what may differ between ranks and does not travel ({kinds})"
+            continue
         call = _drawn_call(layer, route)
         try:
             expected = _results(runner, lambda: runner.forward(*call[0], **call[1]), call)  # noqa: B023
             found = _results(runner, lambda: _in_parts(runner, layer, route, call, size), call)  # noqa: B023
+            lonely = _rows_are_lonely(runner, layer, route, call, size)
         except Exception as error:
             problem = f"their forward does not run on some of them ({type(error).__name__}: {error})"
             continue
-        if _same(found, expected):
+        if not _same(found, expected):
+            problem = "the sum over some of them at a time is not what their forward returns"
+        elif not lonely:
+            problem = "an expert's result for a row depends on other rows"
+        elif before != Footprint(runner):
+            problem = "their forward leaves something behind, which would be of other ranks' tokens"
+        else:
             return route
-        problem = "the sum over some of them at a time is not what their forward returns"
     raise CannotTravelError(problem)
 
 
@@ -120,6 +143,36 @@ def _drawn_call(layer: ExpertLayer, route: StackedRoute) -> Arguments:
     for i in route.weights:
         changed[i] = torch.rand_like(leaves[i]).requires_grad_()
     return replaced(layer.call, changed)
+
+
+@torch.no_grad()
+def _rows_are_lonely(runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: Arguments, size: int) -> bool:
+    """Whether results for rows are the same in two halves, of several experts and where all go to one of them."""
+    leaves = pytree.tree_leaves(call)
+    places, dims, each = leaves[route.index].shape[:-1].numel(), leaves[route.index].dim() - 1, layer.count // size
+    rows = max(6, places, min(size * places, _ROWS))
+    own = {name: own_parameters(runner)[name][:each] for name in layer.stacked}  # type: ignore[index]
+    tokens = [torch.randn_like(t.new_empty(rows, *t.shape[dims:])) for t in (leaves[i] for i in route.tokens)]
+    weights = [torch.rand_like(leaves[i].new_empty(rows)) for i in route.weights]
+    for each_of in tokens:
+        # So that means over rows are others, too.
+        each_of[rows // 3 :] += 3
+
+    def run(index: Tensor, part: slice) -> Tensor:
+        pairs = index[part], [t[part] for t in tokens], [w[part] for w in weights]
+        return run_pairs(runner, runner.forward, route, call, own, pairs)
+
+    for index in (torch.zeros(rows, dtype=torch.int64), torch.arange(rows) % each):
+        here = index.to(leaves[route.index].device)
+        parts = torch.cat([run(here, slice(0, rows // 3)), run(here, slice(rows // 3, rows))])
+        if not _close(parts, run(here, slice(0, rows))):
+            return False
+    return True
+
+
+def _refuse_hooks(children: Sequence[nn.Module], runner: str) -> None:
+    if any(has_run_hooks(child) for child in children):
+        raise CannotTravelError(f"modules inside of {runner!r} have hooks, which would run twice or on another rank")
 
 
 def _in_parts(runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: Arguments, size: int) -> Tensor:
@@ -162,6 +215,8 @@ def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None
         raise CannotTravelError(
             f"{layer.runner!r}, which calls them and would run twice, has more parameters than they"
         )
+    inside = {*runner.modules(), *(child for expert in experts for child in expert.modules())} - {runner}
+    _refuse_hooks([*inside], layer.runner)
     call = pytree.tree_map(_trained, layer.call)
     rehearsed = ListedExperts(0, layer, runner.forward, experts, Peers(None))
     with ExitStack() as stack:
@@ -172,11 +227,11 @@ def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None
         _try_rows(experts, given[0])
         try:
             expected = _results(runner, lambda: runner.forward(*call[0], **call[1]), call)
-            state = _state(runner)
-            again = _results(runner, lambda: _twice(runner.forward, call), call)
+            state = Footprint(runner)
+            again = _results(runner, lambda: runner.forward(*call[0], **call[1]), call)
         except RuntimeError as error:
             raise CannotTravelError(f"{layer.runner!r}, which calls them, does not run alone ({error})") from error
-        if not _same(again, expected) or not _equal(state, _state(runner)):
+        if not _same(again, expected) or state != Footprint(runner):
             raise CannotTravelError(
                 f"{layer.runner!r}, which calls them and would run twice, gives another result then"
             )
@@ -195,6 +250,7 @@ def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None
 def _try_rows(experts: Sequence[nn.Module], given: Tensor) -> None:
     """An expert's result for a row does not depend on other rows."""
     rows = torch.randn(6, given.shape[-1], device=given.device).to(given.dtype)
+    rows[2:] += 3
     try:
         whole = experts[0](rows)
         parts = torch.cat([experts[0](rows[:2]), experts[0](rows[2:])])
@@ -202,13 +258,6 @@ def _try_rows(experts: Sequence[nn.Module], given: Tensor) -> None:
         raise CannotTravelError(f"an expert does not run on rows ({type(error).__name__}: {error})") from error
     if whole.shape != parts.shape or not _close(parts, whole):
         raise CannotTravelError("an expert's result for a row depends on other rows")
-
-
-def _twice(forward: Callable[..., Any], call: Arguments) -> Any:
-    state = torch.get_rng_state()
-    forward(*call[0], **call[1])
-    torch.set_rng_state(state)
-    return forward(*call[0], **call[1])
 
 
 @contextmanager
@@ -221,29 +270,6 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[No
         vars(module).pop("forward")
         if before is not None:
             vars(module)["forward"] = before
-
-
-def _state(module: nn.Module) -> dict[str, Any]:
-    """What a forward may have changed: buffers, and what attributes hold."""
-    found: dict[str, Any] = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    for prefix, child in module.named_modules():
-        for key, value in vars(child).items():
-            if isinstance(value, Tensor):
-                found[f"{prefix}.{key}"] = value.detach().clone()
-            elif isinstance(value, (list, dict, set)) and not key.startswith("_"):
-                found[f"{prefix}.{key}"] = len(value)
-            elif isinstance(value, (int, float)):
-                found[f"{prefix}.{key}"] = value
-    return found
-
-
-def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        _close(value, other[name]) if isinstance(value, Tensor) and value.is_floating_point()
-        else torch.equal(value, other[name]) if isinstance(value, Tensor)
-        else value == other[name]
-        for name, value in one.items()
-    )  # fmt: skip
 
 
 # --- both -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,9 +82,128 @@ class Mixed(Stacked):
         self.experts.forward = lambda x, index, weights: forward(x, index, weights).square()
 
 
+class Appending(Listed):
+    """Losses in a list whose name begins with an underscore, for the step to add up."""
+
+    def __init__(self):
+        super().__init__()
+        self._losses = []
+
+    def forward(self, x):
+        self._losses.append(self.router(x).square().mean())
+        return super().forward(x)
+
+
+class Book:
+    entries = 0.0
+
+
+class Booking(Appending):
+    """Adds up in an object of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self._losses = {"book": [Book()]}
+
+    def forward(self, x):
+        self._losses["book"][0].entries += float(x.mean())
+        return Listed.forward(self, x)
+
+
+REGISTER = []
+
+
+class Registering(Listed):
+    """Appends to a list of its file."""
+
+    def forward(self, x):
+        REGISTER.append(x.mean())
+        return super().forward(x)
+
+
+def _hooked(place):
+    module = Listed()
+    module.get_submodule(place).register_forward_hook(lambda *_: None)
+    return module
+
+
+def _normalized():
+    module = Listed()
+    module.experts = nn.ModuleList(torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(EXPERTS))
+    return module
+
+
+class Argued(Stacked):
+    """Experts that are given something else of a rank's tokens."""
+
+    def __init__(self, make, use):
+        super().__init__()
+        self.make, inner = make, self.experts.forward
+        self.experts.forward = lambda x, index, weights, more: use(inner, x, index, weights, more)
+
+    def forward(self, x):
+        flat = x.reshape(-1, WIDTH)
+        weights, index = self.router(flat).softmax(-1).topk(2, -1)
+        return x + self.experts(flat, index, weights, self.make(flat)).view(x.shape)
+
+
+def _scaled():
+    return Argued(lambda x: x.square().mean(), lambda run, x, index, weights, more: run(x, index, weights) * more)
+
+
+def _bounded():
+    return Argued(len, lambda run, x, index, weights, more: run(x, index, weights))
+
+
+class StackedRows(Stacked):
+    """Stacked experts that look at all of an expert's rows, or take the first of them only."""
+
+    def __init__(self, capacity=None):
+        super().__init__()
+        own = self.experts
+
+        def forward(x, index, weights):
+            out = torch.zeros_like(x)
+            for expert in index.unique():
+                row, place = torch.where(index == expert)
+                row, place = row[:capacity], place[:capacity]
+                hidden = F.linear(x[row], own.up[expert])
+                hidden = hidden if capacity else hidden - hidden.mean(0)
+                result = F.linear(hidden.relu(), own.down[expert]) + own.bias[expert]
+                out = out.index_add(0, row, result * weights[row, place, None])
+            return out
+
+        own.forward = forward
+
+
+class Remembering(Stacked):
+    """Stacked experts that keep the numbers they were given."""
+
+    def __init__(self):
+        super().__init__()
+        inner = self.experts.forward
+
+        def forward(x, index, weights):
+            self.experts.last = index
+            return inner(x, index, weights)
+
+        self.experts.forward = forward
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (Appending, "another result"),
+        (Booking, "another result"),
+        (Registering, "another result"),
+        (functools.partial(_hooked, "router"), "have hooks"),
+        (functools.partial(_hooked, "experts.1"), "have hooks"),
+        (_normalized, "have hooks"),
+        (_scaled, "what may differ between ranks and does not travel"),
+        (_bounded, "what may differ between ranks and does not travel"),
+        (StackedRows, "result for a row depends on other rows"),
+        (functools.partial(StackedRows, 9), "result for a row depends on other rows"),
+        (Remembering, "leaves something behind"),
         (Ticking, "another result"),
         (Standardized, "another result"),
         (_with_rows, "depends on other rows"),
