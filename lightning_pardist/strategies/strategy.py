@@ -577,6 +577,8 @@ class PardistStrategy(ParallelStrategy):
             for axis in self.axes:
                 run = partial(axis.backward, run)
             run()
+        if not module.automatic_optimization and self.data_duties.loss_weights is not None:
+            self.data_duties.loss_weights.after_manual_backward()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         if not module.automatic_optimization and self.data_engine.is_reduced:
             # What the user clips by hand before the optimizer steps.

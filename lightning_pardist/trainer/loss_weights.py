@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
-from lightning_pardist.engines.common.loss_balance import Value, exchange, scale_gradients
+from lightning_pardist.engines.common.loss_balance import Scaling, Value, exchange, scale_gradients, uneven_products
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term, couplings, find_terms, weight_of
 from lightning_pardist.engines.pipeline import find_loss
@@ -110,6 +110,7 @@ class LossWeights:
         self._counts = self._weighs = True
         self._logged: list[_Logged] | None = None
         self._attached = PatchStack()
+        self._scaling = Scaling()
 
     def attach(self) -> None:
         """Note what steps log. Not collective."""
@@ -152,6 +153,10 @@ class LossWeights:
         if self._weighs:
             self._weigh(loss, [])
 
+    def after_manual_backward(self) -> None:
+        """Leave what the backward has kept of the graph as it was: losses of later ones may share it."""
+        self._scaling.remove()
+
     def of_all_ranks(self, loss: Tensor | None) -> Tensor | None:
         """The loss that one process has where this rank had ``loss`` last. Collective over the group.
 
@@ -186,7 +191,10 @@ class LossWeights:
             group=self._group(),
             device=self._device,
         )
-        scale_gradients(terms, found.factors)
+        scaling = scale_gradients(terms, found.factors)
+        # The graph of an automatic step goes with its backward, and nothing here is to keep it.
+        if not self._trainer.lightning_module.automatic_optimization:
+            self._scaling = scaling
         for (entry, _), value in zip(entries, found.values, strict=False):
             self._correct(entry, value)
         if not self._counts:
@@ -284,7 +292,7 @@ class LossWeights:
         rank_zero_info(f"Loss over ranks: {found}. loss_weight sets it.")
         if len(self._said) > 1:
             return
-        reasons = [term.nonlinear for term in terms if term.nonlinear]
+        reasons = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]
         reasons += couplings(loss, samples=BatchCut().samples_of(self._batch))
         if reasons:
             rank_zero_warn(coupled_samples(self._trainer.lightning_module, reasons[0]))

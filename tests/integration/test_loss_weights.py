@@ -91,18 +91,20 @@ LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, contrastive)}
 
 
 class Module(pl.LightningModule):
-    def __init__(self, loss="ignored", decay=0.0):
+    def __init__(self, loss="ignored", decay=0.0, weight=False):
         super().__init__()
         layers = nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)
         self.net = nn.Sequential(nn.Embedding(11, 8), *layers)
         self.loss, self.decay, self.steps = LOSSES[loss], decay, []
+        self.log_weight = nn.Parameter(torch.tensor(0.2)) if weight else None
 
     def training_step(self, batch, batch_idx):
         ids, labels = batch
         loss = self.loss(self.net(ids), labels)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("detached", loss.detach(), on_step=False, on_epoch=True)
-        return loss + self.decay * sum(param.square().sum() for param in self.net.parameters())
+        loss = loss + self.decay * sum(param.square().sum() for param in self.net.parameters())
+        return loss if self.log_weight is None else torch.exp(-self.log_weight) * (1 + loss) + self.log_weight
 
     def on_train_batch_end(self, *args):
         self.steps.append(self.trainer.callback_metrics["loss_step"].clone())
@@ -159,6 +161,11 @@ def _run(strategy, *, world=2, sizes=EVEN, module=None, given=None, **trainer_kw
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "contrastive"])
 def test_each_mean_is_weighed_by_its_own_count(loss):
     _run("ddp", sizes=UNEVEN, module={"loss": loss, "decay": 0.01})
+
+
+@pytest.mark.parametrize(("strategy", "sizes"), [("ddp", UNEVEN), ("pp", (SAMPLES,))], ids=str)
+def test_a_trained_factor_of_a_sum(strategy, sizes):
+    _run(strategy, sizes=sizes, module={"loss": "smoothed", "decay": 0.01, "weight": True})
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("zero1", 2), ("zero2", 2), ("zero3", 2), ("hsdp", 4), ("tp", 4)])

@@ -9,8 +9,8 @@ multiplied each by its own factor: their counts go round in one small reduction 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -110,7 +110,28 @@ def exchange(
     return _balance(terms, values, own, total, 1 if group is None else group.size())
 
 
-def scale_gradients(terms: Sequence[Term], factors: Tensor) -> dict[Node, RemovableHandle]:
+@dataclass(frozen=True)
+class Scaling:
+    """Hooks that scale gradients on their way.
+
+    Attributes:
+        coming_in: Those that multiply what comes in at a node, by node: a loss of one term has one. Those of several
+            terms multiply what additions hand on.
+        others: All others.
+    """
+
+    coming_in: dict[Node, RemovableHandle] = field(default_factory=dict)
+    others: list[RemovableHandle] = field(default_factory=list)
+
+    def remove(self) -> None:
+        """The backward that they were meant for is over."""
+        for handle in (*self.coming_in.values(), *self.others):
+            handle.remove()
+        self.coming_in.clear()
+        self.others.clear()
+
+
+def scale_gradients(terms: Sequence[Term], factors: Tensor) -> Scaling:
     """Multiply the gradients of a loss' terms in the backward pass to come. Not collective.
 
     Args:
@@ -118,31 +139,68 @@ def scale_gradients(terms: Sequence[Term], factors: Tensor) -> dict[Node, Remova
         factors: As many.
 
     Returns:
-        The hooks that multiply what comes in at a node, by node: a loss of one term has one. Those of several terms
-        multiply what additions hand on.
+        The hooks; they stay until they are removed, or the graph is gone.
     """
-    handles = {}
+    found = Scaling()
     on_host = factors.device.type == "cpu"
-    for term, factor in zip(terms, factors.tolist() if on_host else factors.unbind(), strict=True):
+    scales: list[Tensor | float] = factors.tolist() if on_host else list(factors.unbind())
+    for term, factor in zip(terms, scales, strict=True):
         if not on_host or factor != 1.0:
             for addition, place in term.edges:
-                addition.register_hook(partial(_multiplied_at, place, factor))
+                found.others.append(addition.register_hook(partial(_multiplied_at, place, factor)))
             if not term.edges:
-                handles[term.node] = term.node.register_prehook(partial(_multiplied, factor))
-        empty = term.count == 0 if term.kind == "mean" else False
-        if isinstance(empty, Tensor) and on_host:
-            empty = bool(empty)
+                found.coming_in[term.node] = term.node.register_prehook(partial(_multiplied, factor))
+        empty = _is_empty(term, on_host)
         if empty is not False:
-            _stop_at(term, empty)
-    return handles
+            found.others.extend(_stop_at(term, empty))
+    for (product, place), members in _by_cofactor(terms).items():
+        # Gradients of the terms were scaled further down; what multiplies their sum follows the first that counts.
+        lead = next((index for index in members if terms[index].kind == "mean"), members[0])
+        found.others.append(product.register_hook(partial(_multiplied_at, place, scales[lead])))
+        for empty in (_is_empty(terms[index], on_host) for index in members):
+            if empty is not False:
+                found.others.append(product.register_hook(partial(_zeros_at, place, empty)))
+    return found
 
 
-def _stop_at(term: Term, empty: Tensor | bool) -> None:
+def _by_cofactor(terms: Sequence[Term]) -> dict[tuple[Node, int], list[int]]:
+    """Edges to what multiplies sums, and the terms of each sum that depend on the batch, by their index."""
+    found: dict[tuple[Node, int], list[int]] = {}
+    for index, term in enumerate(terms):
+        for edge in term.cofactors if term.kind != "constant" else ():
+            found.setdefault(edge, []).append(index)
+    return found
+
+
+def uneven_products(terms: Sequence[Term]) -> list[str]:
+    """Why no one factor is right for the gradient of what multiplies a sum of terms, for a message; none if one is.
+
+    It is as large as the sum is, and what each term has to do with that is not known behind the forward. Parts of
+    parameters alone do no harm to means: the factors of these add up to 1.
+    """
+    for edge, members in _by_cofactor(terms).items():
+        inside = [terms[index] for index in members]
+        kinds = {term.kind for term in inside} | {term.kind for term in terms if edge in term.cofactors}
+        counts = {float(term.count) for term in inside if term.by_data} | {0.0 for term in inside if not term.by_data}
+        if "sum" in kinds and (len(kinds) > 1 or any(term.offset for term in inside)):
+            return ["something trained multiplies a sum over samples and what is none, added together"]
+        if len(counts) > 1:
+            return ["something trained multiplies means with several counts, added together"]
+    return []
+
+
+def _is_empty(term: Term, on_host: bool) -> Tensor | bool:
+    """Whether a mean is one of nothing; a tensor where asking would wait for the device."""
+    empty = term.count == 0 if term.kind == "mean" else False
+    return bool(empty) if on_host else empty
+
+
+def _stop_at(term: Term, empty: Tensor | bool) -> Iterator[RemovableHandle]:
     """Let zeros pass where nothing was counted: a mean of nothing makes numbers that are none out of them."""
     *above, reduction = term.path
-    reduction.register_prehook(partial(_zeros_if, empty))
+    yield reduction.register_prehook(partial(_zeros_if, empty))
     for node in above:
-        node.register_hook(lambda into, out: _zeros_if(empty, into))
+        yield node.register_hook(lambda into, out: _zeros_if(empty, into))
 
 
 def _zeros_if(empty: Tensor | bool, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -162,6 +220,12 @@ def _multiplied_at(
     place: int, factor: Tensor | float, into: Sequence[Tensor | None], out: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     return (*into[:place], *_multiplied(factor, into[place : place + 1]), *into[place + 1 :])
+
+
+def _zeros_at(
+    place: int, empty: Tensor | bool, into: Sequence[Tensor | None], out: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    return (*into[:place], *_zeros_if(empty, into[place : place + 1]), *into[place + 1 :])
 
 
 def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total: Tensor, ranks: int) -> Balance:

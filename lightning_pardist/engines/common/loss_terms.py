@@ -10,6 +10,12 @@ A reduction counts items of the batch only if it reduces the dim of the samples:
 in ``x.mean(1).sum()`` the sum, and ``weight.pow(2).sum()`` is none of it. So the dim is followed from where it is
 certain, near the loss: through element by element operations, views, transpositions, reductions and products of
 matrices. The result of any other operation is taken to hold samples first, or where its size is that of the batch.
+
+[Note: products of sums]
+In ``alpha * (a + b)`` gradients of the terms ``a`` and ``b`` are scaled where the addition hands them on, and that of
+``alpha`` does not come by there, though it is as large as the terms are. So a term names the edges by which operations
+above the addition hand gradients to what it is multiplied with. Where results of the batch are multiplied with each
+other, all of the product is one term.
 """
 
 from __future__ import annotations
@@ -52,6 +58,8 @@ class Term:
         edges: By which additions hand their gradient on to ``node``, as addition and place among what it adds; none if
             the term is the whole loss. What ``node`` stands for may take part in other terms as well: in
             ``(-scale).exp() * mean + scale`` the second summand has its own edge, and the first does not go by it.
+        cofactors: Edges, of the same form, to what multiplies or divides sums that the term is in.
+        offset: Whether a number is added to it that such an edge has to do with as well.
     """
 
     kind: TermKind
@@ -63,6 +71,8 @@ class Term:
     nonlinear: str = ""
     divisors: tuple[Any, ...] = ()
     edges: tuple[tuple[Node, int], ...] = ()
+    cofactors: tuple[tuple[Node, int], ...] = ()
+    offset: bool = False
 
     def describe(self) -> str:
         """The term and its count in words."""
@@ -138,23 +148,56 @@ def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
 
 @dataclass(frozen=True)
 class _At:
-    """Where a walk from the loss stands: a node, the topmost one of its term, and what came on the way."""
+    """Where a walk from the loss stands: a node, the topmost one of its term, and what came on the way.
+
+    What multiplies the term itself (``beside``) gets its gradient scaled with it, and what multiplies a sum that the
+    term is in (``cofactors``) does not. Below a product of results of the batch (``joined``) a sum has no terms.
+    """
 
     node: Node
     path: tuple[Node, ...]
     divisors: tuple[Any, ...] = ()
     nonlinear: str = ""
     edges: tuple[tuple[Node, int], ...] = ()
+    beside: tuple[tuple[Node, int], ...] = ()
+    cofactors: tuple[tuple[Node, int], ...] = ()
+    offset: bool = False
+    joined: bool = False
 
     def below(self, node: Node, *, divisor: Any = None, nonlinear: str = "") -> _At:
         """The same term, one node further from the loss."""
         divisors = self.divisors if divisor is None else (*self.divisors, divisor)
         nonlinear = self.nonlinear or nonlinear
-        return replace(self, node=node, path=(*self.path, node), divisors=divisors, nonlinear=nonlinear)
+        sides = enumerate(inputs_of(self.node))
+        others = [(self.node, place) for place, child in sides if child is not None and child is not node]
+        beside = (*self.beside, *others)
+        path = (*self.path, node)
+        return replace(self, node=node, path=path, divisors=divisors, nonlinear=nonlinear, beside=beside)
+
+    def summands(self, *, with_number: bool) -> list[_At]:
+        """The terms that are added here."""
+        places = [(place, child) for place, child in enumerate(inputs_of(self.node)) if child is not None]
+        if self.joined:
+            return [replace(self, node=child, path=(*self.path, child)) for _, child in places]
+        cofactors = (*self.cofactors, *self.beside)
+        above = replace(self, beside=(), cofactors=cofactors, offset=self.offset or (with_number and bool(cofactors)))
+        return [replace(above, node=child, path=(child,), edges=((self.node, place),)) for place, child in places]
 
     def term(self, kind: TermKind, what: str, count: Tensor | float = 0.0, *, by_data: bool = False) -> Term:
         """The term that ends here."""
-        return Term(kind, self.path[0], count, self.path, what, by_data, self.nonlinear, self.divisors, self.edges)
+        return Term(
+            "other" if kind == "sum" and self.joined else kind,
+            self.path[0],
+            count,
+            self.path,
+            what,
+            by_data,
+            self.nonlinear,
+            self.divisors,
+            self.edges,
+            self.cofactors,
+            self.offset,
+        )
 
     def divided(self, what: str, items: int) -> Term:
         """A sum over the batch that ends here: a mean, if it is divided by a count on the way."""
@@ -184,7 +227,7 @@ class _Walk:
             step = self._look(waiting.pop())
             if isinstance(step, Term):
                 known = found.setdefault(step.node, step)
-                found[step.node] = replace(known, edges=tuple(dict.fromkeys((*known.edges, *step.edges))))
+                found[step.node] = _merged(step if known.kind == "constant" else known, known, step)
             else:
                 waiting.extend(reversed(step))
         return self._of_samples(list(found.values()))
@@ -221,8 +264,8 @@ class _Walk:
         node, kind = at.node, kind_of(at.node)
         inputs = [child for child in inputs_of(node) if child is not None]
         if kind in _ADDITIONS:
-            summands = [(child, (node, place)) for place, child in enumerate(inputs_of(node)) if child is not None]
-            return [replace(at, node=child, path=(child,), edges=(edge,)) for child, edge in summands]
+            lone = kind not in ("Stack", "Cat") and len(inputs) < 2
+            return at.summands(with_number=lone or None in inputs_of(node))
         if self.batch_dim(node) == _CONSTANT:
             return at.term("constant", kind)
         if kind in _REDUCTIONS:
@@ -247,7 +290,7 @@ class _Walk:
         of_batch = [child for child in inputs if self.batch_dim(child) != _CONSTANT] or inputs[:1]
         if len(of_batch) > 1:
             verb = "divided" if kind == "Div" else "multiplied"
-            return [at.below(of_batch[0], nonlinear=f"results of the batch are {verb}")]
+            return [replace(at.below(of_batch[0], nonlinear=f"results of the batch are {verb}"), joined=True)]
         other = saved(at.node, "other")
         if kind == "Mul" and len(inputs) == 1 and self.batch_dim(of_batch[0]) == _REDUCED:
             factor = other if sides[0] is of_batch[0] else saved(at.node, "self")
@@ -375,6 +418,13 @@ class _Walk:
         if other_operands and sizes and sizes != shape_of(best_child):
             return self._by_shape(node)
         return best
+
+
+def _merged(term: Term, one: Term, other: Term) -> Term:
+    """A term that was found on two ways."""
+    edges = tuple(dict.fromkeys((*one.edges, *other.edges)))
+    cofactors = tuple(dict.fromkeys((*one.cofactors, *other.cofactors)))
+    return replace(term, edges=edges, cofactors=cofactors, offset=one.offset or other.offset)
 
 
 #: Operations that look samples up in a parameter: their indices are no inputs of the graph.

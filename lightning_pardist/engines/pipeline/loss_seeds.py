@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from lightning_pardist.engines.common.loss_balance import Value, exchange, scale_gradients, signature
+from lightning_pardist.engines.common.loss_balance import Value, exchange, scale_gradients, signature, uneven_products
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term, couplings, weight_of
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch
@@ -59,7 +59,7 @@ class LossMakeup:
         varying = _varying(terms)
         words = tuple(dict.fromkeys(term.describe() for term in varying))
         is_sum = bool(varying) and all(term.kind == "sum" for term in varying)
-        coupled = [term.nonlinear for term in terms if term.nonlinear]
+        coupled = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]
         coupled += couplings(loss, samples=samples) if setting == "auto" else []
         by_data = any(term.by_data for term in terms)
         several = common_ratios([(terms, samples or 1)]) is None or (by_data and len(varying) > 1)
@@ -170,11 +170,11 @@ class LossSeeds:
             loss: Of the micro-batch.
 
         Returns:
-            The gradient, and the hooks that scale it on its way, by node of the graph.
+            The gradient, and the hooks that scale what comes in at a node, by node of the graph.
         """
         terms = self._terms[index]
         factors = [self._factor(key, term, index) for key, term in _keyed(terms)]
-        handles = scale_gradients(terms, torch.stack(factors)) if factors else {}
+        handles = scale_gradients(terms, torch.stack(factors)).coming_in if factors else {}
         return torch.full_like(loss, self._scale), handles
 
     def finish(self) -> Weighing:

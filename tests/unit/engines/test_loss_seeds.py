@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_pardist.engines.common.loss_balance import scale_gradients
+from lightning_pardist.engines.common.loss_terms import find_terms
 from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, LossSeeds
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch
 
@@ -47,6 +49,30 @@ def learned_weight_is_a_leaf(x, y):
     return torch.exp(-SCALE) * samples(x, y) + SCALE
 
 
+def inv(x, y):
+    return SCALE * (samples(x, y) + 0.2 * NET(x).abs().mean())
+
+
+def wsum(x, y):
+    return torch.exp(-SCALE) * (tokens(x, y) + 0.01 * NET.weight.pow(2).sum()) + SCALE
+
+
+def normalized(x, y):
+    return (samples(x, y) + NET(x).abs().sum(-1).mean()) / SCALE
+
+
+def one_plus(x, y):
+    return SCALE * (1 + smoothed(x, y))
+
+
+def nested(x, y):
+    return SCALE * (NET.bias.exp().sum() * (1 + tokens(x, y)) + NET.weight.pow(2).sum())
+
+
+def stacked(x, y):
+    return (torch.stack([samples(x, y), NET(x).abs().mean()]) * torch.stack([SCALE, SCALE.exp()])).sum()
+
+
 def used_twice(x, y):
     mean = tokens(x, y)
     return mean + 0.5 * mean + mean
@@ -62,6 +88,7 @@ def several(x, y):
 
 ONE_COUNT = [tokens, smoothed, samples, two_means_over_samples, regularized, added]
 ONE_COUNT += [learned_weight, learned_weight_is_a_leaf, used_twice]
+ONE_COUNT += [inv, wsum, normalized, one_plus, nested, stacked]
 
 
 def _gradient():
@@ -112,9 +139,56 @@ def test_one_count_needs_no_order(loss, forwards_first, sizes):
     for _ in range(2):
         found, own, weighing = _run(seeds, loss, sizes, forwards_first, 0.5)
         torch.testing.assert_close(found, wanted)
-        if loss not in (regularized, added):
+        if loss not in (regularized, added, wsum):
             torch.testing.assert_close(own, value)
         assert not weighing.several_counts
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y: SCALE * (tokens(x, y) + samples(x, y)),
+        lambda x, y: SCALE * (1 + NET(x).pow(2).sum()),
+        lambda x, y: SCALE * (NET.bias.sum() + NET(x).pow(2).sum()),
+        lambda x, y: SCALE * (tokens(x, y) + NET(x).pow(2).sum()),
+    ],
+)
+def test_a_trained_factor_of_what_has_no_common_one_is_named(loss):
+    assert "trained" in LossMakeup.of(loss(INPUTS, LABELS), None, SAMPLES, "auto").coupled
+
+
+@pytest.mark.parametrize("loss", ONE_COUNT)
+def test_trained_factors_of_one_count_are_right(loss):
+    assert not LossMakeup.of(loss(INPUTS, LABELS), None, SAMPLES, "auto").coupled
+
+
+def test_a_product_of_results_of_the_batch_is_scaled_as_a_whole():
+    def loss():
+        return (NET(INPUTS).pow(2).mean() + 1) * (NET(INPUTS).abs().mean() + SCALE)
+
+    NET.zero_grad()
+    SCALE.grad = None
+    loss().backward()
+    wanted = 2 * _gradient()
+    NET.zero_grad()
+    SCALE.grad = None
+    terms = find_terms(whole := loss(), samples=SAMPLES)
+    scale_gradients(terms, torch.full((len(terms),), 2.0))
+    whole.backward()
+    torch.testing.assert_close(_gradient(), wanted)
+
+
+def test_hooks_are_for_one_backward():
+    base = tokens(INPUTS, LABELS) + NET(INPUTS).abs().mean()
+    found = []
+    for _ in range(2):
+        NET.zero_grad()
+        terms = find_terms(loss := SCALE * base, samples=SAMPLES)
+        scaling = scale_gradients(terms, torch.full((len(terms),), 2.0))
+        loss.backward(retain_graph=True)
+        scaling.remove()
+        found.append(_gradient()[:-1])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("sizes", [[1] * 8, [3, 3, 2]], ids=str)
