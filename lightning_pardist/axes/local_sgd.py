@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
@@ -19,7 +18,7 @@ from lightning_pardist.axes.refusals import refuse_callbacks
 from lightning_pardist.checkpoint.chunks import Shards
 from lightning_pardist.checkpoint.tensors import copy_whole, shards_like
 from lightning_pardist.engines.common.block_codes import Compression
-from lightning_pardist.engines.ddp.buffers import average_tensors
+from lightning_pardist.engines.ddp.buffers import average_tensors, tensors_of_nobody
 from lightning_pardist.engines.outer_fragments import OuterFragment, fragments_of
 from lightning_pardist.engines.outer_optimizer import OuterOptimizer
 from lightning_pardist.mesh import Degree, ParallelDims
@@ -266,14 +265,10 @@ class LocalSGDAxis(ParallelAxis):
             return
         others = {param for other in optimizers if other is not optimizer for param in _params(other)}
         mine = set(_params(optimizer))
-        tensors: Iterator[Tensor] = module.parameters()
         if optimizer is optimizers[0]:
-            tensors = itertools.chain(tensors, module.buffers())
-        else:
-            others = {param for param in module.parameters() if param not in mine}
-        for tensor in tensors:
-            if tensor not in others and _is_averaged(tensor):
-                yield tensor
+            mine -= others
+            yield from tensors_of_nobody(module, optimizers)
+        yield from (param for param in module.parameters() if param in mine and _is_averaged(param))
 
     @torch.no_grad()
     def _average_gradients(self) -> None:

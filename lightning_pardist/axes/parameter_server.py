@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.refusals import refuse_callbacks, refuse_renormalized
 from lightning_pardist.compat.lightning_loops import layer_sync
-from lightning_pardist.engines.ddp.buffers import average_tensors
+from lightning_pardist.engines.ddp.buffers import average_tensors, tensors_of_nobody
 from lightning_pardist.engines.servers import ServedUpdates, Worker
 from lightning_pardist.mesh import Degree
 from lightning_pardist.settings import positive
@@ -35,7 +35,7 @@ class ParameterServerAxis(ParallelAxis):
     (stale synchronous parallel, Ho et al., NIPS 2013).
 
     Validation, checkpoints and the end of training are meetings: all updates have been made, parameters are those of
-    the servers on all ranks, and floating-point buffers are averaged.
+    the servers on all ranks, and floating-point buffers and parameters of no optimizer are averaged.
 
     The arguments are those of :class:`~lightning_pardist.ParameterServerStrategy`.
 
@@ -64,6 +64,8 @@ class ParameterServerAxis(ParallelAxis):
         self.update_log = update_log
         self._worker: Worker | None = None
         self._updates: list[ServedUpdates] = []
+        #: Whether a sample has counted since the last step, and whether one was made since the last batch began.
+        self._has_gradients, self._has_stepped = True, True
 
     @override
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
@@ -82,7 +84,7 @@ class ParameterServerAxis(ParallelAxis):
             f"writes averages into the parameters, which servers of {name} would not know of, or makes them of values"
             " that differ between workers. Remove the callback, or use pardist_ps.",
         )
-        refuse_renormalized(trainer.lightning_module, name)
+        refuse_renormalized(trainer.lightning_module, name, fix="leave rows as they come, or use pardist_ps")
         if layer_sync(trainer.strategy) is not None:  # type: ignore[arg-type]
             raise ValueError(
                 f"sync_batchnorm=True needs all workers in each forward, and workers of {name} do not wait for each"
@@ -96,6 +98,7 @@ class ParameterServerAxis(ParallelAxis):
 
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        _refuse_shared(optimizers, self.context.name)
         servers = self.num_servers or self.context.dims.world_size
         group = self.context.batch_group
         self._updates = [
@@ -116,6 +119,7 @@ class ParameterServerAxis(ParallelAxis):
             max_staleness=self.max_staleness,
             timeout_s=distributed.timeout_s,
             log_to=self.update_log,
+            has_gradients=lambda: self._has_gradients,
         )
         self._worker.start()
 
@@ -125,6 +129,10 @@ class ParameterServerAxis(ParallelAxis):
         if worker is None or module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return step(*args, **kwargs)
         worker.go_on()
+        counts = self.context.batch_counts
+        is_here = counts is None or counts() is not False
+        self._has_gradients = is_here or (self._has_gradients and not self._has_stepped)
+        self._has_stepped = False
         output = step(*args, **kwargs)
         if worker.staleness is not None:
             module.log("staleness", float(worker.staleness), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
@@ -140,6 +148,7 @@ class ParameterServerAxis(ParallelAxis):
     @override
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         if self._worker is not None:
+            self._has_stepped = True
             self._worker.complete(self.context.optimizers.index(optimizer))
 
     @override
@@ -149,8 +158,8 @@ class ParameterServerAxis(ParallelAxis):
         self.context.before_collective()
         self._worker.meet()
         with torch.no_grad():
-            buffers = [buffer for buffer in self.context.module.buffers() if buffer.is_floating_point()]
-            average_tensors(buffers, group=self.context.batch_group)
+            rest = tensors_of_nobody(self.context.module, self.context.optimizers)
+            average_tensors(rest, group=self.context.batch_group)
 
     # --- for people, and the end --------------------------------------------------------------------------------
 
@@ -178,3 +187,20 @@ class ParameterServerAxis(ParallelAxis):
             total = sum(histogram.values())
             shares = ", ".join(f"{stale}: {count / total:.1%}" for stale, count in sorted(histogram.items()))
             rank_zero_info(f"Staleness of {total} updates of the first server, in updates by others: {shares}.")
+
+
+def _refuse_shared(optimizers: Sequence[Optimizer], name: str) -> None:
+    """Refuse a parameter of two optimizers: servers would have two values of it.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    lists = [{param for group in one.param_groups for param in group["params"]} for one in optimizers]
+    for index, (one, params) in enumerate(zip(optimizers, lists, strict=True)):
+        for other, others in zip(optimizers[:index], lists, strict=False):
+            if shared := params & others:
+                raise ValueError(
+                    f"{len(shared)} parameters are in {type(other).__name__} and in {type(one).__name__} alike, and"
+                    f" servers of {name} have them for one optimizer each. Put each into one optimizer, or use"
+                    " pardist_ps."
+                )

@@ -9,12 +9,13 @@ from torch import nn
 from lightning_pardist.axes.base import RunContext
 
 
-def refuse_renormalized(module: nn.Module, where: str) -> None:
+def refuse_renormalized(module: nn.Module, where: str, *, fix: str = "") -> None:
     """Refuse embeddings with ``max_norm`` where ranks see different samples, or parts of a layer. Not collective.
 
     Args:
         module: As the user built it.
         where: Name of the strategy.
+        fix: What the error says in place of rescaling before each step, which some strategies refuse as well.
 
     Raises:
         ValueError: With the name of the first.
@@ -25,8 +26,8 @@ def refuse_renormalized(module: nn.Module, where: str) -> None:
         if layer.weight.requires_grad:
             raise ValueError(
                 f"{name!r} has max_norm={layer.max_norm}, so that its forward changes the rows that one rank's samples"
-                f" use: under {where} ranks would come to differ. Set max_norm=None, and rescale the rows in"
-                " on_train_batch_start (torch.renorm)."
+                f" use: under {where} ranks would come to differ. Set max_norm=None, and"
+                f" {fix or 'rescale the rows in on_train_batch_start (torch.renorm)'}."
             )
 
 

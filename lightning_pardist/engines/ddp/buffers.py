@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.modules import NormBase
@@ -153,6 +154,19 @@ def average_tensors(tensors: Iterable[Tensor], *, group: dist.ProcessGroup) -> N
         flat.div_(group.size())
 
     _in_flat_messages(tensors, average)
+
+
+def tensors_of_nobody(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """What ranks that train apart have to average beside what optimizers have: buffers, and parameters that steps or
+    hooks write to (momentum teachers). Of floating or complex dtype.
+
+    Args:
+        module: Trained on each of the ranks.
+        optimizers: All of its optimizers.
+    """
+    held = {param for one in optimizers for group in one.param_groups for param in group["params"]}
+    tensors = itertools.chain((param for param in module.parameters() if param not in held), module.buffers())
+    return [each for each in tensors if not each.is_meta and (each.is_floating_point() or each.is_complex())]
 
 
 def _in_flat_messages(tensors: Iterable[Tensor], exchange: Callable[[Tensor], object]) -> None:

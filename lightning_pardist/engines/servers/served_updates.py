@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.compat.optimizers import follow_schedulers, mark_step, post_hooks, pre_hooks
-from lightning_pardist.compat.tensors import version_of
 from lightning_pardist.engines.common.owner_plan import Owners
 from lightning_pardist.engines.common.update_scope import ScopeSetting, find_scope
 from lightning_pardist.engines.common.whole_updates import HeldTensor, WholeUpdates
+from lightning_pardist.engines.servers.foreign_writes import ForeignWrites
 from lightning_pardist.engines.servers.lines import RemoteServer, WorkerThreads, pack_update
 from lightning_pardist.engines.servers.messages import Kind, Message
 from lightning_pardist.engines.servers.server import Changes, ParameterServer
@@ -88,6 +88,8 @@ class Worker:
         max_staleness: Updates that a worker may be ahead of the slowest, 1 or more; any number if None.
         timeout_s: Bound on every wait.
         log_to: Folder for the order of updates; none is kept if None.
+        has_gradients: Asked in each step: False where there was no sample since the last one, whatever ``.grad`` is
+            (zeros, say, which would decay weights).
 
     Attributes:
         staleness: Of the latest update; None before the first.
@@ -104,7 +106,9 @@ class Worker:
         max_staleness: int | None,
         timeout_s: float,
         log_to: str | os.PathLike[str] | None = None,
+        has_gradients: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._has_gradients = has_gradients
         self.rank = group.rank()
         self.staleness: int | None = None
         self.sent_bytes = self.received_bytes = 0
@@ -128,8 +132,9 @@ class Worker:
             )
             self._threads = WorkerThreads(self.server, group, tags)
         self._remote = [RemoteServer(group, rank, tags, timeout_s) for rank in servers if rank != self.rank]
-        self._versions: dict[nn.Parameter, int] = {}
-        self._note_versions(range(len(updates)))
+        self._watches = [ForeignWrites(each.optimizer) for each in updates]
+        #: Whether this worker has had a turn since the last meeting.
+        self._has_moved = True
 
     def start(self) -> None:
         """Serve, and let optimizers send gradients from now on. Not collective."""
@@ -144,14 +149,17 @@ class Worker:
     def step(self, index: int) -> None:
         """Send an optimizer's gradients, and wait for one's turn and new values.
 
+        Args:
+            index: The optimizer's.
+
         Raises:
             RuntimeError: If parameters were written to otherwise, or a server is gone or failed.
             TimeoutError: If the slowest worker does not come on.
         """
-        self._check(index)
+        self._watches[index].check()
         self._stepped.add(index)
-        params = self._params[index]
-        if all(param.grad is None for param in params):
+        self._has_moved = True
+        if not self._has_gradients() or all(param.grad is None for param in self._params[index]):
             self._tick(index)
             return
         numbers = self._numbers[index].to_send()
@@ -168,6 +176,7 @@ class Worker:
     def complete(self, index: int) -> None:
         """A step of an optimizer is over; one that was skipped (by a gradient scaler, say) is a turn all the same."""
         if index not in self._stepped:
+            self._has_moved = True
             self._tick(index)
         self._stepped.discard(index)
 
@@ -184,7 +193,6 @@ class Worker:
         if self.server is not None:
             self.server.take_turn(self.rank, index, self._writer(index, self.rank))
         found = [self._answer(index, server) for server in self._remote]
-        self._note_versions([index])
         return max(found, default=0)
 
     def _answer(self, index: int, server: RemoteServer) -> int:
@@ -197,30 +205,18 @@ class Worker:
         return [param for param, owner in zip(self._params[index], owners, strict=True) if owner == server]
 
     def _writer(self, index: int, server: int) -> Callable[[Changes], None]:
-        params = self._of(index, server)
+        params, watch = self._of(index, server), self._watches[index]
+        # At a meeting that follows another one, weights may stand in for others, which the user will put back.
+        is_checked = self._has_moved
 
         def write(changes: Changes) -> None:
+            changed = [param for param, change in zip(params, changes, strict=True) if change is not None]
+            if not is_checked:
+                watch.check_values(changed)
             write_changes([param.detach() for param in params], changes)
+            watch.note(changed)
 
         return write
-
-    def _note_versions(self, indices: Sequence[int]) -> None:
-        self._versions.update({param: version_of(param) for index in indices for param in self._params[index]})
-
-    def _check(self, index: int) -> None:
-        """Refuse what servers would not know of."""
-        each = self._updates[index]
-        name = type(each.optimizer).__name__
-        if len(each.params) != len(self._params[index]):
-            raise RuntimeError(
-                f"{name} was given further parameters during training, which no server has. Give it all of them in"
-                " configure_optimizers; frozen ones may be thawed later."
-            )
-        if any(version_of(param) != self._versions[param] for param in self._params[index]):
-            raise RuntimeError(
-                f"A parameter of {name} was written to outside of its step. Servers have the parameters, and would"
-                " not know: change them by gradients, or use pardist_ddp."
-            )
 
     # --- meetings and the end -------------------------------------------------------------------------------------
 
@@ -229,7 +225,14 @@ class Worker:
         """Wait for all workers; afterwards parameters are the servers', and optimizers show the state of this rank's.
 
         Collective over all ranks. Updates go on when this rank calls :meth:`go_on`, or takes its next step.
+
+        Raises:
+            RuntimeError: If something was changed without the servers, or a server is gone or failed.
+            TimeoutError: If some do not come.
         """
+        if self._has_moved:
+            for watch in self._watches:
+                watch.check()
         for server in self._remote:
             self.sent_bytes += server.ask(Message(Kind.MEET))
         if self.server is not None:
@@ -242,7 +245,8 @@ class Worker:
                 self._numbers[index].publish(share.numbers.of_server())
             for server in self._remote:
                 self._answer(index, server)
-        self._note_versions(range(len(self._updates)))
+            self._watches[index].note_states()
+        self._has_moved = False
 
     def go_on(self) -> None:
         """Updates may be made again behind a meeting. Not collective."""
