@@ -113,6 +113,7 @@ def _stacked_route(runner: nn.Module, layer: ExpertLayer, size: int) -> StackedR
         call = _drawn_call(layer, route)
         try:
             expected = _results(runner, lambda: runner.forward(*call[0], **call[1]), call)  # noqa: B023
+            left_behind = before != Footprint(runner)
             found = _results(runner, lambda: _in_parts(runner, layer, route, call, size), call)  # noqa: B023
             lonely = _rows_are_lonely(runner, layer, route, call, size)
         except Exception as error:
@@ -122,7 +123,7 @@ def _stacked_route(runner: nn.Module, layer: ExpertLayer, size: int) -> StackedR
             problem = "the sum over some of them at a time is not what their forward returns"
         elif not lonely:
             problem = "an expert's result for a row depends on other rows"
-        elif before != Footprint(runner):
+        elif left_behind or before != Footprint(runner):
             problem = "their forward leaves something behind, which would be of other ranks' tokens"
         else:
             return route
