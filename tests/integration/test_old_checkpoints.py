@@ -39,5 +39,5 @@ def test_layouts_by_name_and_by_position_are_the_same():
     dims = ParallelDims(pipeline_parallel=2, data_shard=3, tensor_parallel=4)
     assert ParallelDims.from_layout([2, 1, 3, 4]) == ParallelDims.from_layout(dims.layout) == dims
     assert dims.layout == {"pipeline_parallel": 2, "data_shard": 3, "tensor_parallel": 4}
-    with pytest.raises(ValueError, match="axes expert_parallel, which this version"):
-        ParallelDims.from_layout({"expert_parallel": 2})
+    with pytest.raises(ValueError, match="axes later_parallel, which this version"):
+        ParallelDims.from_layout({"later_parallel": 2})
