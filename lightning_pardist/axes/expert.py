@@ -72,6 +72,13 @@ class ExpertAxis(ParallelAxis):
         return {"expert_parallel": self.expert_parallel_size}
 
     @override
+    def why_not_compiled(self, whole_step: bool) -> str:
+        return (
+            "replaces the forward of experts by exchanges between ranks, which has not been tried under a compiler."
+            " Leave compile out, or use pardist_zero3"
+        )
+
+    @override
     def check(self, trainer: pl.Trainer) -> None:
         context, dims = self.context, self.context.dims
         for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel", "outer_parallel"):
