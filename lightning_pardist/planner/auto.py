@@ -152,6 +152,7 @@ class AutoStrategy(PardistStrategy):
                 memory_gb=self._memory_gb,
                 strategies=self._names,
                 time_limit_s=self._planning_s,
+                activation_checkpointing=self.activation_checkpointing,
                 **settings,
             )
         except (PlanError, NoSampleError) as error:

@@ -10,6 +10,7 @@ from lightning_pardist.axes.ddp import DDPAxis
 from lightning_pardist.axes.local_sgd import LocalSGDAxis
 from lightning_pardist.axes.pipeline import PipelineAxis
 from lightning_pardist.axes.pipeline.microbatching import Microbatching
+from lightning_pardist.engines.common.activation_checkpointing import Checkpointing
 from lightning_pardist.engines.pipeline import UnevenBatchError
 from lightning_pardist.engines.pipeline.clock import expected_idle_share
 from lightning_pardist.registry import TABLE, Entry
@@ -169,6 +170,7 @@ def _inside(name: str, size_setting: str, devices: int, world_size: int) -> Iter
             yield Candidate(name, {size_setting: size, "data_parallel": "zero3"})
 
 
-def with_checkpointing(candidate: Candidate) -> Candidate:
-    """The same, keeping the inputs of the model's repeated blocks only."""
-    return Candidate(candidate.strategy, {**candidate.settings, "activation_checkpointing": "auto"})
+def with_checkpointing(candidate: Candidate, setting: Checkpointing = "auto") -> Candidate:
+    """The same, keeping the inputs of some blocks only: by default, of those that the model repeats."""
+    blocks = setting if isinstance(setting, str) else tuple(sorted(setting))
+    return Candidate(candidate.strategy, {**candidate.settings, "activation_checkpointing": blocks})

@@ -8,8 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_pardist.engines.common.activation_checkpointing import Checkpointing
 from lightning_pardist.planner.batches import first_batch, samples_of
-from lightning_pardist.planner.candidates import DEFAULT, enumerate_candidates
+from lightning_pardist.planner.candidates import DEFAULT, enumerate_candidates, with_checkpointing
 from lightning_pardist.planner.errors import PlanError
 from lightning_pardist.planner.plan_result import Plan
 from lightning_pardist.planner.profiles import DeviceProfile, find_profile
@@ -28,6 +29,7 @@ def plan(
     strategies: Sequence[str] | None = None,
     global_batch: int | None = None,
     time_limit_s: float | None = None,
+    activation_checkpointing: Checkpointing | None = None,
     **trainer_settings: Any,
 ) -> Plan:
     """Plan training without the devices: memory and time of every strategy, by running ranks of each.
@@ -48,6 +50,8 @@ def plan(
         global_batch: Samples of an optimizer step over all ranks, divided among those with samples of their own. By
             default each of them gets the batch as it is.
         time_limit_s: Seconds after which no further candidate is traced once one fits; those that are left say so.
+        activation_checkpointing: As strategies have it, of every candidate; where it is None, ``"auto"`` is tried for
+            those that do not fit.
         **trainer_settings: Further arguments of the Trainer that change a step: ``precision``,
             ``accumulate_grad_batches``, ``gradient_clip_val``.
 
@@ -72,6 +76,8 @@ def plan(
     job = Job(devices, num_nodes, trainer_settings, global_batch)
     search = Search(module, batch, profile, job, leave_out=strategies is None, time_limit_s=time_limit_s)
     for candidate in enumerate_candidates(names, devices=devices, num_nodes=num_nodes):
+        if activation_checkpointing is not None:
+            candidate = with_checkpointing(candidate, activation_checkpointing)
         search.add(candidate)
     if strategies is None:
         search.leave_out(entry.name for entry in TABLE if entry.name not in names)

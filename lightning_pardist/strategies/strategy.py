@@ -261,7 +261,7 @@ class PardistStrategy(ParallelStrategy):
         self.context.axes = tuple(axis for axis in axes if axis.is_used(self.dims))
 
     def take_axes(self, other: PardistStrategy) -> None:
-        """Train as another strategy would, whose settings of axes and checkpointing are taken over.
+        """Train as another strategy would, whose axes are taken over, and whose checkpointing where none is set here.
 
         Before the module is set up. Collective over the world.
 
@@ -274,7 +274,8 @@ class PardistStrategy(ParallelStrategy):
         self._axes_as_set = other._axes_as_set
         for axis in self._axes_as_set:
             axis.bind(self.context)
-        self.activation_checkpointing = other.activation_checkpointing
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = other.activation_checkpointing
         self.distributed.change_dims(self.resolve_dims(self.world_size))
         self._choose_axes()
         self._loads_after_setup = None

@@ -76,15 +76,17 @@ def test_without_a_plan_it_trains_by_what_states_take(memory_gb, name):
 
 
 def _with_little_memory():
-    strategy = AutoStrategy(strategies=["pardist_ddp", "pardist_zero2"], memory_gb=1e-6)
+    strategy = AutoStrategy(
+        strategies=["pardist_ddp", "pardist_zero2"], memory_gb=1e-6, activation_checkpointing=["Linear"]
+    )
     trainer = quiet_trainer(strategy=strategy, devices=2)
     module = MODULES["classifier"](optimizer="adam")
     trainer.fit(module, datamodule=Data(module.dataset(BATCH)))
-    return strategy.chosen.strategy
+    return strategy.chosen.strategy, strategy.activation_checkpointing
 
 
 def test_where_nothing_fits_it_takes_what_needs_the_least():
-    assert run_ranks(2, _with_little_memory) == ["pardist_zero2"] * 2
+    assert run_ranks(2, _with_little_memory) == [("pardist_zero2", ["Linear"])] * 2
 
 
 def test_an_unknown_name_is_refused_at_once():

@@ -189,6 +189,11 @@ def test_what_a_strategy_refuses_is_refused_in_its_words():
     assert "LBFGS" in refused.reason
 
 
+def test_checkpointing_that_is_set_is_planned():
+    made = make_plan(strategies=["pardist_ddp", "pardist_zero2"], activation_checkpointing={"Linear"}, memory_gb=1e-6)
+    assert [row.candidate.settings for row in made.rows] == [{"activation_checkpointing": ("Linear",)}] * 2
+
+
 def test_what_does_not_fit_says_what_would():
     found = make_plan(strategies=["pardist_ddp"], memory_gb=1.0)
     assert found.best is None
