@@ -16,19 +16,24 @@ class CodesSetting:
     Args:
         gather: Codes that parameters travel as; numbers as they are if None.
         reduce: Codes that gradients travel as.
-        error_feedback: Whether what codes leave behind of gradients is added to the next ones.
+        error_feedback: Whether what codes leave behind of gradients is added to the next ones; it is if None.
 
     Raises:
-        ValueError: If there are no such codes.
+        ValueError: If there are no such codes, or errors of none are to be fed back.
     """
 
-    def __init__(self, gather: Compression | None, reduce: Compression | None, error_feedback: bool) -> None:
+    def __init__(self, gather: Compression | None, reduce: Compression | None, error_feedback: bool | None) -> None:
         for name, kind in (("gather", gather), ("reduce", reduce)):
             if kind is not None:
                 one_of(name, kind, get_args(Compression), or_else="None")
         self.gather: Compression | None = gather
         self.reduce: Compression | None = reduce
-        self.error_feedback = error_feedback
+        if error_feedback is not None and reduce is None:
+            raise ValueError(
+                f"error_feedback={error_feedback} is about what codes of gradients leave behind, and reduce is not set."
+                " Set reduce='int8', or leave error_feedback out."
+            )
+        self.error_feedback = reduce is not None and error_feedback is not False
 
     def check(self, context: RunContext) -> None:
         """Refuse what gradients in codes cannot be combined with. Not collective.

@@ -79,7 +79,7 @@ class FSDPAxis(DataParallelAxis):
         tile_linear_above_mb: float | None = None,
         gather: Compression | None = None,
         reduce: Compression | None = None,
-        error_feedback: bool = True,
+        error_feedback: bool | None = None,
     ) -> None:
         one_of("accumulate", accumulate, ("sharded", "unsharded"))
         one_of("detect_direct_param_use", detect_direct_param_use, ("first", "always", "never"))

@@ -50,7 +50,7 @@ class ZeroAxis(DataParallelAxis):
         offload_window_mb: float = 64.0,
         gather: Compression | None = None,
         reduce: Compression | None = None,
-        error_feedback: bool = True,
+        error_feedback: bool | None = None,
     ) -> None:
         if zero_stage not in (1, 2):
             raise ValueError(f"zero_stage={zero_stage!r} is not available. Use 1 or 2; FSDPStrategy is stage 3.")

@@ -69,7 +69,7 @@ class FSDPStrategy(PardistStrategy):
         reduce: How gradients travel, once each, to the rank that sums them in full precision. A checkpoint starts
             what error feedback has kept anew.
         error_feedback: Whether what ``reduce`` leaves behind on a rank is added to the next gradients, for a byte a
-            parameter.
+            parameter; it is if None.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
@@ -96,7 +96,7 @@ class FSDPStrategy(PardistStrategy):
         tile_linear_above_mb: float | None = None,
         gather: Compression | None = None,
         reduce: Compression | None = None,
-        error_feedback: bool = True,
+        error_feedback: bool | None = None,
         **kwargs: Any,
     ) -> None:
         data = FSDPAxis(

@@ -39,7 +39,7 @@ class ZeroStrategy(PardistStrategy):
         reduce: How gradients travel, once each, to the rank that sums them in full precision. A checkpoint starts
             what error feedback has kept anew.
         error_feedback: Whether what ``reduce`` leaves behind on a rank is added to the next gradients, for a byte a
-            parameter.
+            parameter; it is if None.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
     Raises:
@@ -58,7 +58,7 @@ class ZeroStrategy(PardistStrategy):
         offload_window_mb: float = 64.0,
         gather: Compression | None = None,
         reduce: Compression | None = None,
-        error_feedback: bool = True,
+        error_feedback: bool | None = None,
         **kwargs: Any,
     ) -> None:
         data = ZeroAxis(

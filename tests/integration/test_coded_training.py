@@ -118,6 +118,8 @@ def test_a_language_model_learns_as_much(kind, world):
     [
         (lambda: ZeroStrategy(gather="int3"), "gather='int3' is unknown. Use bf16, int8, int4 or None."),
         (lambda: FSDPStrategy(reduce="fp8"), "reduce='fp8' is unknown"),
+        (lambda: ZeroStrategy(gather="int8", error_feedback=True), "error_feedback=True is about"),
+        (lambda: FSDPStrategy(error_feedback=False), "error_feedback=False is about"),
         (lambda: FSDPStrategy(gather="int8", tile_linear_above_mb=1), "tile_linear_above_mb=1 is set"),
     ],
 )
@@ -131,16 +133,16 @@ def test_remainders_of_scaled_gradients_are_refused():
     with pytest.raises(ValueError, match="precision='16-mixed'"):
         CodesSetting(None, "int8", True).check(scaled)
     CodesSetting("int8", "int8", False).check(scaled)
-    CodesSetting("int8", None, True).check(scaled)
+    CodesSetting("int8", None, None).check(scaled)
 
 
 def test_codes_that_depend_on_neighbours_are_refused_on_tensor_ranks():
     split = SimpleNamespace(precision=None, dims=ParallelDims(data_shard=2, tensor_parallel=2))
-    for codes in (CodesSetting("int8", None, True), CodesSetting(None, "int4", True), CodesSetting(None, "bf16", True)):
+    for codes in (CodesSetting("int8", None, None), CodesSetting(None, "int4", True), CodesSetting(None, "bf16", True)):
         with pytest.raises(ValueError, match=r"each of the 2 tensor ranks.*norms, biases"):
             codes.check(split)
     # Each number by itself; and nothing travels between ranks of one batch.
-    CodesSetting("bf16", None, True).check(split)
+    CodesSetting("bf16", None, None).check(split)
     CodesSetting("int8", "int8", True).check(SimpleNamespace(precision=None, dims=ParallelDims(tensor_parallel=2)))
 
 
