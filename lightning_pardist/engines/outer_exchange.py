@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.collectives import all_gather_flat
-from lightning_pardist.engines.common.block_codes import Compression, SliceLayout, decode, encode
+from lightning_pardist.engines.common.block_codes import Compression, SliceLayout, decode, encode, left_behind
 
 
 class OuterExchange:
@@ -50,7 +50,7 @@ class OuterExchange:
             rows = rows + self._error
         self._message = encode(rows, self.layout, kind)
         if self.kind is not None:
-            self._error = rows - self._decoded(self._message)
+            self._error = left_behind(rows, self._decoded(self._message))
         self._answer = torch.empty_like(self._message)
         self._work = dist.all_to_all_single(self._answer, self._message, group=self.group, async_op=True)
 
@@ -67,7 +67,7 @@ class OuterExchange:
             mean += self._mean_error
         self._message = encode(mean, self.layout, self._sent_as)
         if self.kind is not None:
-            self._mean_error = mean - self._decoded(self._message)
+            self._mean_error = left_behind(mean, self._decoded(self._message))
         self._answer = self._message.new_empty(self.group.size(), self._message.shape[1])
         flat = self._answer.view(-1), self._message.view(-1)
         self._work = all_gather_flat(*flat, group=self.group, async_op=True)

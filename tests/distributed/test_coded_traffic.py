@@ -262,6 +262,23 @@ def test_gradients_that_are_not_finite_are_seen_once():
     assert run_ranks(2, _overflow) == [[True, False, True]] * 2
 
 
+def _halves():
+    """What the other rank has received of gradients in bf16 that are the same in every step."""
+    remainders, steps = Remainders(), 200
+    mine = torch.randn(2 * 64, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    total = torch.zeros(64)
+    for _ in range(steps):
+        total += scatter_coded(mine.clone(), group=dist.group.WORLD, kind="int4", remainders=remainders).finish()
+    everywhere = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(everywhere, mine)
+    expected = sum(each.float() for each in everywhere).view(2, 64)[dist.get_rank()]
+    return float((total / steps - expected).abs().max())
+
+
+def test_errors_of_gradients_in_halves_do_not_add_up():
+    assert max(run_ranks(2, _halves)) < 3e-3
+
+
 def test_an_optimizer_of_all_tensors_together_is_refused_by_name():
     (text,) = set(run_ranks(2, _joint))
     assert "LBFGS" in text

@@ -383,3 +383,18 @@ def test_an_epochs_meeting_sends_few_bits():
     for by_epoch, by_steps, whole in run_ranks(2, _at_the_end_of_an_epoch):
         assert_close(by_epoch, by_steps, rtol=0.0)
         assert not torch.equal(by_epoch["head.weight"], whole["head.weight"])
+
+
+def _after_an_overflow():
+    values = torch.randn(100, generator=torch.Generator().manual_seed(dist.get_rank()))
+    exchange = OuterExchange([100], group=dist.group.WORLD, kind="int8", like=values)
+    found = []
+    for each in (values, torch.where(values > 1, torch.inf, values), values):
+        exchange.start(each.clone())
+        exchange.turn()
+        found.append(bool(exchange.finish().isfinite().all()))
+    return found
+
+
+def test_differences_that_are_not_finite_are_seen_once():
+    assert run_ranks(2, _after_an_overflow) == [[True, False, True]] * 2

@@ -155,6 +155,11 @@ def encode(rows: Tensor, layout: BlockLayout, kind: Compression | None) -> Tenso
     return torch.cat([scales.view(torch.uint8), packed], 1)
 
 
+def left_behind(values: Tensor, received: Tensor) -> Tensor:
+    """What codes could not say, to be added the next time: nothing where that is not finite."""
+    return (values - received).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def decode(data: Tensor, layout: BlockLayout, kind: Compression | None, dtype: torch.dtype) -> Tensor:
     """The numbers that :func:`encode` has made bytes of.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pardist.engines.common.block_codes import Compression, EvenBlocks, decode, encode
+from lightning_pardist.engines.common.block_codes import Compression, EvenBlocks, decode, encode, left_behind
 from lightning_pardist.engines.common.slice_exchange import gather_slices
 
 #: What is left behind is added to later gradients, and is itself kept in codes.
@@ -92,15 +92,15 @@ class Remainders:
         self._kept: dict[Hashable, Tensor] = {}
 
     def added(self, key: Hashable, rows: Tensor) -> Tensor:
-        """``rows`` with what was left of them; a new tensor."""
+        """``rows`` with what was left of them; a new tensor, in fp32 or wider, as their receivers have them."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
         kept = self._kept.get((key, rows.shape))
         if kept is None:
-            return rows.clone()
-        return rows + decode(kept, EvenBlocks(rows.shape[1]), _KEPT_AS, rows.dtype)
+            return rows.to(wide, copy=True)
+        return decode(kept, EvenBlocks(rows.shape[1]), _KEPT_AS, wide).add_(rows)
 
     def keep(self, key: Hashable, left: Tensor) -> None:
-        """Remember what is left. A step whose gradients are not finite leaves nothing."""
-        left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        """Remember what is left."""
         self._kept[key, left.shape] = encode(left, EvenBlocks(left.shape[1]), _KEPT_AS)
 
     def clear(self) -> None:
@@ -172,7 +172,7 @@ def scatter_coded(
     rows = own_rows if remainders is None else remainders.added(key, own_rows)
     message = encode(rows, layout, kind)
     if remainders is not None:
-        left = rows.sub_(decode(message, layout, kind, rows.dtype))
+        left = left_behind(rows, decode(message, layout, kind, rows.dtype))
         left[rank] = 0
         remainders.keep(key, left)
     received = torch.empty_like(message)
