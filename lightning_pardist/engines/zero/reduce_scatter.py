@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,6 +57,7 @@ class ReduceScatter(Transport):
         self.make_host = make_host
         self.scale = 1.0 / group.size()
         self.keep_full = keep_full
+        self._numbers = itertools.count()
         self._flying: deque[tuple[ShardedBucket, Reduction | CodedReduction | tuple[Any, Tensor]]] = deque()
 
     @override
@@ -66,6 +68,7 @@ class ReduceScatter(Transport):
             keep_full=self.keep_full,
             make_host=self.make_host,
             codes=self.gather,
+            number=next(self._numbers),
         )
 
     @override
@@ -77,7 +80,7 @@ class ReduceScatter(Transport):
         full = bucket.full_gradients
         if self.reduce is not None and has_codes(full):
             reduction = scatter_coded(
-                full, group=bucket.group, kind=self.reduce, remainders=self.remainders, key=id(bucket)
+                full, group=bucket.group, kind=self.reduce, remainders=self.remainders, key=bucket.number
             )
             self._flying.append((bucket, reduction))
             return None

@@ -58,6 +58,7 @@ class ShardedBucket(Bucket):
         keep_full: Whether the whole gradient buffer is kept between steps (ZeRO-1), or only the slice (ZeRO-2).
         make_host: Makes what keeps the slice's masters and gradients on the host, if the optimizer steps there.
         codes: How parameters travel; as they are if None.
+        number: No other bucket of the engine has, or has had, the same.
 
     Attributes:
         shard_numel: Elements of a slice, padding included.
@@ -74,7 +75,9 @@ class ShardedBucket(Bucket):
         keep_full: bool,
         make_host: Callable[[Tensor], HostSlice] | None = None,
         codes: Compression | None = None,
+        number: int = 0,
     ) -> None:
+        self.number = number
         self.params = list(params)
         self.numels = [own_part(param).numel() for param in self.params]
         self.numel = sum(self.numels)
