@@ -279,6 +279,30 @@ def test_errors_of_gradients_in_halves_do_not_add_up():
     assert max(run_ranks(2, _halves)) < 3e-3
 
 
+def _one_is_not_finite():
+    module = _module(dtype=torch.float32)
+    engine = ZeroEngine(module, [_optimizer(module.parameters())], group=dist.group.WORLD, zero_stage=1, gather="int8")
+    with torch.no_grad():
+        module[0].weight[0, 0] = float("inf")
+    exact = snapshot(module)
+    engine.show_exact()
+    engine.show_codes()
+    engine.show_exact()
+    left = snapshot(module)
+    engine.show_codes()
+    engine.show_exact(for_a_look=True)
+    again = snapshot(module)
+    engine.detach()
+    return exact, left, again
+
+
+def test_exact_values_outlast_a_neighbour_that_is_not_finite():
+    for exact, left, again in run_ranks(2, _one_is_not_finite):
+        for name, values in exact.items():
+            assert torch.equal(left[name], values)
+            assert torch.equal(again[name], values)
+
+
 def test_an_optimizer_of_all_tensors_together_is_refused_by_name():
     (text,) = set(run_ranks(2, _joint))
     assert "LBFGS" in text

@@ -161,7 +161,7 @@ class ShardedBucket(Bucket):
         homes = zip(self.params, self._homes, strict=True)
         if any(home.numel() and own_part(param).data_ptr() != home.data_ptr() for param, home in homes):
             return True
-        return not torch.equal(self.flat_params[self._own], self._visible())
+        return not bool(_alike(self.flat_params[self._own], self._visible()).all())
 
     def _visible(self) -> Tensor:
         """This rank's slice as parameters have it, unless somebody changes them."""
@@ -183,7 +183,7 @@ class ShardedBucket(Bucket):
                 set_own_part(param, home)
         if self._codes is not None:
             own = self.flat_params[self._own]
-            torch.where(own == self._visible(), self._exact, own, out=self._exact)
+            torch.where(_alike(own, self._visible()), self._exact, own, out=self._exact)
         if self.host is not None:
             self.host.take_changes()
         elif low_precision(self._dtype):
@@ -512,3 +512,8 @@ class ShardedBucket(Bucket):
             follow(grad, own.to(grad.device))
         else:
             grad.copy_(own)
+
+
+def _alike(values: Tensor, others: Tensor) -> Tensor:
+    """Where two tensors have the same number, or none: a block with one that is not finite has none in codes."""
+    return (values == others) | (values.isnan() & others.isnan())
