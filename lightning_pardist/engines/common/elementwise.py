@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
@@ -89,7 +89,9 @@ def _same_on_parts(
         if not all(torch.allclose(a, b, 1e-5, 1e-7) for a, b in zip(values_of(part), parts(wholes), strict=True)):
             return False
         if not same_numbers(part, whole):
-            return False
+            other = stepped_twin(optimizer, options, others_of(values), [others_of(each) for each in grads])
+            if not same_numbers(part, whole, but=numbers_of_shapes(whole, other)):
+                return False
     return True
 
 
@@ -187,7 +189,9 @@ def values_of(clone: Optimizer) -> list[Tensor]:
     return [param.detach() for group in clone.param_groups for param in group["params"]]
 
 
-def same_numbers(one: Optimizer, other: Optimizer, groups: Sequence[int] | None = None) -> bool:
+def same_numbers(
+    one: Optimizer, other: Optimizer, groups: Sequence[int] | None = None, *, but: Collection[Any] = ()
+) -> bool:
     """Whether two copies keep the same numbers for all of their parameters together.
 
     An estimate over all of them (Prodigy's distance, arXiv 2306.06101) may begin to matter in a later step only.
@@ -196,15 +200,35 @@ def same_numbers(one: Optimizer, other: Optimizer, groups: Sequence[int] | None 
         one: After some steps.
         other: After as many.
         groups: Parameter groups that count; all if None.
+        but: What :func:`numbers_of_shapes` gave.
     """
-    found, wanted = (_numbers(each, groups) for each in (one, other))
+    found, wanted = (_numbers(each, groups, but) for each in (one, other))
     return found.keys() == wanted.keys() and all(
         value.shape == wanted[key].shape and torch.allclose(value, wanted[key], 1e-5, 0.0, equal_nan=True)
         for key, value in found.items()
     )
 
 
-def _numbers(optimizer: Optimizer, groups: Sequence[int] | None) -> dict[Any, Tensor]:
+def numbers_of_shapes(one: Optimizer, other: Optimizer) -> set[Any]:
+    """Which numbers are the same whatever the values and gradients: they count steps, tensors or elements.
+
+    No estimate is among them. Where the update uses one of them, parts show it in their values.
+
+    Args:
+        one: After some steps.
+        other: After as many on tensors of the same shapes, with other values and gradients.
+    """
+    found, wanted = _numbers(one, None), _numbers(other, None)
+    return {key for key, value in found.items() if key in wanted and torch.equal(value, wanted[key])}
+
+
+def others_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Other values (or gradients) for a trial, of the same shapes and attributes."""
+    # Neither multiples nor signs apart: whatever an estimate looks at changes.
+    return [marked(each * each + 0.25, each.__dict__) for each in tensors]
+
+
+def _numbers(optimizer: Optimizer, groups: Sequence[int] | None, but: Collection[Any] = ()) -> dict[Any, Tensor]:
     """In parameter groups, in state that is nobody's own, and in attributes."""
     places: dict[Any, Mapping[Any, Any]] = {"attributes": optimizer.__dict__, "shared": shared_state(optimizer)}
     places.update((at, group) for at, group in enumerate(optimizer.param_groups) if groups is None or at in groups)
@@ -212,6 +236,7 @@ def _numbers(optimizer: Optimizer, groups: Sequence[int] | None) -> dict[Any, Te
         (place, key): torch.as_tensor(value, dtype=torch.float64)
         for place, values in places.items()
         for key, value in values.items()
+        if (place, key) not in but
         if isinstance(value, bool | int | float) or (isinstance(value, Tensor) and not value.is_complex())
     }
 
@@ -229,11 +254,11 @@ def twin_of_groups(
     Attributes of ``values`` are those of its parameters.
     """
     clone: Optimizer = object.__new__(type(optimizer))
-    clone.__dict__.update({key: _own_copy(value) for key, value in optimizer.__dict__.items()})
+    clone.__dict__.update({key: own_copy(value) for key, value in optimizer.__dict__.items()})
     clone.__dict__.pop("step", None)
     clone.param_groups = [
         {
-            **{key: _own_copy(value) for key, value in options.items()},
+            **{key: own_copy(value) for key, value in options.items()},
             "params": [marked(nn.Parameter(value.clone()), _own_marks(value)) for value in members],
         }
         for options, members in zip(settings, values, strict=True)
@@ -295,11 +320,12 @@ def trial_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _own_marks(value: Tensor) -> dict[str, Any]:
     # Tensors with dims fit the parameter that has them, not one of a trial.
     return {
-        name: _own_copy(mark) for name, mark in value.__dict__.items() if not isinstance(mark, Tensor) or not mark.dim()
+        name: own_copy(mark) for name, mark in value.__dict__.items() if not isinstance(mark, Tensor) or not mark.dim()
     }
 
 
-def _own_copy(value: Any) -> Any:
+def own_copy(value: Any) -> Any:
+    """A setting or an attribute that an optimizer may change without changing another one's."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.copy(value) if isinstance(value, dict | list | set) else value

@@ -21,6 +21,8 @@ from lightning_pardist.engines.common.elementwise import (
     is_elementwise,
     kinds_of,
     marked,
+    numbers_of_shapes,
+    others_of,
     own_step,
     same_numbers,
     small_shape,
@@ -170,9 +172,23 @@ def _same_alone(optimizer: Optimizer, start: Values, grads: list[Values], steppe
             run = [alone(step_grads) for step_grads in grads]
             found = _agree(lambda run=run, alone=alone: _stepped(optimizer, alone(start), run), alone(together))  # type: ignore[misc]
             # Some groups' counts stand still without parameters.
-            if found is None or not same_numbers(found, stepped, groups=[index]):
+            if found is None:
+                return False
+            if same_numbers(found, stepped, groups=[index]):
+                continue
+            if not same_numbers(found, stepped, groups=[index], but=_counts(optimizer, start, grads, stepped)):
                 return False
     return True
+
+
+def _counts(optimizer: Optimizer, start: Values, grads: list[Values], stepped: Optimizer) -> set[Any]:
+    """Numbers that have nothing to do with values and gradients."""
+    others, *run = [[others_of(members) for members in values] for values in (start, *grads)]
+    try:
+        return numbers_of_shapes(stepped, _stepped(optimizer, others, run))
+    except Exception:
+        # On values like these.
+        return set()
 
 
 def _agree(run: Callable[[], Optimizer], wanted: Values) -> Optimizer | None:

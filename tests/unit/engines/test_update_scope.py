@@ -83,6 +83,22 @@ class EstimatesAtFirst(torch.optim.Optimizer):
                 p.sub_(group["lr"] * p.grad / (group["norm"] if group["steps"] > 9 else 1.0))
 
 
+class CountsElements(torch.optim.Optimizer):
+    """Keeps count of tensors and elements, for a log say."""
+
+    def __init__(self, params, by_norm=False):
+        super().__init__(params, {"lr": 0.1})
+        self.by_norm, self.seen = by_norm, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.seen += p.numel()
+                self.state["tensors"] = self.state.get("tensors", 0) + 1
+                p.sub_(group["lr"] * p.grad / (p.grad.norm() if self.by_norm else 1.0))
+
+
 class Draws(torch.optim.Optimizer):
     """Adds noise."""
 
@@ -101,6 +117,12 @@ def test_what_depends_on_size_or_on_calls_is_seen():
     found = find_scope(CountsCalls(_parameters()), form="dims")
     assert found.scope == "per_tensor"
     assert not found.in_rounds
+
+
+@pytest.mark.parametrize("form", ["flat", "dims"])
+def test_counts_of_elements_are_no_estimates(form):
+    assert find_scope(CountsElements(_parameters()), form=form).scope == "elementwise"
+    assert find_scope(CountsElements(_parameters(), by_norm=True), form=form).scope == "per_tensor"
 
 
 def test_random_numbers_are_refused():
