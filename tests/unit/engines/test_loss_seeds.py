@@ -162,6 +162,19 @@ def test_trained_factors_of_one_count_are_right(loss):
     assert not LossMakeup.of(loss(INPUTS, LABELS), None, SAMPLES, "auto").coupled
 
 
+def test_counts_that_differ_by_rounding_are_one_count():
+    weights = torch.rand(len(INPUTS), generator=torch.Generator().manual_seed(1))
+
+    def coupled(off_by):
+        values = NET(INPUTS).pow(2).mean((1, 2))
+        one = (values * weights).sum() / weights.sum()
+        other = (values.abs() * weights).sum() / (weights.sum() * (1 + off_by))
+        return LossMakeup.of(SCALE * (one + other), None, SAMPLES, "auto").coupled
+
+    assert not coupled(1e-6)
+    assert coupled(1e-2)
+
+
 def test_a_product_of_results_of_the_batch_is_scaled_as_a_whole():
     def loss():
         return (NET(INPUTS).pow(2).mean() + 1) * (NET(INPUTS).abs().mean() + SCALE)
