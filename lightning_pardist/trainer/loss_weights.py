@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
 from lightning_pardist.engines.common.loss_balance import Scaling, Value, exchange, scale_gradients, uneven_products
+from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term, couplings, find_terms, weight_of
 from lightning_pardist.engines.pipeline import find_loss
@@ -97,8 +98,8 @@ class LossWeights:
     ) -> None:
         self._agree = agree
         self._loss_count = loss_count
-        #: What weighs the latest loss among those of other ranks; None for a sum.
-        self._share: Tensor | float | None = 1.0
+        #: What is known of the latest loss beside its value, and whether the step had one at all.
+        self._own, self._has_loss = _UNWEIGHED, True
         self._trainer = trainer
         self._setting = setting
         self._group = group
@@ -135,7 +136,7 @@ class LossWeights:
         """
         self._weighs = self._setting != "ranks" or counts is not None
         self._batch, self._counts = batch, counts is not False
-        self._share = 1.0
+        self._own, self._has_loss = _UNWEIGHED, True
         if not self._weighs:
             return run()
         self._logged = []
@@ -162,17 +163,12 @@ class LossWeights:
 
         Optimizers that call their closure again decide by it, and have to decide alike on all ranks.
         """
-        share = torch.as_tensor(1.0 if self._share is None else self._share, dtype=torch.float64, device=self._device)
-        share = share if loss is not None and self._counts else torch.zeros_like(share)
-        own = torch.zeros_like(share) if loss is None else loss.detach().to(share)
-        message = torch.stack([torch.where(share == 0, 0.0, own * share), share])
         self._before()
-        dist.all_reduce(message, group=self._group())
-        total, shares = message
-        if loss is None and not shares:
+        value = loss if self._has_loss else None
+        whole = loss_of_all(value, self._own, counts=self._counts, group=self._group(), device=self._device)
+        if whole is None:
             return None
-        whole: Tensor = total if self._share is None else total / shares
-        return torch.where(shares == 0, own, whole).to(torch.float32 if loss is None else loss.dtype)
+        return torch.tensor(whole, dtype=torch.float32 if loss is None else loss.dtype, device=self._device)
 
     def _weigh(self, loss: Tensor | None, noted: list[_Logged]) -> None:
         samples = BatchCut().samples_of(self._batch)
@@ -180,7 +176,6 @@ class LossWeights:
         if loss is not None:
             self._tell(loss, terms)
         terms = self._agreed(terms)
-        self._share = self._share_of(terms, float(samples or 1))
         entries = self._values(loss, terms, noted)
         self._before()
         found = exchange(
@@ -191,6 +186,8 @@ class LossWeights:
             group=self._group(),
             device=self._device,
         )
+        self._has_loss = loss is not None or not self._has_no_count
+        self._own = OwnLoss(self._share_of(terms, float(samples or 1)), float(samples or 1), found.agreed)
         scaling = scale_gradients(terms, found.factors)
         # The graph of an automatic step goes with its backward, and nothing here is to keep it.
         if not self._trainer.lightning_module.automatic_optimization:
@@ -201,10 +198,14 @@ class LossWeights:
             for entry in reversed(noted):
                 self._forget(entry)
 
-    def _share_of(self, terms: list[Term], samples: float) -> Tensor | float | None:
+    @property
+    def _has_no_count(self) -> bool:
         known = self._loss_count()
-        if known is None or not math.isnan(known):
-            return known
+        return known is not None and math.isnan(known)
+
+    def _share_of(self, terms: list[Term], samples: float) -> Tensor | float | None:
+        if not self._has_no_count:
+            return self._loss_count()
         try:
             return weight_of(terms, samples)
         except LookupError:
@@ -296,6 +297,9 @@ class LossWeights:
         reasons += couplings(loss, samples=BatchCut().samples_of(self._batch))
         if reasons:
             rank_zero_warn(coupled_samples(self._trainer.lightning_module, reasons[0]))
+
+
+_UNWEIGHED = OwnLoss(1.0, 1.0)
 
 
 def _before(entry: _Logged, item: Any) -> Tensor:
