@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,11 +21,14 @@ from lightning_pardist.axes.refusals import refuse_callbacks, refuse_renormalize
 from lightning_pardist.compat.lightning_loops import layer_sync
 from lightning_pardist.engines.ddp.buffers import average_tensors, tensors_of_nobody
 from lightning_pardist.engines.servers import ServedUpdates, Worker
+from lightning_pardist.engines.servers.update_log import next_run
 from lightning_pardist.mesh import Degree
 from lightning_pardist.settings import positive
 
 #: A server waits for its workers' requests for as long as they live; a worker's own waits have the user's bound.
 _WHILE_THEY_LIVE = timedelta(days=30)
+#: A worker that fails takes so long to tell its servers.
+_LAST_WORDS_S = 1.0
 
 
 class ParameterServerAxis(ParallelAxis):
@@ -62,6 +66,7 @@ class ParameterServerAxis(ParallelAxis):
             num_servers = int(positive("num_servers", num_servers, "Use the ranks that serve, None for all."))
         self.max_staleness, self.num_servers = max_staleness, num_servers
         self.update_log = update_log
+        self._log_to: Path | None = None
         self._worker: Worker | None = None
         self._updates: list[ServedUpdates] = []
         #: Whether a sample has counted since the last step, and whether one was made since the last batch began.
@@ -105,6 +110,8 @@ class ParameterServerAxis(ParallelAxis):
             ServedUpdates(optimizer, group=group, num_servers=servers, setting=self.context.update_scope)
             for optimizer in optimizers
         ]
+        if self.update_log is not None:
+            self._log_to = self.context.broadcast(next_run(self.update_log))
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -118,7 +125,7 @@ class ParameterServerAxis(ParallelAxis):
             tags=(first, first + 1),
             max_staleness=self.max_staleness,
             timeout_s=distributed.timeout_s,
-            log_to=self.update_log,
+            log_to=self._log_to,
             has_gradients=lambda: self._has_gradients,
         )
         self._worker.start()
@@ -174,15 +181,17 @@ class ParameterServerAxis(ParallelAxis):
         )
         who = "each of which serves a share of the parameters" if servers == ranks else f"{servers} of which serve"
         text = f"Parameter servers, asynchronous: {ranks} workers, {who}; workers {bound}"
-        return text if self.update_log is None else f"{text}; order of updates in {os.fspath(self.update_log)}"
+        return text if self.update_log is None else f"{text}; order of updates in {self._log_to}"
 
     @override
     def release(self) -> None:
         worker, self._worker, self._updates = self._worker, None, []
         if worker is None:
             return
-        well = self.context.data_axis.ended_well()
-        worker.stop(self.context.distributed.timeout_s if well else 1.0)
+        if self.context.data_axis.ended_well():
+            worker.stop(self.context.distributed.timeout_s)
+        else:
+            worker.stop(_LAST_WORDS_S, RuntimeError("its training was interrupted"))
         if histogram := worker.histogram():
             total = sum(histogram.values())
             shares = ", ".join(f"{stale}: {count / total:.1%}" for stale, count in sorted(histogram.items()))

@@ -33,7 +33,7 @@ class ParameterServerStrategy(PardistStrategy):
         max_staleness: Updates that a worker may be ahead of the slowest; 0 for the synchronous form, None for any
             number.
         num_servers: The first so many ranks serve whole parameters, spread evenly by size; all ranks if None.
-        update_log: Folder in which servers write down the order of updates, from which
+        update_log: Folder in which servers write down the order of updates, each run in a folder of its own, from which
             :func:`~lightning_pardist.engines.servers.replay.replay` repeats the run in one process.
         bucket_size_mb: In the synchronous form, gradients and parameters travel in buckets of this many MiB.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.

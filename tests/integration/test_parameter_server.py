@@ -115,11 +115,13 @@ def _replayed(ranks, module, options, folder):
 
 
 CLIP = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+COMPILED = {"compile": "step", "compile_backend": "aot_eager"}
 CASES = [
     ({"optimizer": "adamw", "slow": 0}, {"max_staleness": 2}, {}),
     ({"optimizer": "adamw", "slow": 1}, {"max_staleness": None}, CLIP),
     ({"optimizer": "momentum"}, {"max_staleness": 1, "num_servers": 1}, {}),
     ({"optimizer": "sgd", "sparse": True, "slow": 0}, {"max_staleness": 1}, {}),
+    ({"optimizer": "adamw"}, {"max_staleness": 2, "loss_weight": "ranks", **COMPILED}, {}),
 ]
 
 

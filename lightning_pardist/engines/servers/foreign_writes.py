@@ -30,6 +30,8 @@ class ForeignWrites:
         self._values: dict[nn.Parameter, Tensor] = {}
         self._settings = _settings(optimizer)
         self._states: dict[Any, Any] = {}
+        #: Stand for the state that servers have and no meeting has shown.
+        self._places: dict[nn.Parameter, dict[str, Any]] | None = None
         self.note(_params(optimizer))
         self.note_states()
 
@@ -40,6 +42,21 @@ class ForeignWrites:
     def note_states(self) -> None:
         """The optimizer shows a server's state now."""
         self._states = {param: state for param, state in self._optimizer.state.items() if state}
+
+    def put_places(self) -> None:
+        """Training goes on: from here on it shows as well if state is cleared that only a server has."""
+        if self._places is None:
+            state = self._optimizer.state
+            self._places = {param: {} for param in _params(self._optimizer) if not state.get(param)}
+            for param, place in self._places.items():
+                state[param] = place
+
+    def take_places(self) -> None:
+        """The optimizer's state is about to be read, or shown."""
+        places, self._places = self._places or {}, None
+        for param, place in places.items():
+            if self._optimizer.state.get(param) is place and not place:
+                del self._optimizer.state[param]
 
     def check(self) -> None:
         """Refuse changes since then. Not collective.
@@ -62,7 +79,9 @@ class ForeignWrites:
                     " pardist_ps."
                 )
         state = self._optimizer.state
-        if any(state.get(param) is not shown for param, shown in self._states.items()):
+        places = self._places or {}
+        shown = {**self._states, **places}
+        if any(state.get(param) is not its for param, its in shown.items()) or any(places.values()):
             raise RuntimeError(
                 f"The state of {name} was cleared or replaced during training. Servers have the state, and would not"
                 " know: use pardist_ps."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,14 +24,17 @@ class WorkerThreads:
         server: Who answers.
         group: A gloo group for messages alone.
         tags: Of requests and answers.
+        timeout_s: Bound on the arrival of an answer, for which the worker waits.
     """
 
-    def __init__(self, server: ParameterServer, group: dist.ProcessGroup, tags: tuple[int, int]) -> None:
+    def __init__(
+        self, server: ParameterServer, group: dist.ProcessGroup, tags: tuple[int, int], timeout_s: float
+    ) -> None:
         self._server = server
         self._threads = [
             threading.Thread(
                 target=self._serve,
-                args=(worker, Line(group, worker, tags[0]), Line(group, worker, tags[1])),
+                args=(worker, *(Line(group, worker, tag, timeout_s) for tag in tags)),
                 name=f"parameter-server-{worker}",
                 daemon=True,
             )
@@ -44,20 +48,22 @@ class WorkerThreads:
             thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for all workers to leave; returns whether they have."""
+        """Wait for all workers to leave, ``timeout_s`` seconds in all; returns whether they have."""
+        deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self, worker: int, requests: Line, answers: Line) -> None:
         try:
-            while (message := requests.receive()).kind != Kind.LEAVE:
+            while (message := requests.receive()).kind not in (Kind.LEAVE, Kind.FAILED):
                 try:
                     self._answer(worker, message, answers)
                 except Exception as error:
                     self._server.fail(error)
-                    text = torch.frombuffer(bytearray(f"{type(error).__name__}: {error}".encode()), dtype=torch.uint8)
-                    answers.send(Message(Kind.FAILED, payload=text))
+                    answers.send(failed(error))
+            if message.kind == Kind.FAILED:
+                self._server.fail(RuntimeError(f"Worker {worker} ended by an error: {reason_of(message)}"))
             answers.flush()
         except RuntimeError as error:
             # The connection is gone, and with it the worker: its rank's end is the job's.
@@ -79,6 +85,17 @@ class WorkerThreads:
         else:
             server.tick(worker, index)
         answers.send(Message(Kind.VALUES, index, (staleness,), server.take_turn(worker, index, _packed)))
+
+
+def failed(error: BaseException) -> Message:
+    """Says why a side of a line goes no further."""
+    text = f"{type(error).__name__}: {error}".encode()
+    return Message(Kind.FAILED, payload=torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+
+def reason_of(message: Message) -> str:
+    """What :func:`failed` said."""
+    return "" if message.payload is None else bytes(message.payload.tolist()).decode()
 
 
 def _packed(changes: Changes) -> Tensor:
@@ -111,7 +128,7 @@ class RemoteServer:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, tags: tuple[int, int], timeout_s: float) -> None:
         self.rank = rank
-        self._requests, self._answers = Line(group, rank, tags[0]), Line(group, rank, tags[1])
+        self._requests, self._answers = (Line(group, rank, tag, timeout_s) for tag in tags)
         self._timeout_s = timeout_s
 
     def ask(self, message: Message) -> int:
@@ -133,12 +150,20 @@ class RemoteServer:
         """
         message = self._answers.receive(self._timeout_s)
         if message.kind == Kind.FAILED:
-            reason = b"" if message.payload is None else bytes(message.payload.tolist())
-            raise RuntimeError(f"The parameter server on rank {self.rank} failed: {reason.decode()}")
+            raise RuntimeError(f"The parameter server on rank {self.rank} failed: {reason_of(message)}")
         write(unpack_parts(Unpacked(message.payload), likes))
         return message.numbers[0], 0 if message.payload is None else message.payload.numel()
 
-    def leave(self) -> None:
-        """No further request comes."""
-        self._requests.send(Message(Kind.LEAVE))
-        self._requests.flush()
+    def leave(self, failure: BaseException | None, timeout_s: float) -> None:
+        """No further request comes.
+
+        Args:
+            failure: Why, if this worker has not come to its end: its server fails with it.
+            timeout_s: Bound on telling the server so.
+
+        Raises:
+            RuntimeError: If the server is gone, or does not listen.
+        """
+        self._requests.flush(timeout_s)
+        self._requests.send(Message(Kind.LEAVE) if failure is None else failed(failure))
+        self._requests.flush(timeout_s)

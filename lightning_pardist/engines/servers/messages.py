@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -61,14 +62,20 @@ class Line:
         group: A gloo group that nothing else but messages uses.
         peer: The other's rank in it.
         tag: The same on both sides, of nobody else between the two in this direction.
+        timeout_s: Bound on waiting until what was sent has arrived: the other side waits for it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, tag: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, peer: int, tag: int, timeout_s: float) -> None:
         self._group, self._peer, self._tag = group, peer, tag
+        self._timeout_s = timeout_s
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, message: Message) -> int:
-        """Begin to send; what was sent before is complete then. Returns the bytes."""
+        """Begin to send; what was sent before is complete then. Returns the bytes.
+
+        Raises:
+            RuntimeError: If the connection is closed, or time is up.
+        """
         self.flush()
         payload = message.payload
         size = 0 if payload is None else payload.numel()
@@ -80,11 +87,17 @@ class Line:
                 self._sending.append((self._group.send([part], self._peer, self._tag), part))
         return size + header.numel() * header.element_size()
 
-    def flush(self) -> None:
-        """Wait until everything is sent."""
-        sending, self._sending = self._sending, []
-        for work, _ in sending:
-            work.wait()
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until everything is sent, for so many seconds at most, by default the line's.
+
+        Raises:
+            RuntimeError: If the connection is closed, or time is up.
+        """
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        while self._sending:
+            # Memory stays alive for as long as it may be read.
+            self._sending[0][0].wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            self._sending.pop(0)
 
     def receive(self, timeout_s: float | None = None) -> Message:
         """Wait for the next message.

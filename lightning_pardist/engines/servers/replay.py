@@ -24,7 +24,7 @@ def replay(
     """Train as a run with asynchronous parameter servers did; parameters and state are its servers' afterwards.
 
     Args:
-        folder: What ``update_log`` was set to. All servers' files are there.
+        folder: What ``update_log`` was set to, or the folder of one run in it. All servers' files are there.
         optimizers: As the module configured them, over parameters with the values that the run began with.
         gradients: Given a worker, the number of its turn (from 1, over all optimizers) and the index of the
             optimizer; leaves in ``.grad`` what the worker's batch of that turn gives, with parameters as they are then.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -130,7 +132,7 @@ class Worker:
                 own=self.rank,
                 log=UpdateLog(log_to, server=self.rank, owners=owners, workers=workers) if log_to is not None else None,
             )
-            self._threads = WorkerThreads(self.server, group, tags)
+            self._threads = WorkerThreads(self.server, group, tags, timeout_s)
         self._remote = [RemoteServer(group, rank, tags, timeout_s) for rank in servers if rank != self.rank]
         self._watches = [ForeignWrites(each.optimizer) for each in updates]
         #: Whether this worker has had a turn since the last meeting.
@@ -142,6 +144,7 @@ class Worker:
             self._threads.start()
         for index, each in enumerate(self._updates):
             _replace_step(each.optimizer, lambda index=index: self.step(index))  # type: ignore[misc]
+            self._watches[index].put_places()
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -233,6 +236,8 @@ class Worker:
         if self._has_moved:
             for watch in self._watches:
                 watch.check()
+        for watch in self._watches:
+            watch.take_places()
         for server in self._remote:
             self.sent_bytes += server.ask(Message(Kind.MEET))
         if self.server is not None:
@@ -250,6 +255,8 @@ class Worker:
 
     def go_on(self) -> None:
         """Updates may be made again behind a meeting. Not collective."""
+        for watch in self._watches:
+            watch.put_places()
         if self.server is not None:
             self.server.release()
 
@@ -257,21 +264,30 @@ class Worker:
         """How many updates of this rank's server were how stale; empty where it is none."""
         return Counter() if self.server is None else Counter(self.server.staleness)
 
-    def stop(self, timeout_s: float) -> None:
-        """Leave, and wait until all others have. Not collective: a rank that is gone is not waited for any longer."""
+    def stop(self, timeout_s: float, failure: BaseException | None = None) -> None:
+        """Leave, and wait until all others have. Not collective: a rank that is gone is not waited for any longer.
+
+        Args:
+            timeout_s: Bound on all of it.
+            failure: Why, if this worker has not come to its end: all servers fail with it, and no meeting goes on as
+                if it were done.
+        """
+        deadline = time.monotonic() + timeout_s
         for each in self._updates:
             each.optimizer.__dict__.pop("step", None)
+        for watch in self._watches:
+            watch.take_places()
         if self.server is not None:
+            if failure is not None:
+                self.server.fail(failure)
             self.server.leave(self.rank)
             self.server.release()
         for server in self._remote:
-            try:
-                server.leave()
-            except RuntimeError:
-                # It is gone already.
-                continue
+            # One that is gone already, or fails as well, is not told.
+            with suppress(RuntimeError):
+                server.leave(failure, max(0.0, deadline - time.monotonic()))
         if self._threads is not None:
-            self._threads.join(timeout_s)
+            self._threads.join(max(0.0, deadline - time.monotonic()))
         if self.server is not None:
             self.server.close()
 

@@ -48,9 +48,12 @@ class ParameterServer:
         self.shares = list(shares)
         self.workers = list(workers)
         self.staleness: Counter[int] = Counter()
-        self._bound = None if max_staleness is None else 2 * max_staleness * (len(self.workers) - 1)
-        self._clocks = [WorkerClocks(workers, max_staleness) for _ in shares]
+        self._max_ahead = max_staleness
+        # One for all optimizers: of two workers, each could wait in another optimizer's clock for the other one.
+        self._clocks = WorkerClocks(workers, max_staleness)
         self._held = [dict.fromkeys(workers, 0) for _ in shares]
+        #: Each worker's turn in which it got the values that it holds.
+        self._held_since = [dict.fromkeys(workers, 0) for _ in shares]
         self._turns = dict.fromkeys(workers, 0)
         self._timeout_s = timeout_s
         self._own = own
@@ -82,23 +85,33 @@ class ParameterServer:
         with self._changed:
             self._wait(lambda: not self._is_held, "the worker beside a server to go on behind a meeting")
             share, held = self.shares[optimizer], self._held[optimizer]
-            ahead = self._clocks[optimizer].tick(worker)
+            ahead = self._clocks.tick(worker)
+            self._turns[worker] += 1
             staleness = share.version - held[worker]
-            if self._bound is not None and staleness > self._bound:
-                raise RuntimeError(
-                    f"An update of worker {worker} is {staleness} updates stale, of {self._bound} allowed."
-                )
+            bound = self._most_stale(worker, optimizer)
+            if bound is not None and staleness > bound:
+                raise RuntimeError(f"An update of worker {worker} is {staleness} updates stale, of {bound} allowed.")
             share.update(grads, numbers)
             self.staleness[staleness] += 1
-            self._turns[worker] += 1
             self._note("update", worker, optimizer, ahead=ahead, staleness=staleness, numbers=tuple(numbers))
             self._changed.notify_all()
             return staleness
 
+    def _most_stale(self, worker: int, optimizer: int) -> int | None:
+        """By how many updates of others a worker's can be stale, if all keep to the clocks; None for any number.
+
+        They were at most ``max_staleness`` turns behind it when it got its values, and are as many ahead of it now.
+        Turns of its own that lie between, of other optimizers, are theirs as well.
+        """
+        if self._max_ahead is None:
+            return None
+        between = self._turns[worker] - self._held_since[optimizer][worker] - 1
+        return (2 * self._max_ahead + between) * (len(self.workers) - 1)
+
     def tick(self, worker: int, optimizer: int) -> None:
         """A worker's turn without gradients."""
         with self._changed:
-            ahead = self._clocks[optimizer].tick(worker)
+            ahead = self._clocks.tick(worker)
             self._turns[worker] += 1
             self._note("tick", worker, optimizer, ahead=ahead)
             self._changed.notify_all()
@@ -118,13 +131,14 @@ class ParameterServer:
             TimeoutError: If the slowest worker does not come on.
         """
         with self._changed:
-            self._wait(lambda: self._clocks[optimizer].may_go_on(worker), "the slowest worker")
+            self._wait(lambda: self._clocks.may_go_on(worker), "the slowest worker")
             return self._pull(worker, optimizer, read)
 
     def _pull(self, worker: int, optimizer: int, read: Callable[[Changes], Tensor | None]) -> Tensor | None:
         share, held = self.shares[optimizer], self._held[optimizer]
         changes = share.changes_since(held[worker])
         held[worker] = share.version
+        self._held_since[optimizer][worker] = self._turns[worker]
         self._note("pull", worker, optimizer)
         return read(changes)
 
@@ -154,17 +168,15 @@ class ParameterServer:
             self._settle()
 
     def _settle(self) -> None:
-        for clocks in self._clocks:
-            for worker in self._waiting | self._left:
-                clocks.rest(worker)
+        for worker in self._waiting | self._left:
+            self._clocks.rest(worker)
         if self._waiting and len(self._waiting | self._left) == len(self.workers):
             self._meetings += 1
             self._is_held = self._own in self._waiting
             self._waiting.clear()
-            for clocks in self._clocks:
-                clocks.meet()
-                for worker in self._left:
-                    clocks.rest(worker)
+            self._clocks.meet()
+            for worker in self._left:
+                self._clocks.rest(worker)
             if self._log is not None:
                 self._log.flush()
         self._changed.notify_all()

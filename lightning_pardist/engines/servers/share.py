@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
-from lightning_pardist.engines.common.elementwise import own_step, twin_of_groups
+from lightning_pardist.engines.common.elementwise import marked, marks_of, own_copy, own_step, twin_of_groups
 from lightning_pardist.engines.common.update_scope import FoundScope, group_settings
 
 
@@ -92,16 +93,15 @@ class Share:
         chosen = [[p for p in group["params"] if mine[next(numbers)]] for group in optimizer.param_groups]
         #: The user's own parameters of the share.
         self.originals: list[nn.Parameter] = [param for params in chosen for param in params]
-        values = [[_marked(param.detach().cpu(), param) for param in params] for params in chosen]
+        values = [[marked(param.detach().cpu(), marks_of(param)) for param in params] for params in chosen]
         self.optimizer = twin_of_groups(optimizer, group_settings(optimizer), values)
         self.params: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
         for param, original in zip(self.params, self.originals, strict=True):
             param.requires_grad_(original.requires_grad)
+            # The copy has no tensors among them, which do not fit parameters of other shapes.
+            marked(param, {name: _on_host(own_copy(mark)) for name, mark in marks_of(original).items()})
             if original in optimizer.state:
-                self.optimizer.state[param] = {
-                    key: value.cpu() if isinstance(value, Tensor) else value
-                    for key, value in optimizer.state[original].items()
-                }
+                self.optimizer.state[param] = {key: _on_host(value) for key, value in optimizer.state[original].items()}
         restore_shared(self.optimizer, shared_state(optimizer))
         self.numbers = GroupNumbers(self.optimizer)
         #: Updates made so far.
@@ -203,7 +203,5 @@ def _like(old: object, numbers: Sequence[float]) -> object:
     return int(number) if isinstance(old, int) and math.isfinite(number) and number == int(number) else number
 
 
-def _marked(values: Tensor, param: nn.Parameter) -> Tensor:
-    # Optimizers are told by attributes which parameters are special.
-    values.__dict__.update({name: mark for name, mark in param.__dict__.items() if not name.startswith("_pardist")})
-    return values
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value

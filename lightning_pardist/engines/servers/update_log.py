@@ -11,6 +11,7 @@ from typing import Any, Literal, TextIO
 
 #: An update by a worker's gradients, a turn without any, and the moment at which a worker gets the newest values.
 Did = Literal["update", "tick", "pull"]
+_RUN = "run"
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,21 @@ class Entry:
     numbers: tuple[float, ...] = ()
 
 
+def next_run(folder: str | os.PathLike[str]) -> Path:
+    """Where in a folder the logs of a further run go, beside those of earlier ones: a restarted job has several."""
+    runs = [int(path.name.removeprefix(_RUN)) for path in _runs_in(Path(folder))]
+    return Path(folder) / f"{_RUN}{max(runs, default=-1) + 1}"
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    return [path for path in folder.glob(f"{_RUN}*") if path.name.removeprefix(_RUN).isdecimal()]
+
+
 class UpdateLog:
     """Writes the entries of one server, in order. Not thread-safe by itself.
 
     Args:
-        folder: Of the logs of all servers.
+        folder: Of the logs of all servers of the run.
         server: This one's rank.
         owners: For each optimizer, the rank that holds each of its parameters.
         workers: Ranks of the workers.
@@ -99,13 +110,24 @@ class ServerLog:
 def read_logs(folder: str | os.PathLike[str]) -> list[ServerLog]:
     """The logs of all servers of a run.
 
+    Args:
+        folder: What ``update_log`` was set to, if one run was made with it, or one of the folders ``run0``, ``run1``
+            in it.
+
     Raises:
         FileNotFoundError: If there are none.
+        RuntimeError: If there are several runs.
     """
-    paths = sorted(Path(folder).glob("server*.jsonl"))
+    path = Path(folder)
+    runs = _runs_in(path)
+    if len(runs) > 1:
+        names = ", ".join(sorted(each.name for each in runs))
+        raise RuntimeError(f"{path} has several runs ({names}), each of which began where it found its weights. Take"
+                           " one of them.")  # fmt: skip
+    paths = sorted((runs[0] if runs else path).glob("server*.jsonl"))
     if not paths:
-        raise FileNotFoundError(f"{os.fspath(folder)} has no server*.jsonl. Set update_log to a folder, and train.")
-    return [ServerLog(**_fields(path)) for path in paths]
+        raise FileNotFoundError(f"{path} has no server*.jsonl. Set update_log to a folder, and train.")
+    return [ServerLog(**_fields(each)) for each in paths]
 
 
 def _fields(path: Path) -> dict[str, Any]:

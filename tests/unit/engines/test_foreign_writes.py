@@ -72,6 +72,27 @@ def test_cleared_state_is_refused(run):
         optimizer.step()
 
 
+@pytest.mark.parametrize("change", [lambda state, param: state.clear(), lambda state, param: state[param].update(x=1)])
+def test_state_that_no_meeting_has_shown_is_refused_as_well(run, change):
+    _, optimizer, param, _ = run
+    change(optimizer.state, param)
+    with pytest.raises(RuntimeError, match="state of SGD was cleared"):
+        optimizer.step()
+
+
+def test_what_stands_for_state_is_gone_at_meetings_and_at_the_end(run):
+    worker, optimizer, param, _ = run
+    assert optimizer.state[param] == {}
+    worker.meet()
+    assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.tensor([-1.0, -2.0, -3.0]))
+    optimizer.state.clear()
+    worker._watches[0].note_states()
+    worker.go_on()
+    assert list(optimizer.state) == [param]
+    worker.stop(1.0)
+    assert not optimizer.state
+
+
 def test_weights_may_be_put_in_place_of_others_and_back(run):
     worker, optimizer, param, _ = run
     worker.meet()

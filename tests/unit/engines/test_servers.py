@@ -11,6 +11,7 @@ from lightning_pardist.engines.servers import ParameterServer
 from lightning_pardist.engines.servers.clocks import WorkerClocks
 from lightning_pardist.engines.servers.messages import Unpacked, pack_parts, unpack_parts
 from lightning_pardist.engines.servers.share import GroupNumbers, Share, write_changes
+from lightning_pardist.engines.servers.update_log import Entry, UpdateLog, next_run, read_logs
 
 EACH = FoundScope("elementwise")
 
@@ -119,6 +120,45 @@ def test_the_fast_worker_waits_for_the_slow_one_and_no_longer():
     fast.join(5)
     assert done == [[0, 0, 0]]
     assert server.staleness == {0: 3, 1: 1}
+
+
+def test_workers_that_step_other_optimizers_do_not_wait_for_each_other_in_a_circle():
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    shares = [_share(torch.optim.SGD([param], lr=1.0)) for param in params]
+    server = ParameterServer(shares, workers=range(2), max_staleness=1, timeout_s=5.0)
+
+    def train(worker):
+        for optimizer in (worker, worker, 1 - worker, 1 - worker):
+            server.update(worker, optimizer, [torch.ones(2)], shares[optimizer].numbers.read())
+            server.take_turn(worker, optimizer, lambda changes: None)
+
+    threads = [threading.Thread(target=train, args=(worker,)) for worker in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4)
+    assert [share.version for share in shares] == [4, 4]
+
+
+def test_a_share_has_the_attributes_of_its_parameters():
+    param = nn.Parameter(torch.zeros(3))
+    param.mask, param.scale, param.kind = torch.tensor([1.0, 0.0, 1.0]), torch.tensor(2.0), "special"
+    found = _share(torch.optim.SGD([param], lr=1.0)).params[0]
+    assert (torch.equal(found.mask, param.mask), float(found.scale), found.kind) == (True, 2.0, "special")
+    assert found.mask is not param.mask
+
+
+def test_runs_in_one_folder_keep_their_logs_apart(tmp_path):
+    for number in range(2):
+        folder = next_run(tmp_path)
+        log = UpdateLog(folder, server=0, owners=[[0]], workers=range(2))
+        log.add(Entry("update", number, 1, 0))
+        log.close()
+        assert [entry.worker for entry in read_logs(folder)[0].entries] == [number]
+        if number == 0:
+            assert read_logs(tmp_path) == read_logs(folder)
+    with pytest.raises(RuntimeError, match=r"several runs \(run0, run1\)"):
+        read_logs(tmp_path)
 
 
 def test_every_wait_ends():
