@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pardist.engines.experts import ExpertRuntime, HeldExperts, choose_routes, find_layers
-from tests.helpers.experts import CHOSEN, EXPERTS, LAYERS, WIDTH
+from tests.helpers.experts import CHOSEN, EXPERTS, LAYERS, WIDTH, Expert, Listed
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import cpu_mesh, run_ranks
 
@@ -93,6 +96,67 @@ def test_ranks_compute_what_one_process_does(layer, dispatch, lopsided, recomput
         seen.update(of_rank)
     # What nobody calls has no gradient on one process either.
     assert seen.keys() == grads.keys()
+
+
+def _many():
+    """More experts on a rank than one message once had room for."""
+    torch.manual_seed(3)
+    module = nn.Sequential(Listed()).double()
+    module[0].router = nn.Linear(WIDTH, 600).double()
+    module[0].experts = nn.ModuleList(Expert() for _ in range(600)).double()
+    x = _tokens()[dist.get_rank()]
+    expected = module(x)
+    layers = find_layers(module, lambda: module(x))
+    # The sample that layers are found with is not kept.
+    sample = [weakref.ref(leaf) for leaf in (*layers[0].call[0], *layers[0].inputs[0], layers[0].output)]
+    choices = choose_routes(module, layers, size=2, dispatch="tokens")
+    mesh = cpu_mesh((2,), ("expert_parallel",))
+    held = HeldExperts(module, layers, mesh)
+    runtime = ExpertRuntime(module, layers, choices, held, mesh.get_group())
+    gc.collect()
+    kept = [ref() is not None for ref in sample]
+    found = module(x)
+    runtime.remove()
+    return found.detach(), expected.detach(), kept
+
+
+def test_hundreds_of_experts_on_a_rank_and_no_sample_kept():
+    for found, expected, kept in run_ranks(2, _many):
+        assert_close({"out": found}, {"out": expected}, EXACT)
+        assert kept == [False] * 3
+
+
+def _alone(layer):
+    """One rank has two batches of evaluation under autocast, the other none."""
+    module = _module(layer, False).float()
+    x = _tokens()[0].float()
+    layers = find_layers(module, lambda: module(x))
+    choices = choose_routes(module, layers, size=2, dispatch="tokens")
+    mesh = cpu_mesh((2,), ("expert_parallel",))
+    expected = []
+    for autocast in (True, False):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            expected.append(module(x))
+    held = HeldExperts(module, layers, mesh)
+    runtime = ExpertRuntime(module, layers, choices, held, mesh.get_group())
+    runtime.start_uneven()
+    found = []
+    for autocast in (True, False) if dist.get_rank() == 0 else ():
+        inside = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+        with torch.no_grad(), inside:
+            found.append(module(x))
+    runtime.end_uneven()
+    runtime.remove()
+    return found, expected
+
+
+@pytest.mark.parametrize("layer", ["listed", "stacked"])
+def test_a_rank_without_a_batch_computes_in_the_others_precision(layer):
+    (found, expected), (none, _) = run_ranks(2, _alone, layer)
+    assert none == []
+    assert [each.dtype for each in found] == [each.dtype for each in expected]
+    assert_close({"half": found[0].float()}, {"half": expected[0].float()}, 2e-2)
+    assert_close({"whole": found[1]}, {"whole": expected[1]})
 
 
 def test_tokens_are_sent_once_to_each_rank():

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pardist.compat import pytree
-from lightning_pardist.engines.experts.exchange import Peers, anchor, joined, travel
+from lightning_pardist.compat.autograd import current_backward
+from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
 from lightning_pardist.engines.experts.finding import ExpertLayer
+from lightning_pardist.engines.experts.random_state import random_state, random_stays, set_random_state
 
 
 class ListedExperts:
@@ -40,8 +42,11 @@ class ListedExperts:
         # In place of forward there will be what answers calls.
         self._own_forwards = [expert.forward for expert in self.own]
         (given,) = pytree.tree_leaves(layer.inputs)
-        self._like = given[:0].flatten(0, -2)
-        self._width, self._dtype = layer.output.shape[-1], layer.output.dtype
+        # A new one: a slice would keep the first batch.
+        self._like = given.new_empty((0, given.shape[-1]))
+        self._width = layer.output.shape[-1]
+        #: What an expert returns for rows of a form.
+        self._dtypes: dict[Form, torch.dtype] = {}
         self._inputs: list[list[Tensor]] | None = None
         self._answers: list[list[Tensor]] | None = None
         #: Rows that this rank's experts have computed since the start.
@@ -49,15 +54,15 @@ class ListedExperts:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the module's forward. Collective over the ranks, and so is backward."""
-        before = _random_state(self._like.device)
+        before = random_state(self._like.device)
         inputs = self._inputs = [[] for _ in range(self.layer.count)]
         try:
             self.forward(*args, **kwargs)
         finally:
             self._inputs = None
         back = self._exchanged(inputs)
-        after = _random_state(self._like.device)
-        _set_random_state(before)
+        after = random_state(self._like.device)
+        set_random_state(before)
         self._answers = _split(back, inputs, self._width)
         try:
             output = self.forward(*args, **kwargs)
@@ -65,7 +70,7 @@ class ListedExperts:
                 raise _differs(self.layer.name)
         finally:
             self._answers = None
-            _set_random_state(after)
+            set_random_state(after)
         return behind(output, back)
 
     def called(self, index: int) -> Callable[..., Tensor]:
@@ -74,7 +79,7 @@ class ListedExperts:
         def call(given: Tensor) -> Tensor:
             if self._inputs is not None:
                 self._inputs[index].append(given)
-                return given.new_zeros((*given.shape[:-1], self._width), dtype=self._dtype)
+                return given.new_zeros((*given.shape[:-1], self._width), dtype=self._dtype(Form.here(given)))
             if self._answers is not None:
                 if not self._answers[index] or self._answers[index][0].shape[:-1] != given.shape[:-1]:
                     raise _differs(self.layer.name)
@@ -87,35 +92,60 @@ class ListedExperts:
         return call
 
     def run_empty(self) -> None:
-        """Take part in what other ranks run, without tokens. Collective."""
+        """Take part in what other ranks run, without tokens, in the form of theirs. Collective."""
         self._exchanged([[] for _ in range(self.layer.count)])
 
     def _exchanged(self, inputs: list[list[Tensor]]) -> Tensor:
         """Results for this rank's inputs of all experts, one below the other."""
-        flat = [torch.cat([each.flatten(0, -2) for each in calls]) if calls else self._like for calls in inputs]
+        forms = {Form.here(each) for calls in inputs for each in calls}
+        if len(forms) > 1:
+            raise RuntimeError(
+                f"The experts {self.layer.name!r} were given rows of several dtypes, or under several kinds of"
+                " autocast. Set expert_dispatch='weights'."
+            )
+        form = next(iter(forms), None)
+        own_dtype = self._like.dtype if form is None else form.dtypes[0]
+        like = self._like.to(own_dtype)
+        flat = [torch.cat([each.flatten(0, -2) for each in calls]) if calls else like for calls in inputs]
         # None at all is something else than no rows: an expert that nobody calls has no gradients.
         counts = torch.tensor([len(rows) if calls else -1 for rows, calls in zip(flat, inputs, strict=True)])
-        told = self.peers.tell(self.number, counts.view(self.peers.size, self.each))
+        told, form = self.peers.tell(self.number, counts.view(self.peers.size, self.each), form)
+        form = form or Form.here(like)
+        like = like.to(form.dtypes[0])
+        flat = [rows.to(like.dtype) for rows in flat]
         send = counts.clamp(min=0).view(self.peers.size, self.each).sum(1).tolist()
         sizes = told.clamp(min=0)
         receive = sizes.sum(1).tolist()
-        start = anchor(self._like)
+        start = anchor(like)
         rows = travel(joined(torch.cat(flat), start), send, receive, self.peers)
         blocks = [block.split(row.tolist()) for block, row in zip(rows.split(receive), sizes, strict=True)]
-        results = [
-            self._run(index, [block[index] for block in blocks], bool((told[:, index] >= 0).any()))
-            for index in range(self.each)
-        ]
+        with form.entered(like.device.type):
+            results = [
+                self._run(index, [block[index] for block in blocks], bool((told[:, index] >= 0).any()), form)
+                for index in range(self.each)
+            ]
         packed = torch.cat([results[index][rank] for rank in range(self.peers.size) for index in range(self.each)])
         return travel(joined(packed, rows), receive, send, self.peers)
 
-    def _run(self, index: int, blocks: list[Tensor], called: bool) -> Sequence[Tensor]:
+    def _run(self, index: int, blocks: list[Tensor], called: bool, form: Form) -> Sequence[Tensor]:
         sizes = [len(block) for block in blocks]
+        dtype = self._dtype(form)
         if not called:
-            return [block.new_zeros((0, self._width), dtype=self._dtype) for block in blocks]
-        self.load[index] += sum(sizes)
+            return [block.new_zeros((0, self._width), dtype=dtype) for block in blocks]
+        if current_backward() is None:
+            # A checkpointed forward runs again in backward.
+            self.load[index] += sum(sizes)
         result: Tensor = self._own_forwards[index](torch.cat(blocks))
-        return [*torch.split(result, sizes)]
+        return [*torch.split(result.to(dtype), sizes)]
+
+    @torch.no_grad()
+    def _dtype(self, form: Form) -> torch.dtype:
+        """Of experts' results: ranks that run none have to know it as well. One row is run, the first time."""
+        if form not in self._dtypes:
+            row = self._like.new_zeros((1, self._like.shape[-1]), dtype=form.dtypes[0])
+            with random_stays(row.device):
+                self._dtypes[form] = self._own_forwards[0](row).dtype
+        return self._dtypes[form]
 
 
 def _split(back: Tensor, inputs: list[list[Tensor]], width: int) -> list[list[Tensor]]:
@@ -143,14 +173,3 @@ def _differs(name: str) -> RuntimeError:
         f"{name!r}: the second run of the forward that chooses among these experts called others, or with other shapes,"
         ' than the first, so that it cannot be answered. Set expert_dispatch="weights".'
     )
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None, torch.device]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None, device
-
-
-def _set_random_state(state: tuple[Tensor, Tensor | None, torch.device]) -> None:
-    host, accelerator, device = state
-    torch.set_rng_state(host)
-    if accelerator is not None:
-        torch.cuda.set_rng_state(accelerator, device)

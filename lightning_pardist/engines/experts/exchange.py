@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +13,55 @@ from torch import Tensor
 
 from lightning_pardist.collectives import as_bytes
 
+#: Dtypes that a message can name; 0 stands for none.
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_BITS = 3
+
+
+@dataclass(frozen=True)
+class Form:
+    """Of what rows are that travel, and under which autocast they are computed.
+
+    Attributes:
+        dtypes: Of each tensor of rows.
+        autocast: What autocast computes in; None if it is off.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    autocast: torch.dtype | None
+
+    @classmethod
+    def here(cls, *rows: Tensor) -> Form:
+        """Of some rows, and what holds now."""
+        kind = rows[0].device.type
+        on = torch.is_autocast_enabled(kind)
+        return cls(tuple(each.dtype for each in rows), torch.get_autocast_dtype(kind) if on else None)
+
+    @property
+    def code(self) -> int:
+        """A number of it, larger than 0."""
+        numbers = [0 if dtype is None else 1 + _DTYPES.index(dtype) for dtype in (self.autocast, *self.dtypes)]
+        return sum(number << _BITS * place for place, number in enumerate(numbers))
+
+    @classmethod
+    def of_code(cls, code: int) -> Form:
+        """What has this number."""
+        autocast, *dtypes = (code >> place & (1 << _BITS) - 1 for place in range(0, code.bit_length(), _BITS))
+        return cls(tuple(_DTYPES[number - 1] for number in dtypes), _DTYPES[autocast - 1] if autocast else None)
+
+    def entered(self, kind: str) -> AbstractContextManager[Any]:
+        """Autocast of this form, on a type of device, whatever holds outside."""
+        if self.autocast is None:
+            return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        return torch.autocast(kind, self.autocast)
+
 
 class Peers:
     """The ranks that hold the experts of one model together.
 
     Args:
         group: They; None for a rank by itself, which sends nothing.
+        longest: How many numbers a rank tells another one at most, the same on all ranks.
 
     Attributes:
         size: How many they are.
@@ -24,32 +69,33 @@ class Peers:
         sent_bytes: What this rank has sent to others since the start.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None, longest: int = 0) -> None:
+        self.group, self.longest = group, longest
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self.sent_bytes = 0
 
-    def tell(self, layer: int, numbers: Tensor) -> Tensor:
+    def tell(self, layer: int, numbers: Tensor, form: Form | None = None) -> tuple[Tensor, Form | None]:
         """Tell every rank some numbers of its own. Collective over the group.
 
         Args:
             layer: Which layer they are about.
             numbers: int64 in host memory, shape ``[size, n]``: row ``i`` is for rank ``i``.
+            form: Of this rank's rows; None if it has none, and takes those of the others.
 
         Returns:
-            Shape ``[size, n]``: row ``i`` is what rank ``i`` told this one.
+            Shape ``[size, n]``: row ``i`` is what rank ``i`` told this one; and the form of all ranks' rows, None if
+            none has any.
 
         Raises:
-            RuntimeError: If a rank is at another layer.
+            RuntimeError: On all ranks, if one is at another layer, or has rows of another form.
         """
         if self.group is None:
-            return numbers
+            return numbers, form
         # A layer with other numbers would be told apart too late: all messages have one length.
-        padded = torch.full((self.size, _LONGEST), layer, dtype=torch.int64)
-        if numbers.shape[1] >= _LONGEST:
-            raise RuntimeError(f"{numbers.shape[1]} experts of a layer on one rank are more than {_LONGEST - 1}.")
-        padded[:, 1 : 1 + numbers.shape[1]] = numbers
+        padded = torch.zeros((self.size, 2 + self.longest), dtype=torch.int64)
+        padded[:, 0], padded[:, 1] = layer, 0 if form is None else form.code
+        padded[:, 2 : 2 + numbers.shape[1]] = numbers
         told = torch.empty_like(padded)
         dist.all_to_all_single(told, padded, group=self.group)
         if (told[:, 0] != layer).any():
@@ -57,7 +103,13 @@ class Peers:
                 f"Ranks of one expert group ran different layers of experts at the same time ({told[:, 0].tolist()}):"
                 " in training every rank has to call the same ones in the same order, whatever its samples are."
             )
-        return told[:, 1 : 1 + numbers.shape[1]]
+        forms = [Form.of_code(code) for code in sorted(set(told[:, 1].tolist()) - {0})]
+        if len(forms) > 1:
+            raise RuntimeError(
+                "Ranks of one expert group gave their experts rows of other dtypes, or under another autocast, at the"
+                f" same time ({', '.join(map(str, forms))}). Make them the same, or set expert_dispatch='weights'."
+            )
+        return told[:, 2 : 2 + numbers.shape[1]], forms[0] if forms else None
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send rows to every rank and receive theirs, without gradients. Collective over the group.
@@ -94,10 +146,6 @@ class Peers:
         self.sent_bytes += tensor.numel() * tensor.element_size() * (self.size - 1)
         dist.all_gather([as_bytes(part) for part in parts], as_bytes(tensor), group=self.group)
         return parts.flatten(0, 1)
-
-
-#: Numbers of a message before tokens travel.
-_LONGEST = 257
 
 
 def travel(rows: Tensor, send: Sequence[int], receive: Sequence[int], peers: Peers) -> Tensor:

@@ -60,6 +60,10 @@ class ExpertLayer:
     output: Any = None
     outside: bool = False
 
+    def forget_batch(self) -> None:
+        """Keep nothing of the batch that the layer was found with."""
+        self.call, self.inputs, self.output = ((), {}), ((), {}), None
+
     def experts(self, module: nn.Module) -> list[list[nn.Module]]:
         """The modules of each expert; empty where parameters are stacked."""
         lists = [module.get_submodule(name) for name in self.lists]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -45,11 +46,12 @@ class ExpertRuntime:
         held: HeldExperts,
         group: dist.ProcessGroup,
     ) -> None:
-        self.peers = Peers(group)
+        # Of a list, ranks tell how many rows there are for each expert.
+        self.peers = Peers(group, max([3, *(layer.count // group.size() for layer in layers if not layer.stacked)]))
         self.layers, self.choices = tuple(layers), tuple(choices)
         self.runners: list[Runner] = []
         self._sequencer = CollectiveSequencer(group, group)
-        self._sequencer.join = lambda kind, index: self.runners[index].run_empty()
+        self._sequencer.join = self._join
         self._before: list[tuple[nn.Module, Any]] = []
         for number, (layer, choice) in enumerate(zip(layers, choices, strict=True)):
             runner = module.get_submodule(layer.runner)
@@ -59,6 +61,7 @@ class ExpertRuntime:
                 for index, expert in enumerate(layer.experts(module)):
                     self._put(expert[0], made.called(index))
             self._put(runner, partial(self._run, number))
+            layer.forget_batch()
 
     def _runner(
         self,
@@ -85,6 +88,11 @@ class ExpertRuntime:
         output = self.runners[number](*args, **kwargs)
         self._sequencer.after()
         return output
+
+    @torch.no_grad()
+    def _join(self, kind: int, index: int) -> None:
+        """Take part in a layer that this rank has no batch for, in evaluation."""
+        self.runners[index].run_empty()
 
     def start_uneven(self) -> None:
         """From here on ranks may run different layers: each says which before it does. Not collective."""

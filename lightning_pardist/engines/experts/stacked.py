@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pardist.compat import pytree
+from lightning_pardist.compat.autograd import current_backward
 from lightning_pardist.compat.modules import own_parameters
-from lightning_pardist.engines.experts.exchange import Peers, anchor, joined, travel
+from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
 from lightning_pardist.engines.experts.finding import ExpertLayer
+from lightning_pardist.engines.experts.random_state import random_stays
 
 
 @dataclass(frozen=True)
@@ -180,28 +182,35 @@ class StackedExperts:
     ) -> None:
         self.number, self.layer, self.route = number, layer, route
         self.module, self.forward, self.parameters, self.peers = module, forward, parameters, peers
-        index = pytree.tree_leaves(layer.call)[route.index]
-        self._empty = replaced(
-            layer.call,
-            {i: pytree.tree_leaves(layer.call)[i][:0].detach() for i in (route.index, *route.tokens, *route.weights)},
-        )
-        self._dims = index.dim() - 1
+        leaves = pytree.tree_leaves(layer.call)
+        travelling = {i: leaves[i] for i in (route.index, *route.tokens, *route.weights)}
+        # New ones: a slice would keep the first batch.
+        self._empty = replaced(layer.call, {i: t.new_empty((0, *t.shape[1:])) for i, t in travelling.items()})
+        self._dims = leaves[route.index].dim() - 1
         self._tail = layer.output.shape[self._dims :]
-        self._dtype = layer.output.dtype
+        #: What the module returns for rows of a form.
+        self._dtypes: dict[Form, torch.dtype] = {}
         #: Pairs of token and expert that this rank has computed since the start, by expert of its own.
         self.load = torch.zeros(layer.count // peers.size, dtype=torch.int64)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """In the place of the module's forward. Collective over the ranks, and so is backward."""
-        call = (args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        form = Form.here(*(leaves[i] for i in (*self.route.tokens, *self.route.weights)))
+        return self._run((args, kwargs), form)
+
+    def _run(self, call: Arguments, form: Form | None) -> Tensor:
         leaves = pytree.tree_leaves(call)
         index = leaves[self.route.index]
         places = index.shape[:-1]
         sent = _Dispatch(index.reshape(math.prod(places), index.shape[-1]), self.layer.count, self.peers.size)
         digests = torch.full((self.peers.size, 1), _digest(self.route, call))
-        told = self.peers.tell(self.number, torch.cat([sent.numbers, digests], dim=1))
+        told, form = self.peers.tell(self.number, torch.cat([sent.numbers, digests], dim=1), form)
         self._check(told[:, 2])
         rows, pairs = told[:, 0].tolist(), told[:, 1].tolist()
+        form = form or Form.here(*(leaves[i] for i in (*self.route.tokens, *self.route.weights)))
+        for i, dtype in zip((*self.route.tokens, *self.route.weights), form.dtypes, strict=True):
+            leaves[i] = leaves[i].to(dtype)
         start = anchor(leaves[self.route.tokens[0]])
         tokens = [self._arrived(leaves[i], sent, rows, start) for i in self.route.tokens]
         weights = [
@@ -211,14 +220,15 @@ class StackedExperts:
         about = self.peers.all_to_all(sent.about, sent.pairs_to, pairs)
         first = torch.tensor([0, *rows[:-1]], device=about.device).cumsum(0)
         row = about[:, 0] + first.repeat_interleave(torch.tensor(pairs, device=about.device))
-        result = self._computed(call, row, about[:, 1], tokens, weights)
+        with form.entered(index.device.type):
+            result = self._computed(call, form, row, about[:, 1], tokens, weights)
         back = travel(result, rows, sent.rows_to, self.peers)
         whole = back.new_zeros((sent.tokens, *back.shape[1:])).index_add(0, sent.rows, back)
-        return whole.reshape(*places, *self._tail)
+        return joined(whole.reshape(*places, *self._tail))
 
     def run_empty(self) -> None:
-        """Take part in what other ranks run, without tokens. Collective."""
-        self(*self._empty[0], **self._empty[1])
+        """Take part in what other ranks run, without tokens, in the form of theirs. Collective."""
+        self._run(self._empty, None)
 
     def _check(self, digests: Tensor) -> None:
         """All ranks see the same, and raise together."""
@@ -234,19 +244,42 @@ class StackedExperts:
         return travel(joined(flat[sent.rows], start), sent.rows_to, rows, self.peers)
 
     def _computed(
-        self, call: Arguments, row: Tensor, index: Tensor, tokens: list[Tensor], weights: list[Tensor]
+        self, call: Arguments, form: Form, row: Tensor, index: Tensor, tokens: list[Tensor], weights: list[Tensor]
     ) -> Tensor:
         """The sum of each received token's experts, shape ``[received, ...]``."""
         parameters = self.parameters()
-        out = tokens[0].new_zeros((len(tokens[0]), math.prod(self._tail)), dtype=self._dtype)
+        shapes = [pytree.tree_leaves(call)[i].shape[self._dims :] for i in self.route.tokens]
+        dtype = self._dtype(call, form, parameters, shapes, index.device)
+        out = tokens[0].new_zeros((len(tokens[0]), math.prod(self._tail)), dtype=dtype)
         if not len(row):
             # The experts' gradients are zeros then, as of those that no token of one process chooses.
             return joined(out, *tokens, *weights, *parameters.values())
-        self.load += torch.bincount(index, minlength=len(self.load)).cpu()
-        shapes = [pytree.tree_leaves(call)[i].shape for i in self.route.tokens]
-        of_pairs = [t[row].reshape(len(row), *shape[self._dims :]) for t, shape in zip(tokens, shapes, strict=True)]
+        if current_backward() is None:
+            # A checkpointed forward runs again in backward.
+            self.load += torch.bincount(index, minlength=len(self.load)).cpu()
+        of_pairs = [t[row].reshape(len(row), *shape) for t, shape in zip(tokens, shapes, strict=True)]
         result = run_pairs(self.module, self.forward, self.route, call, parameters, (index, of_pairs, weights))
-        return joined(out.index_add(0, row, result.flatten(1).to(self._dtype)), *tokens, *weights)
+        return joined(out.index_add(0, row, result.flatten(1).to(dtype)), *tokens, *weights)
+
+    @torch.no_grad()
+    def _dtype(
+        self,
+        call: Arguments,
+        form: Form,
+        parameters: dict[str, Tensor],
+        shapes: Sequence[torch.Size],
+        device: torch.device,
+    ) -> torch.dtype:
+        """Of the module's result: ranks without rows have to know it as well. One row is run, the first time."""
+        if form not in self._dtypes:
+            dtypes = iter(form.dtypes)
+            tokens = [torch.zeros(1, *shape, dtype=next(dtypes), device=device) for shape in shapes]
+            weights = [torch.zeros(1, dtype=dtype, device=device) for dtype in dtypes]
+            index = torch.zeros(1, dtype=torch.int64, device=device)
+            with random_stays(device):
+                row = run_pairs(self.module, self.forward, self.route, call, parameters, (index, tokens, weights))
+            self._dtypes[form] = row.dtype
+        return self._dtypes[form]
 
 
 class _Dispatch:
