@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_pardist.engines.common.activation_checkpointing import checkpoint_blocks
 from lightning_pardist.engines.experts import ExpertRuntime, HeldExperts, choose_routes, find_layers
 from tests.helpers.experts import CHOSEN, EXPERTS, LAYERS, WIDTH, Expert, Listed
 from tests.helpers.parity import assert_close
@@ -96,6 +97,86 @@ def test_ranks_compute_what_one_process_does(layer, dispatch, lopsided, recomput
         seen.update(of_rank)
     # What nobody calls has no gradient on one process either.
     assert seen.keys() == grads.keys()
+
+
+class Dropping(Listed):
+    """Gives its experts no token that begins with a negative number."""
+
+    def forward(self, x):
+        flat = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(flat).softmax(-1).topk(CHOSEN, -1)
+        out = self.shared(flat)
+        for index, expert in enumerate(self.experts):
+            row, place = ((chosen == index) & (flat[:, :1] >= 0)).nonzero(as_tuple=True)
+            if len(row):
+                out = out.index_add(0, row, weights[row, place, None] * expert(flat[row]))
+        # What is negative once stays so: one of the ranks has no token for any expert.
+        return torch.cat([flat[:, :1], out[:, 1:].tanh()], 1).view(x.shape)
+
+
+def _dropping():
+    torch.manual_seed(3)
+    return nn.Sequential(Dropping(), Dropping()).double()
+
+
+def _half_negative():
+    x = _tokens()
+    x[0, ..., 0] = x[0, ..., 0].abs()
+    x[1, ..., 0] = -x[1, ..., 0].abs()
+    return x
+
+
+def _gradients(module, x, checkpointed=None):
+    undo = (lambda: None) if checkpointed is None else checkpoint_blocks(module, [checkpointed])
+    module(x).square().sum().backward()
+    undo()
+    return {name: _whole(p.grad) for name, p in module.named_parameters() if not p.is_meta and p.grad is not None}
+
+
+def _checkpointed(cases):
+    rank, mesh, results = dist.get_rank(), cpu_mesh((2,), ("expert_parallel",)), []
+    for make, inputs, classes, dispatch in cases:
+        x = inputs()[rank]
+        for name in classes:
+            module = make()
+            layers = find_layers(module, functools.partial(module, inputs()[0]))
+            choices = choose_routes(module, layers, size=2, dispatch=dispatch)
+            held = HeldExperts(module, layers, mesh)
+            runtime = ExpertRuntime(module, layers, choices, held, mesh.get_group())
+            grads = _gradients(module, x, name)
+            for key, parameter in module.named_parameters():
+                if parameter not in held.parameters and not parameter.is_meta:
+                    grad = grads.get(key, torch.zeros_like(parameter))
+                    dist.all_reduce(grad)
+                    grads[key] = grad
+            runtime.remove()
+            results.append(grads)
+    return results
+
+
+def test_checkpointed_blocks_around_and_inside_of_experts():
+    """Also where one rank's tokens go to no expert, so that its backward asks for other saved tensors."""
+    stacked = functools.partial(_module, "stacked", True)
+    cases = [
+        (_dropping, _half_negative, (None, "Dropping", "Expert", "Linear"), "tokens"),
+        (_dropping, _half_negative, ("Dropping", "Expert", "Linear"), "weights"),
+        (stacked, _tokens, ("StackedExperts", "Stacked"), "tokens"),
+        (stacked, _tokens, ("StackedExperts", "Stacked"), "weights"),
+    ]
+    found = run_ranks(2, _checkpointed, cases)
+    number = 0
+    for make, inputs, classes, dispatch in cases:
+        expected = {}
+        for part in inputs():
+            for name, grad in _gradients(make(), part).items():
+                expected[name] = expected.get(name, 0) + grad
+        for name in classes:
+            both = {**found[0][number], **found[1][number]}
+            assert both.keys() >= expected.keys(), (name, dispatch)
+            for key, grad in both.items():
+                of_one = expected.get(key, torch.zeros_like(grad))
+                assert_close({key: grad}, {key: of_one}, EXACT)
+            number += 1
 
 
 def _many():

@@ -9,14 +9,32 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.eager_runs import eagerly, is_eager
 from lightning_pardist.engines.fsdp.fsdp_units import chosen_by_name, find_fsdp_units
 
 #: ``"auto"``: repeated blocks that consist of several layers. Otherwise names of classes.
 Checkpointing = Literal["auto"] | Collection[str]
+
+
+class ReplacedForward:
+    """What an engine has put in the place of a module's forward, on the object itself.
+
+    Attributes:
+        call: What is called.
+        again: What backward runs again where the module is checkpointed: this itself, a part of it, or nothing (None).
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+        self.again: ReplacedForward | None = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of forward."""
+        return self.call(*args, **kwargs)
 
 
 def checkpoint_blocks(module: nn.Module, setting: Checkpointing) -> Callable[[], None]:
@@ -38,10 +56,18 @@ def checkpoint_blocks(module: nn.Module, setting: Checkpointing) -> Callable[[],
     """
     # Some may be checkpointed already: a module that was left sharded by a run.
     blocks = [block for block in find_blocks(module, setting) if not isinstance(block, _Checkpointed)]
+    changed = []
     for block in blocks:
-        block.__class__ = _checkpointed(type(block))
+        replaced = block.__dict__.get("forward")
+        if replaced is None:
+            block.__class__ = _checkpointed(type(block))
+        elif replaced.again is not None:
+            changed.append((replaced.again, replaced.again.call))
+            replaced.again.call = functools.partial(_recomputed, block, replaced.again.call)
 
     def undo() -> None:
+        for forward, call in changed:
+            forward.call = call
         for block in blocks:
             if type(block).__mro__[1] is _Checkpointed:
                 block.__class__ = type(block).__mro__[2]
@@ -67,7 +93,8 @@ def find_blocks(module: nn.Module, setting: Checkpointing) -> list[nn.Module]:
     inner = {child for block in found for child in block.modules() if child is not block}
     outermost = [block for block in found if block not in inner]
     names = {child: name for name, child in module.named_modules()}
-    if patched := [names[block] for block in outermost if "forward" in block.__dict__]:
+    own = [block for block in outermost if "forward" in block.__dict__]
+    if patched := [names[block] for block in own if not isinstance(block.__dict__["forward"], ReplacedForward)]:
         raise ValueError(
             f"activation_checkpointing={setting!r} chooses {', '.join(patched)}, whose forward was replaced on the"
             " object itself. Override it in a class, or name other classes."
@@ -85,10 +112,14 @@ class _Checkpointed:
     """Goes in front of a block's class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward = super().forward  # type: ignore[misc]
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=functools.partial(_contexts, self), **kwargs)
+        return _recomputed(self, super().forward, *args, **kwargs)  # type: ignore[misc]
+
+
+def _recomputed(block: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a block's forward, and once more in backward."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=functools.partial(_contexts, block), **kwargs)
 
 
 #: Class -> its checkpointed subclass: blocks of one class stay of one class.
@@ -103,14 +134,38 @@ def _checkpointed(cls: type) -> type:
 
 
 def _contexts(block: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return contextlib.nullcontext(), _again(block, eager=is_eager())
+    return contextlib.nullcontext(), _again(block, eager=is_eager(), values=_values_in_place(block))
 
 
 @contextlib.contextmanager
-def _again(block: nn.Module, *, eager: bool) -> Iterator[None]:
+def _again(block: nn.Module, *, eager: bool, values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
     """The second forward is the first one's code: compiled and eager code save different tensors for backward."""
-    with eagerly(eager), _statistics_stay(block):
+    with eagerly(eager), _statistics_stay(block), _in_place(values):
         yield
+
+
+def _values_in_place(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """What stands in the place of parameters while the forward of a module around runs, and no longer in backward."""
+    tables: list[tuple[nn.Module, dict[str, Any]]] = [(child, own_parameters(child)) for child in block.modules()]
+    return [
+        (owner, name, value)
+        for owner, table in tables
+        for name, value in table.items()
+        if value is not None and not isinstance(value, nn.Parameter)
+    ]
+
+
+@contextlib.contextmanager
+def _in_place(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    tables: list[dict[str, Any]] = [own_parameters(owner) for owner, _, _ in values]
+    before = [table[name] for table, (_, name, _) in zip(tables, values, strict=True)]
+    try:
+        for table, (_, name, value) in zip(tables, values, strict=True):
+            table[name] = value
+        yield
+    finally:
+        for table, (_, name, _), value in zip(tables, values, before, strict=True):
+            table[name] = value
 
 
 @contextlib.contextmanager

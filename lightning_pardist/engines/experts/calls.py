@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.autograd import current_backward
+from lightning_pardist.engines.common.activation_checkpointing import ReplacedForward
 from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
 from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.random_state import random_state, random_stays, set_random_state
@@ -40,7 +41,7 @@ class ListedExperts:
         own = range(peers.rank * self.each, (peers.rank + 1) * self.each)
         self.own = [experts[index] for index in own]
         # In place of forward there will be what answers calls.
-        self._own_forwards = [expert.forward for expert in self.own]
+        self._own_forwards = [ReplacedForward(expert.forward) for expert in self.own]
         (given,) = pytree.tree_leaves(layer.inputs)
         # A new one: a slice would keep the first batch.
         self._like = given.new_empty((0, given.shape[-1]))
@@ -73,8 +74,13 @@ class ListedExperts:
             set_random_state(after)
         return behind(output, back)
 
-    def called(self, index: int) -> Callable[..., Tensor]:
-        """What stands in the place of an expert's forward."""
+    def called(self, index: int) -> ReplacedForward:
+        """What stands in the place of an expert's forward; what may be computed again is its own, if it is here."""
+        replaced, own = ReplacedForward(self._called(index)), index - self.peers.rank * self.each
+        replaced.again = self._own_forwards[own] if 0 <= own < self.each else None
+        return replaced
+
+    def _called(self, index: int) -> Callable[..., Tensor]:
 
         def call(given: Tensor) -> Tensor:
             if self._inputs is not None:

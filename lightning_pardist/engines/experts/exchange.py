@@ -158,11 +158,13 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], peers: Peers) -> Tensor:
         ctx.send, ctx.receive, ctx.peers = send, receive, peers
+        _save_mark(ctx, rows)
         received = peers.all_to_all(rows.detach(), send, receive)
         return received.clone() if received.data_ptr() == rows.data_ptr() else received
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        _recompute(ctx)
         return ctx.peers.all_to_all(grad, ctx.receive, ctx.send), None, None, None
 
 
@@ -179,12 +181,29 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
         ctx.like = [(other.shape, other.dtype, other.device) for other in others]
+        _save_mark(ctx, tensor)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        _recompute(ctx)
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
         return grad, *zeros
+
+
+def _save_mark(ctx: Any, like: Tensor) -> None:
+    """Save a tensor for backward, to no other end than :func:`_recompute`.
+
+    A checkpointed block runs its forward again when the first tensor is asked for that it has saved, and no further
+    than to the last one. Both depend on a rank's own tokens, and the forward has collectives: so each exchange saves a
+    tensor, and asks for it before it sends anything back, which has all ranks run all of them in one order.
+    """
+    ctx.save_for_backward(like.new_empty(0))
+
+
+def _recompute(ctx: Any) -> None:
+    """Run the forward of a checkpointed block again now, if it has not been by then."""
+    _ = ctx.saved_tensors
 
 
 def anchor(like: Tensor) -> Tensor:
@@ -218,6 +237,7 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, peers: Peers, lengths: list[int], stacked: bool, start: Tensor, *locals_: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.peers, ctx.lengths, ctx.stacked = peers, lengths, stacked
+        _save_mark(ctx, start)
         ctx.like = [tensor.new_empty(0) for tensor in locals_]
         ctx.shapes = [tensor.shape for tensor in locals_]
         ctx.set_materialize_grads(False)
@@ -229,6 +249,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        _recompute(ctx)
         peers: Peers = ctx.peers
         counts = [1 if ctx.stacked else length * peers.size for length in ctx.lengths]
         of_whole = grads[:-1]

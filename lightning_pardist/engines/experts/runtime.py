@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pardist.engines.common.activation_checkpointing import ReplacedForward
 from lightning_pardist.engines.experts.calls import ListedExperts
 from lightning_pardist.engines.experts.exchange import Peers
 from lightning_pardist.engines.experts.finding import ExpertLayer
@@ -60,7 +61,7 @@ class ExpertRuntime:
             if isinstance(made, ListedExperts):
                 for index, expert in enumerate(layer.experts(module)):
                     self._put(expert[0], made.called(index))
-            self._put(runner, partial(self._run, number))
+            self._put(runner, ReplacedForward(partial(self._run, number)))
             layer.forget_batch()
 
     def _runner(
