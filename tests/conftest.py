@@ -30,6 +30,12 @@ def pytest_sessionfinish(session):
     ranks.close_pools()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _ranks_end_with_their_file():
+    yield
+    ranks.close_pools()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind():
     variables = dict(os.environ)

@@ -30,6 +30,8 @@ DEFAULT_TIMEOUT_S = 120.0
 #: Threads of a rank from which on its pool is not used again: gloo has three for each group, which stay with the meshes
 #: that runs keep, and one of them wakes a hundred times a second.
 _CROWDED = 60
+#: Seconds after which a pool of another size is closed: its threads wake all the same, and new ranks start in 0.2 s.
+_IDLE_S = 5.0
 
 _pools: dict[int, RankPool] = {}
 
@@ -43,6 +45,7 @@ class RankPool:
 
     def __init__(self, world_size: int, start_method: str = "forkserver") -> None:
         self.world_size = world_size
+        self.used_at = time.monotonic()
         context = mp.get_context(start_method)
         if start_method == "forkserver":
             context.set_forkserver_preload(["tests.helpers.preload"])
@@ -130,11 +133,16 @@ def run_ranks(
     Raises:
         RankFailed: With the traceback of every rank that raised, and what became of the others.
     """
+    for other in list(_pools.values()):
+        if other.world_size != world_size and time.monotonic() - other.used_at > _IDLE_S:
+            other.close()
     pool = _pools.get(world_size)
     if pool is None:
-        # Two cores: an idle pool of another size costs memory but no time; keep them all.
         pool = _pools[world_size] = RankPool(world_size)
-    return pool.run(function, args, timeout_s)
+    try:
+        return pool.run(function, args, timeout_s)
+    finally:
+        pool.used_at = time.monotonic()
 
 
 def run_fresh_ranks(
