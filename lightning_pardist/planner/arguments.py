@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.compat.fake_group import group_by_name
+from lightning_pardist.compat.fake_tensors import is_inplace_view, schema_of, unsafe_view
+
+_views: dict[Any, bool] = {}
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -40,6 +43,16 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {name: map_leaves(function, each) for name, each in value.items()}
     return function(value)
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operator gives another form to memory, and leaves what is in it alone."""
+    found = _views.get(func)
+    if found is None:
+        schema = schema_of(func)
+        views = not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
+        found = _views[func] = views or func is unsafe_view or is_inplace_view(func)
+    return found
 
 
 def group_in(args: Iterable[Any]) -> dist.ProcessGroup | None:

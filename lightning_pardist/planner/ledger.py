@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_pardist.compat.fake_tensors import UncompiledMode, is_wrapper, key_of, schema_of, storage_key
 from lightning_pardist.engines.pipeline.flops import count_flops
-from lightning_pardist.planner.arguments import group_in, tensors_in
+from lightning_pardist.planner.arguments import group_in, is_view, tensors_in
 
 #: Kinds of memory, in the order in which they are shown.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
@@ -184,6 +184,10 @@ class Ledger(UncompiledMode):
             # A DTensor turns to operators on its local part, which come here.
             return NotImplemented
         result = func(*args, **kwargs)
+        if is_view(func):
+            # All are of one storage, and chunks for a thousand ranks are many.
+            self.note([result] if isinstance(result, Tensor) else result[:1])
+            return result
         outputs = [leaf for leaf in tensors_in(result) if not is_wrapper(leaf)]
         for leaf in outputs:
             self._note(leaf)

@@ -27,16 +27,14 @@ from lightning_pardist.compat.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     UncompiledMode,
-    is_inplace_view,
     is_wrapper,
     local_scalar,
     no_modes,
     rnn_layer,
     schema_of,
     storage_key,
-    unsafe_view,
 )
-from lightning_pardist.planner.arguments import group_in, map_leaves, tensors_in
+from lightning_pardist.planner.arguments import group_in, is_view, map_leaves, tensors_in
 from lightning_pardist.planner.exchange import Exchange
 
 _aten = torch.ops.aten
@@ -110,7 +108,7 @@ class SkippedKernels(UncompiledMode):
         if func in _QUESTIONS and not known:
             self._note_look()
             return _QUESTIONS[func]
-        if _is_view(func):
+        if is_view(func):
             result = func(*args, **kwargs)
             if not known:
                 self._fill_parts(result, inputs)
@@ -134,11 +132,14 @@ class SkippedKernels(UncompiledMode):
         """Write the answers into small parts of large tensors, which ``tolist()`` reads past torch."""
         if inputs and inputs[0].numel() <= _FILLED:
             return
-        for leaf in tensors_in(result):
-            if leaf.numel() <= _PART:
-                with no_modes():
-                    # Past the count of changes that autograd keeps.
-                    leaf.data.fill_(leaf.dtype != torch.bool)
+        if isinstance(result, (list, tuple)) and len(result) > _PART:
+            parts = inputs[:1] if result[0].numel() <= _PART and inputs[0].numel() <= _LARGEST else []
+        else:
+            parts = [leaf for leaf in tensors_in(result) if leaf.numel() <= _PART]
+        for leaf in parts:
+            with no_modes():
+                # Past the count of changes that autograd keeps.
+                leaf.data.fill_(leaf.dtype != torch.bool)
 
     # --- operators that do not run ------------------------------------------------------------------------------
 
@@ -166,6 +167,12 @@ class SkippedKernels(UncompiledMode):
 
     def _form(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Sizes and strides of what an operator returns, by torch's fake tensors."""
+        if func.overloadpacket.__name__.startswith("_foreach_"):
+            firsts, alike = _rows(args)
+            if len(firsts) < len(alike):
+                few = tuple([each[row] for row in firsts] if _is_list(each) else each for each in args)
+                form = self._form(func, few, kwargs)
+                return [form[row] for row in alike] if form else form
         fakes: list[Any] = []
         asked = func is rnn_layer
 
@@ -307,17 +314,6 @@ class _Output:
 
 
 _META = torch.device("meta")
-_views: dict[Any, bool] = {}
-
-
-def _is_view(func: Any) -> bool:
-    """Whether an operator gives another form to memory, and leaves what is in it alone."""
-    found = _views.get(func)
-    if found is None:
-        schema = schema_of(func)
-        views = not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
-        found = _views[func] = views or func is unsafe_view or is_inplace_view(func)
-    return found
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -339,6 +335,23 @@ def _key(value: Any) -> Any:
         return tuple((name, _key(each)) for name, each in value.items())
     # Sizes do not depend on the value of a factor.
     return type(value) if type(value) is float else (type(value), value)
+
+
+def _rows(args: Any) -> tuple[list[int], list[int]]:
+    """Of an operator on each of many tensors: places of the first of each kind, and which of these each one is like."""
+    kinds: dict[Any, int] = {}
+    firsts: list[int] = []
+    alike: list[int] = []
+    for index, kind in enumerate(zip(*(map(_key, each) for each in args if _is_list(each)), strict=True)):
+        if kind not in kinds:
+            kinds[kind] = len(firsts)
+            firsts.append(index)
+        alike.append(kinds[kind])
+    return firsts, alike
+
+
+def _is_list(argument: Any) -> bool:
+    return isinstance(argument, (list, tuple))
 
 
 def _numel(size: tuple[int, ...]) -> int:
