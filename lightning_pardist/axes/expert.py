@@ -17,6 +17,7 @@ from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.broken_off import hold_to_host
 from lightning_pardist.axes.fsdp import FSDPAxis
 from lightning_pardist.axes.refusals import refuse_callbacks, refuse_pruning
+from lightning_pardist.axes.together import raise_together
 from lightning_pardist.axes.zero import ZeroAxis
 from lightning_pardist.checkpoint.tensors import shared_entries
 from lightning_pardist.engines.common.meta_init import on_meta
@@ -136,8 +137,30 @@ class ExpertAxis(ParallelAxis):
         """Find experts, and what is to travel, by a trial of the user's step. Collective over the world.
 
         Raises:
-            ValueError: If there are none, or their number does not divide.
+            Exception: On every rank, if a rank has found none, or a number that does not divide, or its trial fails.
         """
+        layers: list[ExpertLayer] = []
+        choices: list[Choice] = []
+        failure = None
+        try:
+            layers, choices = self._find_here(trainer, module, size=size)
+        except Exception as error:
+            failure = error
+        raise_together(failure)
+        # Which layers and routes there are may depend on a rank's batch: all follow the first one's.
+        names = self.context.broadcast([(layer.name, choice) for layer, choice in zip(layers, choices, strict=True)])
+        here, first = [layer.name for layer in layers], [each for each, _ in names]
+        if here != first:
+            failure = ValueError(
+                f"The first batches of ranks go to different layers of experts: {here} here,"
+                f" {first} on the first rank. Set experts to those that every batch goes to."
+            )
+        raise_together(failure)
+        return layers, [choice for _, choice in names]
+
+    def _find_here(
+        self, trainer: pl.Trainer, module: pl.LightningModule, *, size: int
+    ) -> tuple[list[ExpertLayer], list[Choice]]:
         name = trial_run.step_name(trainer)
         try:
             batch = self.context.samples.first()
@@ -154,18 +177,19 @@ class ExpertAxis(ParallelAxis):
             _check_layers(layers, module, name, size=size, chosen=self.experts)
             with trainer.precision_plugin.forward_context():
                 choices = choose_routes(module, layers, size=size, dispatch=self.expert_dispatch)
-        # Which layers and routes there are may depend on a rank's batch: all follow the first one's.
-        names = self.context.broadcast([(layer.name, choice) for layer, choice in zip(layers, choices, strict=True)])
-        here, first = [layer.name for layer in layers], [each for each, _ in names]
-        if here != first:
-            raise ValueError(
-                f"The first batches of ranks go to different layers of experts: {here} here,"
-                f" {first} on the first rank. Set experts to those that every batch goes to."
-            )
-        return layers, [choice for _, choice in names]
+        return layers, choices
 
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
+        failure = None
+        try:
+            self._check_optimizers(optimizers)
+        except ValueError as error:
+            # An optimizer may have experts of some ranks only.
+            failure = error
+        raise_together(failure, ValueError)
+
+    def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             if not self._has_experts(optimizer):
                 continue

@@ -131,6 +131,24 @@ class Silent(Mixture):
         return None if self.global_rank else loss
 
 
+class Lucky(Mixture):
+    """Finds no experts in the first batch of one rank."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) if self.global_rank else self.head.weight.sum()
+
+
+def _caught(module):
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        _fit(ExpertParallelStrategy, 2, module=module)
+    return str(caught.value)
+
+
+def test_what_one_rank_refuses_all_do():
+    for text in run_ranks(2, _caught, Lucky):
+        assert "No experts were found in Lucky.training_step" in text
+
+
 class Own(Mixture):
     def __init__(self):
         super().__init__()

@@ -16,25 +16,7 @@ from torch import Tensor
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import Recorded
 from lightning_pardist.collectives import all_gather_flat
-from lightning_pardist.engines.pipeline import CannotPipelineError
 from lightning_pardist.engines.pipeline.nested import map_leaves, tensors_in
-
-
-def raise_together(failure: Exception | None) -> None:
-    """Raise on all ranks what happened on one. Collective over the world.
-
-    Raises:
-        Exception: This rank's own failure.
-        CannotPipelineError: That of the first rank that has one.
-    """
-    said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    everybody: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, said)
-    if failure is not None:
-        raise failure
-    for rank, other in enumerate(everybody):
-        if other is not None:
-            raise CannotPipelineError(f"On rank {rank} the module could not be split: {other}", ())
 
 
 def agree_on(recorded: Recorded) -> Recorded:

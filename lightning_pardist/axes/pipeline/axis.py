@@ -23,7 +23,6 @@ from lightning_pardist.axes.broken_off import hold_to_host
 from lightning_pardist.axes.pipeline.agreement import (
     SameBatches,
     agree_on,
-    raise_together,
     share_random_state,
 )
 from lightning_pardist.axes.pipeline.averaged_copies import gather_values, placements_of_copies
@@ -37,6 +36,7 @@ from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import STEPS, Recorded, StepKey, StepRecorder, loss_of
 from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares
 from lightning_pardist.axes.pipeline.refusals import check_trainer, find_joint
+from lightning_pardist.axes.together import raise_together
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat.lightning_loops import active_loop, data_fetcher, set_data_fetcher
 from lightning_pardist.engines.common.joint_updates import step_on_wholes
@@ -176,7 +176,7 @@ class PipelineAxis(ParallelAxis):
                     found[key] = recorded
         except Exception as error:
             failure = error
-        raise_together(failure)
+        raise_together(failure, lambda said: CannotPipelineError(f"The module could not be split. {said}", ()))
         return agree_on(recorded)
 
     @override
