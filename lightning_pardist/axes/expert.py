@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -61,12 +62,16 @@ class ExpertAxis(ParallelAxis):
         elif expert_parallel_size < 1:
             raise ValueError(f"expert_parallel_size={expert_parallel_size} is not positive. Use 1 or more, or 'auto'.")
         one_of("expert_dispatch", expert_dispatch, DISPATCHES)
+        if experts is not None and not experts:
+            raise ValueError("experts=[] names no experts. Leave it out, with which they are found, or name some.")
         self.expert_parallel_size = expert_parallel_size
         self.experts = None if experts is None else (experts,) if isinstance(experts, str) else tuple(experts)
         self.expert_dispatch: Dispatch = expert_dispatch
         self.runtime: ExpertRuntime | None = None
         self.held: HeldExperts | None = None
         self._gradient_group: dist.ProcessGroup | None = None
+        #: Experts that every rank has whole.
+        self._left: list[ExpertLayer] = []
 
     @override
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
@@ -110,6 +115,8 @@ class ExpertAxis(ParallelAxis):
                 f"{type(module).__name__} was built on the meta device, and {context.name} takes experts apart that"
                 " have values. Build it with values."
             )
+        if module is not None and self.experts is not None:
+            _check_names(module, self.experts)
         refuse_pruning(trainer)
         refuse_callbacks(
             trainer,
@@ -173,10 +180,14 @@ class ExpertAxis(ParallelAxis):
             def step() -> Any:
                 return trial_run.run(module, name, batch, trainer)
 
-            layers = find_layers(module, step, chosen=self.experts)
-            _check_layers(layers, module, name, size=size, chosen=self.experts)
+            self._left = []
+            layers = find_layers(module, step, chosen=self.experts, left=self._left)
+            _check_chosen(layers, self._left, self.experts)
+            _check_layers(layers, module, name, size=size)
             with trainer.precision_plugin.forward_context():
                 choices = choose_routes(module, layers, size=size, dispatch=self.expert_dispatch)
+            for layer in self._left:
+                layer.forget_batch()
         return layers, choices
 
     @override
@@ -268,7 +279,9 @@ class ExpertAxis(ParallelAxis):
 
     @override
     def describe(self) -> str:
-        return "" if self.runtime is None else self.runtime.describe()
+        lines = [] if self.runtime is None else [self.runtime.describe()]
+        lines += [f"Experts {layer.name} stay whole on every rank: {layer.why_whole}." for layer in self._left]
+        return "\n".join(lines)
 
     @override
     def teardown(self) -> None:
@@ -291,20 +304,59 @@ class ExpertAxis(ParallelAxis):
             replace_in(self.context.optimizers, stand_ins)
 
 
-def _check_layers(
-    layers: Sequence[ExpertLayer], module: nn.Module, step: str, *, size: int, chosen: Sequence[str] | None
-) -> None:
+def _check_names(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Refuse a pattern that no module's name fits. Not collective.
+
+    Raises:
+        ValueError: With names that there are.
+    """
+    names = [name for name, _ in module.named_modules()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            lists = [name for name, child in module.named_modules() if isinstance(child, nn.ModuleList)]
+            some = f" Its lists of modules are {', '.join(lists[:8])}." if lists else ""
+            raise ValueError(
+                f"experts: {pattern!r} fits no module of {type(module).__name__}. Set names of named_modules(),"
+                f" with * for any part.{some}"
+            )
+
+
+def _check_chosen(layers: Sequence[ExpertLayer], left: Sequence[ExpertLayer], patterns: Sequence[str] | None) -> None:
+    """Refuse a pattern by which nothing is found that can be taken apart.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    for pattern in patterns or ():
+        if any(fnmatchcase(name, pattern) for layer in layers for name in (layer.name, *layer.lists)):
+            continue
+        why = [
+            f"{each.name!r} has to stay whole, since {each.why_whole}"
+            for each in left
+            if fnmatchcase(each.name, pattern)
+        ]
+        raise ValueError(
+            f"experts: by the name {pattern!r} "
+            + (
+                "; ".join(why)
+                if why
+                else "the first batch calls no list of equal modules, and none with stacked parameters"
+            )
+            + ". Name others, or leave experts out, with which they are found."
+        )
+
+
+def _check_layers(layers: Sequence[ExpertLayer], module: nn.Module, step: str, *, size: int) -> None:
     """Refuse a module without experts, or with a number of them that does not divide.
 
     Raises:
         ValueError: With what was found.
     """
     if not layers:
-        where = "" if chosen is None else f" by the names experts={list(chosen)}"
         raise ValueError(
-            f"No experts were found in {type(module).__name__}.{step}{where}: no list of equal modules, and no"
-            " parameters stacked along an expert dim, near which a router chooses among as many. Set experts to their"
-            " names, or use pardist_zero2 or pardist_zero3."
+            f"No experts were found in {type(module).__name__}.{step}: no list of equal modules, and no parameters"
+            " stacked along an expert dim, that a router's scores of as many weigh or choose among. Set experts to"
+            " their names, or use pardist_zero2 or pardist_zero3."
         )
     for layer in layers:
         if layer.outside:

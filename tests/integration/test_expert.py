@@ -163,7 +163,12 @@ def _refused(strategy, devices=2, module=Mixture, **kwargs):
     ("strategy", "module", "message"),
     [
         (ExpertParallelStrategy, Own, "No experts were found in Own.training_step"),
-        (functools.partial(ExpertParallelStrategy, experts=["none"]), Mixture, "by the names experts="),
+        (functools.partial(ExpertParallelStrategy, experts=["*.none"]), Mixture, "fits no module of Mixture.*layers"),
+        (
+            functools.partial(ExpertParallelStrategy, experts=["*.experts", "head"]),
+            Mixture,
+            "by the name 'head' the first batch calls no list",
+        ),
         (functools.partial(ExpertParallelStrategy, data_parallel="zero3"), Mixture, "data_parallel='zero2'"),
         (
             functools.partial(ExpertParallelStrategy, expert_dispatch="tokens"),

@@ -2,7 +2,7 @@
 
 Names of classes do not count, what happens in a step does: a module calls the members of a ``ModuleList`` of equal
 parts, or computes with parameters that are stacked along an expert dim, and near it a score is taken for each of as
-many experts (``topk``, ``softmax``, ...).
+many experts (``topk``, ``softmax``, ...), which then weighs what they compute, or picks what they are given.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.engines.experts.score_flow import ScoreFlow
 
 #: Functions by which a router scores or chooses, by plain name.
 _CHOOSING = frozenset(
@@ -48,6 +49,7 @@ class ExpertLayer:
         inputs: Of lists, what the first member that was called was given.
         output: Of lists, what it returned; of stacked parameters, what the runner did.
         outside: Whether no module's forward runs when experts of a list are called.
+        why_whole: Why they cannot be taken apart; empty if they can.
     """
 
     name: str
@@ -59,6 +61,7 @@ class ExpertLayer:
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
     output: Any = None
     outside: bool = False
+    why_whole: str = ""
 
     def forget_batch(self) -> None:
         """Keep nothing of the batch that the layer was found with."""
@@ -81,7 +84,11 @@ class _Seen:
 
 
 def find_layers(
-    module: nn.Module, step: Callable[[], Any], *, chosen: Sequence[str] | None = None
+    module: nn.Module,
+    step: Callable[[], Any],
+    *,
+    chosen: Sequence[str] | None = None,
+    left: list[ExpertLayer] | None = None,
 ) -> list[ExpertLayer]:
     """Find layers of experts by running a step. Not collective.
 
@@ -90,6 +97,7 @@ def find_layers(
         step: Runs the module on a batch.
         chosen: Patterns of names (``*`` for any part) that are taken for experts, and no others; by default those near
             which a step chooses among as many.
+        left: Gets the layers that cannot be taken apart, each with the reason.
 
     Returns:
         In the order of the module's names.
@@ -107,11 +115,20 @@ def find_layers(
         if chosen is not None and not any(fnmatchcase(layer.name, pattern) for pattern in chosen):
             continue
         before = next((each for each in found.values() if each.runner == layer.runner), None)
-        if before is not None and layer.lists and before.lists and before.count == layer.count:
+        around = next((each.name for each in found.values() if layer.name.startswith(f"{each.name}.")), None)
+        if around is not None:
+            layer.why_whole = f"they are parts of the experts {around!r}"
+        elif layer.why_whole:
+            pass
+        elif before is None:
+            found[layer.name] = layer
+        elif layer.lists and before.lists and before.count == layer.count:
             # One expert in several lists: of first and second layers, say.
             before.lists += layer.lists
-        elif before is None and not any(layer.name.startswith(f"{each.name}.") for each in found.values()):
-            found[layer.name] = layer
+        else:
+            layer.why_whole = f"{layer.runner!r} computes with {before.name!r} as well, which are taken apart"
+        if left is not None and layer.why_whole:
+            left.append(layer)
     return list(found.values())
 
 
@@ -123,8 +140,6 @@ class _Watch:
         self.names = {child: name for name, child in module.named_modules()}
         self.seen: dict[str, _Seen] = {name: _Seen() for name in self.names.values()}
         self.stack: list[str] = []
-        #: Name of a module and a number: a score for each of so many was taken in it, itself.
-        self.choices: set[tuple[str, int]] = set()
         self.uses: dict[int, set[str]] = {}
         several: dict[int, int] = {}
         for _, parameter in module.named_parameters(remove_duplicate=False):
@@ -133,6 +148,19 @@ class _Watch:
         self.tied = {number for number, times in several.items() if times > 1}
         #: Whose arguments may be needed.
         self.kept = self._candidates()
+        #: Of each member of a list of modules, the list's name.
+        self.list_of: dict[str, str] = {}
+        counts: set[int] = set()
+        for child, name in self.names.items():
+            if isinstance(child, nn.ModuleList) and len(child) > 1:
+                counts.add(len(child))
+                self.list_of.update({f"{name}.{key}" if name else key: name for key, _ in child.named_children()})
+            counts.update(p.shape[0] for p in own_parameters(child).values() if p is not None and p.dim() >= 3)
+        self.flow = ScoreFlow(counts)
+        for child, name in self.names.items():
+            own = [value for value in own_parameters(child).values() if value is not None and value.dim() >= 2]
+            if any(value.dim() >= 3 for value in own):
+                self.flow.own(own, name)
 
     def _candidates(self) -> set[str]:
         kept: set[str] = set()
@@ -170,6 +198,8 @@ class _Watch:
             seen.around.update(self.stack)
             if seen.call is None and name in self.kept:
                 seen.call = pytree.tree_map(_detached, (args, kwargs))
+            caller = self.stack[-1] if self.stack else None
+            self.flow.enter(name, self.list_of.get(name), (args, kwargs), caller=caller)
             self.stack.append(name)
 
         return hook
@@ -178,18 +208,20 @@ class _Watch:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if self.seen[name].output is None and name in self.kept:
                 self.seen[name].output = pytree.tree_map(_detached, output)
+            self.flow.leave(name, self.list_of.get(name), output)
             if self.stack:
                 self.stack.pop()
 
         return hook
 
-    def note(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """A function was called."""
-        if name in _CHOOSING and tensors and tensors[0].dim() and self.stack:
-            self.choices.add((self.stack[-1], tensors[0].shape[-1]))
+    def note(self, name: str, tensors: Sequence[Tensor], result: Any) -> Any:
+        """A function was called; what it returned."""
         for tensor in tensors:
             if id(tensor) in self.uses:
                 self.uses[id(tensor)].add(name)
+        scores = name in _CHOOSING and bool(tensors)
+        place = (self.stack[-1], self.stack[-2] if len(self.stack) > 1 else None) if self.stack else None
+        return self.flow.called(name, tensors, result, place=place, scores=scores)
 
     def stacked(self, name: str, child: nn.Module) -> ExpertLayer | None:
         """The layer whose parameters this module has, stacked."""
@@ -199,26 +231,39 @@ class _Watch:
         if call is None or not large or large[0].shape[0] < 2:
             return None
         count = large[0].shape[0]
-        names = []
+        names, others = [], set()
         for key, value in own.items():
             uses = self.uses.get(id(value), set())
-            fits = value.dim() >= 2 and value.shape[0] == count and id(value) not in self.tied
-            if fits and uses - _LOOKS and uses <= _STACKED_USES:
+            if value.dim() < 2 or value.shape[0] != count or not uses - _LOOKS:
+                continue
+            if id(value) in self.tied:
+                others.add("the module has them in several places")
+            elif not uses <= _STACKED_USES:
+                others.add(f"{', '.join(sorted(uses - _STACKED_USES))} takes them all together")
+            else:
                 names.append(key)
+        layer = ExpertLayer(name, name, count, stacked=tuple(names), call=call, output=self.seen[name].output)
         if not any(own[key].dim() >= 3 for key in names):
-            return None
-        return ExpertLayer(name, name, count, stacked=tuple(names), call=call, output=self.seen[name].output)
+            if not others:
+                return None
+            layer.why_whole = " and ".join(sorted(others))
+        return layer
 
     def listed(self, name: str, child: nn.ModuleList) -> ExpertLayer | None:
         """The layer whose experts this list has."""
         members = [f"{name}.{key}" if name else key for key, _ in child.named_children()]
-        if not _equal_parts(child) or any(id(parameter) in self.tied for parameter in child.parameters()):
-            return None
         callers = {caller for member in members for caller in self.seen[member].callers}
-        called = [member for member in members if self.seen[member].call is not None]
-        if len(callers) != 1 or not called:
+        if len(members) < 2 or not callers:
             return None
-        (runner,) = callers
+        why = _why_unequal(child)
+        if not why and any(id(parameter) in self.tied for parameter in child.parameters()):
+            why = "the module has parameters of theirs in several places"
+        if not why and len(callers) > 1:
+            why = f"several modules call them ({', '.join(sorted(repr(caller or 'the step') for caller in callers))})"
+        called = [member for member in members if self.seen[member].call is not None]
+        runner = sorted(callers, key=lambda caller: caller or "")[0]
+        if why:
+            return ExpertLayer(name, runner or "", len(members), lists=(name,), why_whole=why)
         first = self.seen[called[0]]
         # Where nobody's forward runs, the step itself calls them.
         call = ((), {}) if runner is None else self.seen[runner].call
@@ -236,13 +281,13 @@ class _Watch:
         )
 
     def is_routed(self, layer: ExpertLayer) -> bool:
-        """Whether a score for each of as many experts is taken where they are run, and not inside of them."""
+        """Whether a score for each of as many experts is taken where they are run, for them, and not inside of them."""
         places: set[str | None] = {layer.runner}
         if layer.stacked:
             # The router is a sibling, or its caller chooses.
             places |= set(self.seen[layer.name].callers)
         inside = {name for name in self.seen for each in (layer.lists or (layer.name,)) if name.startswith(f"{each}.")}
-        scores = {place for place, count in self.choices if count == layer.count}
+        scores = {score.place for score in self.flow.reached(layer.name) if score.count == layer.count}
         direct = {name for name in self.seen if places & set(self.seen[name].callers)}
         return bool(scores & (places | direct) - inside)
 
@@ -256,17 +301,24 @@ class _Functions(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
-        self.watch.note(getattr(func, "__name__", str(func)), tensors)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        return self.watch.note(getattr(func, "__name__", str(func)), tensors, result)
 
 
 def _equal_parts(modules: nn.ModuleList) -> bool:
     """Whether there are several, with parameters of their own of the same names and shapes, and no buffers."""
+    return len(modules) > 1 and not _why_unequal(modules)
+
+
+def _why_unequal(modules: nn.ModuleList) -> str:
+    """What is in the way of giving each rank some of them; empty if nothing is."""
     shapes = [[(key, tuple(p.shape), p.dtype) for key, p in member.named_parameters()] for member in modules]
-    if len(shapes) < 2 or not shapes[0] or any(each != shapes[0] for each in shapes):
-        return False
+    if not shapes[0] or any(each != shapes[0] for each in shapes):
+        return "they have no parameters of the same names, shapes and dtypes"
     owned = [id(parameter) for member in modules for parameter in member.parameters()]
-    return len(set(owned)) == len(owned) and not any(True for _ in modules.buffers())
+    if len(set(owned)) != len(owned):
+        return "they share parameters"
+    return "they have buffers" if any(True for _ in modules.buffers()) else ""
 
 
 def _detached(leaf: Any) -> Any:

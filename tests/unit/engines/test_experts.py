@@ -239,6 +239,106 @@ def test_layers_are_no_experts():
     assert [each.name for each in _layers(Blocks())] == [f"blocks.{index}.experts" for index in range(EXPERTS)]
 
 
+class Classes(nn.Module):
+    """As many blocks, and heads, as there are classes and places to look at."""
+
+    def __init__(self):
+        super().__init__()
+        self.look = nn.Linear(WIDTH, EXPERTS)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, EXPERTS) for _ in range(EXPERTS))
+
+    def forward(self, x):
+        pooled = x + self.look(x).softmax(-1).mean(-1, keepdim=True)
+        first = pooled
+        for block in self.blocks:
+            pooled = first + block(pooled).relu()
+        logits = torch.stack([head(pooled) for head in self.heads]).sum(0)
+        return logits.log_softmax(-1)[..., 0] + logits.argmax(-1)
+
+
+class Densities(nn.Module):
+    """The likelihood of a mixture, whose parts have as many heads as shares."""
+
+    def __init__(self):
+        super().__init__()
+        self.shares = nn.Linear(WIDTH, EXPERTS)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(EXPERTS))
+
+    def forward(self, x):
+        centers = torch.cat([head(x) for head in self.heads], -1)
+        return torch.logsumexp(self.shares(x).log_softmax(-1) - centers.square(), -1)
+
+
+@pytest.mark.parametrize("make", [Classes, Densities])
+def test_scores_of_something_else_make_no_experts(make):
+    assert _layers(make()) == []
+
+
+class Late(nn.Module):
+    """Experts that are all run before they are weighed."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x):
+        results = torch.stack([expert(x) for expert in self.experts], -1)
+        return torch.einsum("bte,btde->btd", self.gate(x).softmax(-1), results)
+
+
+class Switch(Late):
+    """One expert for each token, whose result is not weighed."""
+
+    def forward(self, x):
+        chosen = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            out[chosen == index] = expert(x[chosen == index])
+        return out
+
+
+@pytest.mark.parametrize("make", [Late, Switch])
+def test_experts_that_are_weighed_late_or_only_chosen(make):
+    assert [each.name for each in _layers(make())] == ["experts"]
+
+
+class Counting(nn.Linear):
+    """With a buffer."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+
+class Groups(Listed):
+    """A second group of experts beside the first, and one that has buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.counting = nn.ModuleList(Counting() for _ in range(5))
+        self.gates = nn.ModuleDict({"others": nn.Linear(WIDTH, 3), "counting": nn.Linear(WIDTH, 5)})
+
+    def forward(self, x):
+        out = super().forward(x)
+        for name, gate in self.gates.items():
+            scores = gate(x).softmax(-1)
+            for index, expert in enumerate(self.get_submodule(name)):
+                out = out + scores[..., index, None] * expert(x)
+        return out
+
+
+def test_what_stays_whole_says_why():
+    left = []
+    assert [each.name for each in _layers(Groups(), left=left)] == ["experts"]
+    assert {each.name: each.why_whole for each in left} == {
+        "others": "'' computes with 'experts' as well, which are taken apart",
+        "counting": "they have buffers",
+    }
+
+
 def test_names_can_be_set():
     module = Blocks()
     assert [each.name for each in _layers(module, chosen=["blocks.[12].experts"])] == [
