@@ -56,6 +56,7 @@ class ExpertAxis(ParallelAxis):
         expert_parallel_size: ExpertParallelSize = "auto",
         experts: Sequence[str] | None = None,
         expert_dispatch: Dispatch = "auto",
+        log_expert_load: bool = False,
     ) -> None:
         if isinstance(expert_parallel_size, str):
             one_of("expert_parallel_size", expert_parallel_size, ("auto",), or_else="a number of ranks")
@@ -67,6 +68,7 @@ class ExpertAxis(ParallelAxis):
         self.expert_parallel_size = expert_parallel_size
         self.experts = None if experts is None else (experts,) if isinstance(experts, str) else tuple(experts)
         self.expert_dispatch: Dispatch = expert_dispatch
+        self.log_expert_load = log_expert_load
         self.runtime: ExpertRuntime | None = None
         self.held: HeldExperts | None = None
         self._gradient_group: dist.ProcessGroup | None = None
@@ -221,14 +223,26 @@ class ExpertAxis(ParallelAxis):
 
     @override
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        module, runtime = self.context.module, self.runtime
+        training = module is not None and module.trainer.training
+        if runtime is not None and training and self.log_expert_load:
+            runtime.forget_loads()
         output = step(*args, **kwargs)
-        module = self.context.module
-        if output is None and module is not None and module.trainer.training and module.automatic_optimization:
+        if runtime is not None and module is not None and training and self.log_expert_load:
+            self._log_loads(runtime, module)
+        if output is None and module is not None and training and module.automatic_optimization:
             raise RuntimeError(
                 f"training_step returned None on a rank of {self.context.name}, whose experts take part in the other"
                 " ranks' backward. Return a loss of zero weight, as (output.sum() * 0)."
             )
         return output
+
+    def _log_loads(self, runtime: ExpertRuntime, module: pl.LightningModule) -> None:
+        """Log how much more than the mean the most loaded expert of each layer has had. Collective."""
+        for name, load in runtime.loads(self.context.gradient_group, self.context.device).items():
+            # Of a layer that no token went to, all experts have had as much.
+            ratio = float(load.max() * len(load)) / max(float(load.sum()), 1.0) if load.any() else 1.0
+            module.log(f"expert_load/{name}", ratio, on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def gradient_group(self, param: nn.Parameter) -> dist.ProcessGroup | None:

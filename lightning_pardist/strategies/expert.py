@@ -27,6 +27,9 @@ class ExpertParallelStrategy(PardistStrategy):
             ``*`` for any part; found by the router near them if None.
         expert_dispatch: What travels: ``"tokens"``, ``"weights"``, or ``"auto"``: tokens where a trial shows that it
             gives the same.
+        log_expert_load: Whether the module logs in each training step, for each layer whose tokens travel, how many
+            tokens of all ranks its most loaded expert has had, over the mean of its experts:
+            ``"expert_load/<name>"``. It costs one exchange of a number for each expert.
         data_parallel: What the data axis does: ``"ddp"`` replicates; ``"zero1"`` and ``"zero2"`` shard over all ranks,
             and states of experts over the ranks that share them.
         data_settings: Settings of the data axis' own strategy, ``{"bucket_size_mb": 50}`` say.
@@ -42,9 +45,15 @@ class ExpertParallelStrategy(PardistStrategy):
         expert_parallel_size: ExpertParallelSize = "auto",
         experts: Sequence[str] | None = None,
         expert_dispatch: Dispatch = "auto",
+        log_expert_load: bool = False,
         data_parallel: DataParallel = "ddp",
         data_settings: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        expert = ExpertAxis(expert_parallel_size=expert_parallel_size, experts=experts, expert_dispatch=expert_dispatch)
+        expert = ExpertAxis(
+            expert_parallel_size=expert_parallel_size,
+            experts=experts,
+            expert_dispatch=expert_dispatch,
+            log_expert_load=log_expert_load,
+        )
         super().__init__(axes=[expert, data_parallel_axis(data_parallel, **(data_settings or {}))], **kwargs)

@@ -39,8 +39,8 @@ class HybridStrategy(PardistStrategy):
             rest of the data axis. All of it if None.
         tensor_settings: Further settings of :class:`~lightning_pardist.TensorParallelStrategy`, such as ``plan``.
         context_settings: Further settings of :class:`~lightning_pardist.ContextParallelStrategy`: ``sequence_dim``.
-        expert_settings: Further settings of :class:`~lightning_pardist.ExpertParallelStrategy`: ``experts`` and
-            ``expert_dispatch``.
+        expert_settings: Further settings of :class:`~lightning_pardist.ExpertParallelStrategy`: ``experts``,
+            ``expert_dispatch`` and ``log_expert_load``.
         pipeline_settings: Further settings of :class:`~lightning_pardist.PipelineStrategy`, such as ``schedule``.
         data_settings: Settings of the data axis' own strategy, such as ``bucket_size_mb``.
         outer_parallel_size: Islands of ranks that each train by themselves with all of the above, and average their

@@ -125,6 +125,46 @@ def test_ranks_with_fewer_batches_take_part_in_the_others_evaluation(layer):
     assert distance.min(0).values.max() < 1e-5
 
 
+class Counting(Mixture):
+    """Notes what is logged of the load of its experts, and what it was by the numbers that routers give."""
+
+    def __init__(self):
+        super().__init__("stacked")
+        self.logged, self.counted = [], []
+        for layer in self.layers:
+            layer.router.register_forward_hook(self._count)
+
+    def _count(self, router, args, scores):
+        if self.training:
+            chosen = scores.topk(2, -1).indices
+            self.counted.append(torch.bincount(chosen.flatten(), minlength=4))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.counted.clear()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        names = [f"expert_load/layers.{index}.experts" for index in range(2)]
+        logged = [float(self.trainer.callback_metrics[name]) for name in names]
+        self.logged.append((logged, torch.stack(self.counted[-2:])))
+
+
+def _loads():
+    module = Counting()
+    strategy = ExpertParallelStrategy(log_expert_load=True)
+    trainer = quiet_trainer(strategy=strategy, devices=2, use_distributed_sampler=False, max_steps=3)
+    trainer.fit(module, datamodule=Data())
+    return module.logged
+
+
+def test_the_load_of_experts_is_logged():
+    first, second = run_ranks(2, _loads)
+    assert len(first) == 3
+    for (logged, here), (same, there) in zip(first, second, strict=True):
+        load = (here + there).double()
+        assert logged == same
+        assert logged == pytest.approx((load.max(1).values / load.mean(1)).tolist())
+
+
 class Silent(Mixture):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)

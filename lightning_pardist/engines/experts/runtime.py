@@ -110,6 +110,36 @@ class ExpertRuntime:
         if self._sequencer.active:
             self._sequencer.wait_for_all()
 
+    def forget_loads(self) -> None:
+        """Count tokens of experts from here on. Not collective."""
+        for runner in self.runners:
+            if runner.load is not None:
+                runner.load.zero_()
+
+    def loads(self, group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:
+        """Tokens that each expert has had since they were forgotten. Collective over ``group``.
+
+        Args:
+            group: All ranks whose tokens count: those that hold the experts together, and others that share them.
+            device: Where the group exchanges.
+
+        Returns:
+            For each layer whose tokens travel its name, and int64 of shape ``[experts]``; the same on all ranks.
+        """
+        counted = [(layer, runner.load) for layer, runner in zip(self.layers, self.runners, strict=True)]
+        wholes = []
+        for layer, load in counted:
+            if load is not None:
+                whole = load.new_zeros(self.peers.size, len(load))
+                whole[self.peers.rank] = load
+                wholes.append((layer.name, whole.flatten()))
+        if not wholes:
+            return {}
+        flat = torch.cat([whole for _, whole in wholes]).to(device)
+        dist.all_reduce(flat, group=group)
+        parts = flat.cpu().split([len(whole) for _, whole in wholes])
+        return {name: part for (name, _), part in zip(wholes, parts, strict=True)}
+
     def remove(self) -> None:
         """Give the modules their forwards back. Not collective."""
         for module, before in reversed(self._before):
