@@ -125,6 +125,66 @@ def test_ranks_with_fewer_batches_take_part_in_the_others_evaluation(layer):
     assert distance.min(0).values.max() < 1e-5
 
 
+def _evaluate_in_halves(strategy="auto", devices=1):
+    found = []
+    for layer in ("listed", "stacked"):
+        trainer = quiet_trainer(strategy=strategy, devices=devices, precision="bf16-mixed")
+        found += trainer.validate(Mixture(layer), datamodule=Data(), verbose=False)
+    return {str(number): torch.tensor(metrics["val_loss"]) for number, metrics in enumerate(found)}
+
+
+def test_ranks_with_fewer_batches_compute_in_the_others_precision():
+    expected = _evaluate_in_halves()
+    for found in run_ranks(2, _evaluate_in_halves, "pardist_ep", 2):
+        # Of halves: what is added in another order is rounded to other ones.
+        assert_close(found, expected, 2**-8)
+
+
+@pytest.mark.parametrize(
+    ("layer", "dispatch", "classes"),
+    [
+        ("listed", "weights", ["Expert"]),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (
+                ("listed", "tokens", ["Listed"]),
+                ("listed", "tokens", ["Expert"]),
+                ("listed", "weights", ["Listed"]),
+                ("stacked", "tokens", ["StackedExperts"]),
+                ("stacked", "tokens", "auto"),
+            )
+        ),
+    ],
+)
+def test_checkpointed_experts_train_like_one_process(layer, dispatch, classes):
+    strategy = functools.partial(
+        ExpertParallelStrategy, expert_dispatch=dispatch, activation_checkpointing=classes, data_parallel="zero2"
+    )
+    found = run_ranks(2, functools.partial(_fit, strategy, 2, module=functools.partial(Mixture, layer)))
+    _compare(found, _expected(layer), 1 / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["listed", "stacked"])
+@pytest.mark.parametrize(("data_parallel", "degrees"), [("ddp", (4, 2, 1)), ("zero2", (2, 4, 1))])
+def test_checkpoints_go_from_any_degree_to_any(layer, data_parallel, degrees, tmp_path):
+    """On four ranks, from and to one process; every way from one degree to another."""
+    module, path = functools.partial(Mixture, layer), tmp_path / "one.ckpt"
+    expected = _fit(module=module, max_epochs=4)
+    _fit(module=module, save=path, max_epochs=1)
+    for epochs, degree in enumerate(degrees, 2):
+        strategy = functools.partial(
+            HybridStrategy, expert_parallel_size=degree, data_parallel=data_parallel, checkpoint="full"
+        )
+        after = tmp_path / f"{epochs}.ckpt"
+        found = run_ranks(4, functools.partial(_fit, strategy, 4, path, after, module, max_epochs=epochs))
+        assert {each["held"]["parameters"] for each in found} == {expected["held"]["parameters"] // degree}
+        path = after
+    for each in found:
+        assert_close(each["weights"], expected["weights"])
+    assert_close(_fit(ckpt_path=path, module=module, max_epochs=4)["weights"], expected["weights"])
+
+
 class Counting(Mixture):
     """Notes what is logged of the load of its experts, and what it was by the numbers that routers give."""
 
