@@ -35,7 +35,7 @@ class DataParallelDuties:
 
     Attributes:
         evaluation: During a run with several data ranks.
-        loss_weights: During ``fit``, if several ranks average the gradients of their losses.
+        loss_weights: During ``fit``, if ranks see different samples.
         even_steps: During ``fit``, if ranks see different samples.
     """
 
@@ -81,7 +81,7 @@ class DataParallelDuties:
             trainer: Its loaders are not made yet.
         """
         context, module = self.context, self.context.module
-        if self._trains(trainer) and max(context.data_group.size(), context.loss_group.size()) > 1:
+        if self._trains(trainer) and context.dims.batch_size > 1:
             self.loss_weights = LossWeights(
                 trainer,
                 context.loss_weight,

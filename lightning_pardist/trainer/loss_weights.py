@@ -134,7 +134,8 @@ class LossWeights:
         Returns:
             What the step returned; the gradient of its loss is scaled on its way down.
         """
-        self._weighs = self._setting != "ranks" or counts is not None
+        # Who is alone in its group may have a batch that does not count all the same.
+        self._weighs = (self._setting != "ranks" and self._group().size() > 1) or counts is not None
         self._batch, self._counts = batch, counts is not False
         self._own, self._has_loss = _UNWEIGHED, True
         if not self._weighs:
@@ -173,7 +174,7 @@ class LossWeights:
     def _weigh(self, loss: Tensor | None, noted: list[_Logged]) -> None:
         samples = BatchCut().samples_of(self._batch)
         terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting)
-        if loss is not None:
+        if loss is not None and self._group().size() > 1:
             self._tell(loss, terms)
         terms = self._agreed(terms)
         entries = self._values(loss, terms, noted)

@@ -191,7 +191,10 @@ def test_several_optimizers_by_hand(tmp_path):
 
 class Skips(Words):
     def training_step(self, batch, batch_idx):
-        return None if (self.trainer.global_rank, batch_idx) == (0, 2) else self.loss(*batch)
+        if (self.trainer.global_rank, batch_idx) == (0, 2):
+            return None
+        self.log("seen", batch[0].float().mean(), on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        return self.loss(*batch)
 
 
 def _uneven(folder):
@@ -202,7 +205,7 @@ def _uneven(folder):
     trainer = quiet_trainer(strategy=strategy, devices=2, use_distributed_sampler=False)
     size = STEPS - 2 * torch.distributed.get_rank()
     trainer.fit(module, DataLoader(_dataset(BATCH * size), batch_size=BATCH))
-    return snapshot(module)
+    return snapshot(module), float(trainer.callback_metrics["seen"])
 
 
 def test_steps_without_gradients_are_turns_all_the_same(tmp_path):
@@ -213,8 +216,12 @@ def test_steps_without_gradients_are_turns_all_the_same(tmp_path):
         module.loss(*_dataset(BATCH * (STEPS - 2 * worker))[(turn - 1) * BATCH : turn * BATCH]).backward()
 
     replay(tmp_path, [_at_first_lr(module)], gradients)
-    for got in results:
+    batches = [_dataset(BATCH * size)[at * BATCH : (at + 1) * BATCH][0] for size in (6, 4) for at in range(size)]
+    seen = torch.stack([each.float().mean() for index, each in enumerate(batches) if index != 2]).mean()
+    for got, logged in results:
         assert_close(got, snapshot(module), rtol=1e-6)
+        # A batch that stands in for one that a worker does not have any more is not logged.
+        assert logged == pytest.approx(float(seen), rel=1e-6)
     for log in read_logs(tmp_path):
         ticks = [(entry.worker, entry.turn) for entry in log.entries if entry.did == "tick"]
         assert sorted(ticks) == [(0, 3), (1, 5), (1, 6)]

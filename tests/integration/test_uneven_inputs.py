@@ -8,7 +8,14 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_pardist import DDPStrategy, FSDPStrategy, HybridStrategy, PipelineStrategy, ZeroStrategy
+from lightning_pardist import (
+    DDPStrategy,
+    FSDPStrategy,
+    HybridStrategy,
+    LocalSGDStrategy,
+    PipelineStrategy,
+    ZeroStrategy,
+)
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -22,6 +29,7 @@ STRATEGIES = {
     "zero2": lambda **kwargs: ZeroStrategy(zero_stage=2, **kwargs),
     "zero3": FSDPStrategy,
     "tp": lambda **kwargs: HybridStrategy(tensor_parallel_size=2, **kwargs),
+    "islands": lambda **kwargs: LocalSGDStrategy(sync_every=1000, **kwargs),
     "pp": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, **kwargs),
 }
 
@@ -127,6 +135,32 @@ def test_batches_that_not_all_have_are_dropped_on_request(kind):
 
 def test_ranks_may_be_weighed_alike_as_long_as_they_have_batches():
     run_ranks(2, _fit, "ddp", 2, "stream", BATCHES, {"loss_weight": "ranks"}, {})
+
+
+def _island(rank):
+    """What a rank that trains alone comes to: steps in place of missing batches have gradients of zero."""
+    torch.manual_seed(3)
+    module = Module()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, EPOCHS * 5)
+    for _ in range(EPOCHS):
+        batches = list(_loader(rank, "sized", BATCHES))
+        for step in range(max(BATCHES)):
+            optimizer.zero_grad(set_to_none=False)
+            if step < len(batches):
+                F.cross_entropy(module.net(batches[step][0]), batches[step][1], ignore_index=0).backward()
+            optimizer.step()
+        schedule.step()
+    return snapshot(module)
+
+
+def test_an_island_of_one_rank_learns_and_logs_nothing_of_batches_that_stand_in():
+    ranks = [_island(rank) for rank in range(2)]
+    wanted = {name: (ranks[0][name] + ranks[1][name]) / 2 for name in ranks[0]}
+    values = torch.cat([values for rank in range(2) for values, _ in _loader(rank, "sized", BATCHES)])
+    for found in run_ranks(2, _fit, "islands", 2, "sized", BATCHES, {}, {}):
+        assert_close(found["weights"], wanted)
+        assert_close({"number": found["logged"]["number"]}, {"number": values.mean()})
 
 
 def test_a_rank_without_any_batch_is_named():
