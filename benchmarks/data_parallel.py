@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import lightning_pardist  # isort: skip  # noqa: F401
 import lightning.pytorch as pl
@@ -18,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.machine import keep
 
 STRATEGIES = ("auto", "pardist_dp", "pardist_ddp")
 #: Width and number of layers.
@@ -71,6 +74,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="folder for the table")
     parser.add_argument("--one", nargs=2, metavar=("STRATEGY", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -82,12 +86,18 @@ def main() -> None:
         for model in MODELS:
             for strategy in STRATEGIES:
                 command = [sys.executable, "-m", "benchmarks.data_parallel", *settings, "--one", strategy, model]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                seconds = next(line for line in done.stdout.splitlines() if line.startswith("seconds"))
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                seconds = next((line for line in done.stdout.splitlines() if line.startswith("seconds")), None)
+                if seconds is None:
+                    raise SystemExit(f"{strategy}, {model}:\n{done.stdout}\n{done.stderr}")
                 found.setdefault((model, strategy), []).append(GLOBAL_BATCH / float(seconds.split()[1]))
-    print(f"torch {torch.__version__}, {options.devices} devices, {options.turns} turns, samples/s (least - most)")
+                print(f"{model}, {strategy}: {found[model, strategy][-1]:.0f} samples/s", file=sys.stderr, flush=True)
+    lines = [f"| model | strategy | samples/s, {options.devices} devices | least - most of {options.turns} turns |"]
+    lines.append("| --- | --- | --- | --- |")
     for (model, strategy), rates in found.items():
-        print(f"{model:14} {strategy:12} {statistics.median(rates):8.0f}  ({min(rates):.0f} - {max(rates):.0f})")
+        spread = f"{min(rates):.0f} - {max(rates):.0f}"
+        lines.append(f"| {model} | {strategy} | {statistics.median(rates):.0f} | {spread} |")
+    keep(options.output, f"data-parallel-{options.devices}", lines)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ import os
 import platform
 import resource
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -88,6 +91,17 @@ def peak_resident_bytes() -> int:
         pass
     # In KiB on Linux, in bytes on macOS.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+
+
+def keep(folder: Path | None, name: str, lines: Sequence[str]) -> None:
+    """Print a table, and write it with command, load, hardware and versions into a folder, if there is one."""
+    print("\n".join(lines), flush=True)
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    text = [f"# {name}", "", f"`{command}`, load afterwards {load_average()}", "", str(describe()), "", *lines, ""]
+    (folder / f"{date.today()}-{name}.md").write_text("\n".join(text))
 
 
 def _cpu_model() -> str:

@@ -1,4 +1,6 @@
-"""Islands that meet less often beside ``pardist_ddp``: ``python -m benchmarks.outer --text input.txt``.
+"""Islands that meet less often beside ``pardist_ddp``: ``python -m benchmarks.outer --text input.txt --full``.
+
+Without ``--full`` a small model makes few steps with one seed.
 
 Each way trains the GPT recipe's model on the same number of samples and then validates it on the last tenth of the
 text; it is a script of its own with four ranks by default. Bytes are what a rank has written to its sockets while it
@@ -21,6 +23,7 @@ import lightning_pardist  # isort: skip
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
+from benchmarks.machine import keep
 from recipes.gpt.data import Windows
 from recipes.gpt.model import GPT
 
@@ -41,6 +44,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
         "fragment_mixing": 0.5,
     },
 }
+_FULL = {"seeds": [0, 1, 2], "steps": 1000, "dim": 128, "layers": 4}
+_SMALL = {"seeds": [0], "steps": 200, "dim": 48, "layers": 2}
 _BITS = {None: 32, "bf16": 16, "int8": 8, "int4": 4}
 
 
@@ -59,6 +64,12 @@ class Sent(pl.Callback):
         self.bytes, self.seconds = _written() - self._bytes, time.perf_counter() - self._start
 
 
+def _documentation() -> bytes:
+    """A text that is always there."""
+    pages = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
+    return b"".join(page.read_bytes() for page in pages)
+
+
 def _written() -> int:
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("wchar")).split()[1])
@@ -67,7 +78,7 @@ def _written() -> int:
 def run(options: argparse.Namespace, way: str, seed: int) -> None:
     """Train and validate one way, and print what came out."""
     pl.seed_everything(seed, verbose=False)
-    text = Path(options.text).read_bytes()
+    text = options.text.read_bytes() if options.text else _documentation()
     cut = len(text) * 9 // 10
     module = GPT(dim=options.dim, layers=options.layers, dropout=0.0, sample_tokens=0, warmup_steps=options.steps // 10)
     settings = WAYS[way]
@@ -108,20 +119,27 @@ def formula(options: argparse.Namespace, way: str, psi: int) -> float:
 def main() -> None:
     """Every way with every seed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--text", required=True, help="a file, the last tenth of which is for validation")
+    parser.add_argument("--text", type=Path, help="the last tenth is for validation; by default the documentation")
+    parser.add_argument("--full", action="store_true", help="as issue and papers ask for; else minutes on two cores")
+    parser.add_argument("--output", type=Path, help="folder for the table")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--islands", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--batch-size", type=int, default=8, help="windows a rank and step")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dim", type=int)
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--one", nargs=2, metavar=("WAY", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for name, value in (_FULL if options.full else _SMALL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     if options.one:
         run(options, options.one[0], int(options.one[1]))
         return
     losses: dict[str, list[float]] = {}
+    lines = ["| way | seed | validation loss | MB sent a rank | by the formula | s |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
     for seed in options.seeds:
         for way in options.ways:
             command = [sys.executable, "-m", "benchmarks.outer", *sys.argv[1:], "--one", way, str(seed)]
@@ -132,13 +150,13 @@ def main() -> None:
             found = json.loads(line.removeprefix("FOUND "))
             losses.setdefault(way, []).append(found["loss"])
             wanted = formula(options, way, found["psi"])
-            print(
-                f"{way:20} seed {seed}  val_loss {found['loss']:.4f}  sent {found['bytes'] / 1e6:9.3f} MB a rank, by"
-                f" the formula {wanted / 1e6:9.3f}  {found['s']:.1f} s",
-                flush=True,
+            lines.append(
+                f"| {way} | {seed} | {found['loss']:.4f} | {found['bytes'] / 1e6:.3f} | {wanted / 1e6:.3f} |"
+                f" {found['s']:.1f} |"
             )
-    for way, values in losses.items():
-        print(f"{way:20} mean val_loss {statistics.mean(values):.4f}")
+            print(lines[-1], file=sys.stderr, flush=True)
+    lines += ["", *(f"{way}: mean validation loss {statistics.mean(values):.4f}" for way, values in losses.items())]
+    keep(options.output, f"outer-{options.islands}{'' if options.full else '-small'}", lines)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning_pardist  # isort: skip
@@ -20,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.machine import keep
 
 STRATEGIES: dict[str, dict[str, Any] | None] = {
     "pardist_ddp": None,
@@ -80,8 +83,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES))
+    parser.add_argument("--output", type=Path, help="folder for the table")
     parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--one", nargs=2, metavar=("STRATEGY", "SLOW"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -89,7 +94,7 @@ def main() -> None:
         return
     found: dict[tuple[str, str], list[float]] = {}
     for _ in range(options.turns):
-        for strategy in STRATEGIES:
+        for strategy in options.strategies:
             for slow in ("none", str(options.ranks - 1)):
                 command = [sys.executable, "-m", "benchmarks.parameter_server", *sys.argv[1:], "--one", strategy, slow]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -97,11 +102,16 @@ def main() -> None:
                 if len(values) != options.ranks - 1:
                     raise SystemExit(f"{strategy}, slow worker {slow}:\n{done.stdout}\n{done.stderr}")
                 found.setdefault((strategy, slow), []).append(statistics.mean(values))
-    print("| strategy | steps/s, all alike | one worker 4x slower | of that |")
-    print("| --- | --- | --- | --- |")
-    for strategy in STRATEGIES:
+                print(
+                    f"{strategy}, slow worker {slow}: {statistics.mean(values):.1f} steps/s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    lines = ["| strategy | steps/s, all alike | one worker 4x slower | of that |", "| --- | --- | --- | --- |"]
+    for strategy in options.strategies:
         alike, beside = (statistics.median(found[strategy, slow]) for slow in ("none", str(options.ranks - 1)))
-        print(f"| {strategy} | {alike:.1f} | {beside:.1f} | {beside / alike:.0%} |")
+        lines.append(f"| {strategy} | {alike:.1f} | {beside:.1f} | {beside / alike:.0%} |")
+    keep(options.output, f"parameter-server-{options.ranks}", lines)
 
 
 if __name__ == "__main__":
