@@ -213,6 +213,12 @@ class ParallelDims:
             rest, found[axis] = divmod(rest, self.size(axis))
         return found
 
+    def first_ranks_along(self, *axes: str) -> tuple[int, ...]:
+        """The ranks along some axes that are the first on every other."""
+        others = [axis for axis in AXES if axis not in axes]
+        places = ((rank, self.coordinates(rank)) for rank in range(self.world_size))
+        return tuple(rank for rank, place in places if not any(place[axis] for axis in others))
+
     def batch_rank(self, rank: int) -> int:
         """This rank's index among those that see different samples, ``0 <= index < batch_size``."""
         return self._index(self.coordinates(rank), BATCH_AXES)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_pardist.axes.ddp import DDPAxis
+from lightning_pardist.axes.fsdp import FSDPAxis
 from lightning_pardist.axes.local_sgd import LocalSGDAxis
 from lightning_pardist.axes.pipeline import PipelineAxis
 from lightning_pardist.axes.pipeline.microbatching import Microbatching
+from lightning_pardist.axes.zero import ZeroAxis
 from lightning_pardist.engines.common.activation_checkpointing import Checkpointing
 from lightning_pardist.engines.pipeline import UnevenBatchError
 from lightning_pardist.engines.pipeline.clock import expected_idle_share
@@ -80,6 +82,13 @@ class Candidate:
     def replicates(self) -> bool:
         """Whether ranks with samples of their own hold the same parameters and the same optimizer state."""
         return self.make().axis(DDPAxis) is not None
+
+    @property
+    def shards(self) -> bool:
+        """Whether ranks with samples of their own divide states among them, and send numbers as they are."""
+        made = self.make()
+        coded = any({**self.entry.preset, **self.settings}.get(name) is not None for name in ("gather", "reduce"))
+        return not coded and (made.axis(ZeroAxis) is not None or made.axis(FSDPAxis) is not None)
 
     def microbatches(self, num_ranks: int, batch: Any) -> int:
         """Micro-batches that a pipeline makes of a batch; 1 where it is not known before a trial.

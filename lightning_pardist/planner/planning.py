@@ -75,10 +75,11 @@ def plan(
         raise PlanError("global_batch needs a batch whose tensors have samples along their first dim.")
     job = Job(devices, num_nodes, trainer_settings, global_batch)
     search = Search(module, batch, profile, job, leave_out=strategies is None, time_limit_s=time_limit_s)
-    for candidate in enumerate_candidates(names, devices=devices, num_nodes=num_nodes):
-        if activation_checkpointing is not None:
-            candidate = with_checkpointing(candidate, activation_checkpointing)
-        search.add(candidate)
+    candidates = enumerate_candidates(names, devices=devices, num_nodes=num_nodes)
+    if activation_checkpointing is None:
+        search.add_all(candidates)
+    else:
+        search.add_all(with_checkpointing(each, activation_checkpointing) for each in candidates)
     if strategies is None:
         search.leave_out(entry.name for entry in TABLE if entry.name not in names)
     return search.plan(notes)

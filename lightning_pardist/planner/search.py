@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pardist.engines.pipeline import CannotPipelineError
-from lightning_pardist.mesh import AXES, ParallelDims
+from lightning_pardist.mesh import AXES, GRADIENT_AXES, SHARD_AXES, ParallelDims
 from lightning_pardist.planner.batches import resized, samples_of, tokens_of
 from lightning_pardist.planner.candidates import NOT_PLANNED, Candidate, with_checkpointing
 from lightning_pardist.planner.errors import PlanError
@@ -25,6 +26,7 @@ from lightning_pardist.planner.profiles import DeviceProfile
 from lightning_pardist.planner.skipped_kernels import Forms
 from lightning_pardist.planner.step_time import (
     StepTime,
+    message_seconds,
     mixed,
     operator_seconds,
     sent_bytes,
@@ -38,6 +40,8 @@ _log = logging.getLogger(__name__)
 _NOT_BY_DEFAULT = (
     "not traced: it runs as one of the others does, or is seldom the fastest. Name it in strategies to see it."
 )
+#: Strategies that are traced at least, as far as the module fits: a best one says little without others beside it.
+_COMPARED = 4
 _NOT_TRACED = "not traced, and may be the best here: make a new plan."
 
 
@@ -139,6 +143,24 @@ class Search:
         self._found: dict[Any, dict[Any, Any]] = {}
         # An error of the module's own comes up here, and is not taken for a refusal of every strategy.
         self._alone = self._traced_alone()
+
+    def add_all(self, candidates: Iterable[Candidate]) -> None:
+        """Plan candidates: replicas first, then those that may be the fastest, next to which others may be left out."""
+        some = list(candidates)
+        if self._leave_out:
+            some.sort(key=self._promise, reverse=True)
+        for candidate in some:
+            self.add(candidate)
+
+    def _promise(self, candidate: Candidate) -> float:
+        """Samples a second at most; replicas need no other trace, and show what more ranks bring."""
+        if candidate.strategy == "pardist_ddp":
+            return math.inf
+        try:
+            dims = dims_of(candidate.make(), self._first)
+            return self._most(_Bound(candidate, dims, self._share(dims)), self._profile)[0]
+        except (ValueError, MisconfigurationException):
+            return 0.0
 
     def add(self, candidate: Candidate) -> None:
         """Plan a candidate, and the same with activation checkpointing if it does not fit."""
@@ -314,12 +336,9 @@ class Search:
     def _cannot_be_best(self, bound: _Bound, rows: Sequence[Row], profile: DeviceProfile) -> str | None:
         """Why not, by bounds. Replicas hold all states of what tensor and pipeline ranks leave of the module.
 
-        The ranks that share a batch can divide its arithmetic, and no more. Of groups that fit and are slow, larger
-        ones are left out: they send more, or wait more.
-        Tensor ranks issue as many operators as one process, stages their part of them for each micro-batch; so they do
-        in an optimizer's step, unless parameters are flattened.
+        Of groups that share a batch, fit and are slow, larger ones are left out: they send more, or wait more.
         """
-        candidate, dims, share = bound.candidate, bound.dims, bound.share
+        candidate, dims = bound.candidate, bound.dims
         states = self._alone.held.by_kind["parameters"] + self._alone.held.by_kind["optimizer"]
         states //= dims.size("tensor_parallel", "pipeline_parallel")
         if candidate.replicates and states + profile.reserved_bytes > profile.memory_bytes:
@@ -328,15 +347,43 @@ class Search:
                 f" {size_text(profile.memory_bytes)}. Name it in strategies to see it."
             )
         best = max((row.samples_per_s for row in rows if row.fits), default=0.0)
-        apart = dims.world_size // dims.batch_size
-        if not best or apart == 1:
+        if not best:
             return None
-        for row in rows:
+        for row in rows if dims.world_size > dims.batch_size else ():
             if row.fits and row.samples_per_s < best and candidate.is_wider_than(row.candidate):
                 return (
                     f"not traced: {row.candidate} fits and is slower than others, and larger groups send or wait more"
                     " for the same arithmetic. Name it in strategies to see it."
                 )
+        most, why = self._most(bound, profile)
+        strategies = {row.candidate.strategy for row in rows}
+        if most > best or (len(strategies) < _COMPARED and candidate.strategy not in strategies):
+            return None
+        return (
+            f"not traced: {why}, so that it trains {most:.1f} samples/s at most, and others that fit train"
+            f" {best:.1f}. Name it in strategies to see it."
+        )
+
+    def _most(self, bound: _Bound, profile: DeviceProfile) -> tuple[float, str]:
+        """Samples a second at most, and what keeps it from more."""
+        (computes, why), sends = self._least_computing(bound, profile), self._least_sending(bound, profile)
+        if sends > computes:
+            what = "gradients" if bound.candidate.replicates else "gradients and parameters"
+            why = f"its {what} take {1000 * sends:.1f} ms of a step to send, at least"
+        least, samples = max(computes, sends), samples_of(self._batch) * bound.share * bound.dims.batch_size
+        return samples * self._job.accumulated / least if least else math.inf, why
+
+    def _least_computing(self, bound: _Bound, profile: DeviceProfile) -> tuple[float, str]:
+        """Seconds of a step in which ranks compute, and why.
+
+        The ranks that share a batch can divide its arithmetic, and no more. Tensor ranks issue as many operators as
+        one process, stages their part of them for each micro-batch; so they do in an optimizer's step, unless
+        parameters are flattened.
+        """
+        candidate, dims, share = bound.candidate, bound.dims, bound.share
+        apart = dims.world_size // dims.batch_size
+        if apart == 1:
+            return 0.0, ""
         flat = candidate.settings.get("data_parallel") in ("zero1", "zero2")
         begins = self._alone.before_optimizer
         steps = [event for event in self._alone.events[begins:] if isinstance(event, Operator) and not flat]
@@ -347,15 +394,36 @@ class Search:
         computes = share * sum(operator_seconds(each, profile) for each in (*work, *steps) if each.flops) / apart
         computes /= 1 - candidate.least_idle_share(stages, times)
         issues = (len(work) * times + len(steps)) * profile.host_s_per_operator / stages
-        least = max(computes, issues)
-        most = samples_of(self._batch) * share * dims.batch_size * self._job.accumulated / least if least else best
-        if most > best:
-            return None
         parts = f", in {times} micro-batches" if times > 1 else ""
-        return (
-            f"not traced: {apart} ranks work on each batch{parts}, so that it trains {most:.1f} samples/s at most, and"
-            f" others that fit train {best:.1f}. Name it in strategies to see it."
-        )
+        return max(computes, issues), f"{apart} ranks work on each batch{parts}"
+
+    def _least_sending(self, bound: _Bound, profile: DeviceProfile) -> float:
+        """Seconds for which the busiest group of a step sends gradients, in its longest ring.
+
+        Replicas reduce them as they are. What ranks shard is scattered and gathered once at least, in two bytes a
+        number at least, taken as half of what gradients take.
+        """
+        candidate, dims = bound.candidate, bound.dims
+        size = self._gradients // dims.size("tensor_parallel", "pipeline_parallel")
+        messages: list[tuple[str, tuple[str, ...], int]] = []
+        if candidate.replicates:
+            messages = [("allreduce_", GRADIENT_AXES, size)]
+        elif candidate.shards:
+            shards = dims.size(*SHARD_AXES)
+            messages = [("reduce_scatter_and_gather", SHARD_AXES, size)]
+            messages += [("allreduce_", ("data_replicate",), size // 2 // shards)] if dims.data_replicate > 1 else []
+        sent = (Message(name, dims.first_ranks_along(*axes), size, ()) for name, axes, size in messages)
+        return max((message_seconds(each, profile, ranks_per_node=self._job.devices) for each in sent), default=0.0)
+
+    @cached_property
+    def _gradients(self) -> int:
+        """Bytes of one process' gradients when they are most."""
+        now = most = 0
+        for event in self._alone.events:
+            if isinstance(event, tuple) and event[0].kind == "gradients":
+                now += event[1]
+                most = max(most, now)
+        return most
 
     # --- rows ---------------------------------------------------------------------------------------------------
 

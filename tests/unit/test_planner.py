@@ -15,7 +15,7 @@ import lightning_pardist
 from lightning_pardist.cli import main
 from lightning_pardist.compat.fake_group import alone_among
 from lightning_pardist.planner import DeviceProfile, PlanError, ProfileError, find_profile, measuring, plan, search
-from lightning_pardist.planner.candidates import Candidate
+from lightning_pardist.planner.candidates import DEFAULT, Candidate, enumerate_candidates
 from lightning_pardist.planner.ledger import Message, Operator
 from lightning_pardist.planner.measuring import measure_alone, measure_rank, nodes_of
 from lightning_pardist.planner.profiles import Link, data_sheet_of
@@ -96,6 +96,33 @@ def test_every_name_is_there_with_numbers_or_a_reason():
     assert all(named.values())
     assert "threads of one process" in named["pardist_dp"]
     assert "Name it in strategies" in named["pardist_mp"]
+
+
+def test_no_strategy_is_faster_than_its_bound():
+    slow = find_profile("h100")
+    slow = replace(slow, between=replace(slow.between, bytes_per_s=slow.between.bytes_per_s / 1e5))
+    searched = search.Search(Classifier(optimizer="adam"), BATCH, slow, search.Job(2, 2, {}), leave_out=False)
+    # Beside the bounds of all that are planned by default, that of islands.
+    names = [
+        name for name in (*DEFAULT, "pardist_local_sgd") if name not in ("pardist_zero1", "pardist_pp_interleaved")
+    ]
+    candidates = list(enumerate_candidates(names, devices=2, num_nodes=2))
+    searched.add_all(candidates)
+    rows = searched.plan().rows
+    assert len(rows) > 8
+    for row in rows:
+        assert row.samples_per_s <= searched._promise(row.candidate) * (1 + 1e-9), row.candidate
+    # Links rule there, so that the bounds of some are all but what was found.
+    assert max(row.samples_per_s / searched._promise(row.candidate) for row in rows) > 0.7
+
+
+def test_plans_compare_several_strategies_where_one_is_the_best_by_far():
+    model = Classifier(optimizer="adam")
+    fast = find_profile("h100")
+    links = {"between": replace(fast.between, bytes_per_s=fast.between.bytes_per_s / 1e5)}
+    found = plan(model, BATCH, devices=2, num_nodes=4, device=replace(fast, **links))
+    assert len({row.candidate.strategy for row in found.rows}) >= 4
+    assert any("of a step to send, at least" in each.reason for each in found.refused)
 
 
 def test_islands_send_once_in_many_steps():
