@@ -373,3 +373,72 @@ def test_any_dim_may_be_split():
         for errors, dims in run_ranks(2, _sequence_dim, setting):
             assert max(errors) < 1e-10
             assert dims == {dim}
+
+
+# --- custom autograd functions -----------------------------------------------------------------------------------
+
+
+class _Linear(torch.autograd.Function):
+    """A layer with a backward of its own, as fused kernels have one."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return F.linear(grad, weight.t()), grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class _Reversible(torch.autograd.Function):
+    """Residual layers that keep no activations: backward takes each off again, and runs a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, layers):
+        left, right = x.chunk(2, dim=-1)
+        for layer in layers:
+            left, right = right, left + layer(right)
+        ctx.save_for_backward(left.detach(), right.detach())
+        ctx.layers = layers
+        return torch.cat([left, right], dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (left, right), (grad_left, grad_right) = ctx.saved_tensors, grad.chunk(2, dim=-1)
+        for layer in reversed(ctx.layers):
+            with torch.enable_grad():
+                left.requires_grad = True
+                added = layer(left)
+                added.backward(grad_right)
+            left, right = right - added.detach(), left.detach()
+            grad_left, grad_right = grad_right, grad_left + (right.grad if right.grad is not None else 0)
+        return torch.cat([grad_left, grad_right], dim=-1), None
+
+
+class CustomFunctions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.norm = nn.Embedding(TOKENS, WIDTH), nn.LayerNorm(WIDTH)
+        half = WIDTH // 2
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(half), nn.Linear(half, half)) for _ in range(3))
+        self.weight, self.head = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), nn.Linear(WIDTH, TOKENS)
+
+    def loss(self, tokens):
+        hidden = _Reversible.apply(self.norm(self.embed(tokens)), self.layers)
+        hidden = torch.tanh(_Linear.apply(hidden, self.weight))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+def _custom_functions():
+    model = CustomFunctions().double()
+    tokens = torch.randint(TOKENS, (3, 8), generator=torch.Generator().manual_seed(5))
+    return run_beside_one_process(model, tokens, make_runtime())
+
+
+def test_custom_functions_that_call_layers_pass_gradients_on():
+    for loss, gradients in run_ranks(2, _custom_functions):
+        assert loss < 1e-9
+        assert gradients < 1e-9

@@ -176,6 +176,38 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * grad
 
 
+class Recomputed(torch.autograd.Function):
+    """A layer that is called by a custom function, again in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grad)
+        return x.grad, None
+
+
+class CallsLayers(nn.Module):
+    """Layers that a plan splits, called where autograd does not look."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def batch(self, seed):
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+    def loss(self, batch):
+        hidden = self.inner(batch).tanh()
+        return (self.down(Recomputed.apply(hidden, self.up).tanh()) - batch).pow(2).mean()
+
+
 class Odd(nn.Module):
     """What has no rule: custom functions, odd operators in place, values looked at, gradients clipped inside."""
 
@@ -229,6 +261,27 @@ def test_operators_without_a_rule_run_on_whole_tensors_and_are_named():
         assert error < 1e-5
         assert {"Square", "fft_fft", "index_copy", "setitem"} <= set(names)
         assert cost["Square"] == 4 * 16 * 4
+
+
+def layers_in_custom_functions():
+    torch.manual_seed(0)
+    model = CallsLayers().double()
+    model.batch = lambda seed: torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).double()
+    reference = copy.deepcopy(model)
+    _, runtime = split(model, 2, overrides={"up": "column", "down": "row"})
+    expected = reference.loss(reference.batch(0))
+    expected.backward()
+    with runtime.step():
+        loss = model.loss(model.batch(0))
+        loss.backward()
+    pairs = zip(reference.parameters(), model.parameters(), strict=True)
+    return max(
+        abs(loss.item() / expected.item() - 1), *(relative(whole_tensor(many.grad), one.grad) for one, many in pairs)
+    )
+
+
+def test_custom_functions_that_return_split_tensors_pass_gradients_on():
+    assert max(run_ranks(2, layers_in_custom_functions)) < 1e-9
 
 
 class Overwriting(Odd):

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from lightning_pardist.compat import pytree
 from lightning_pardist.engines.tensor.calls import plain_name
@@ -57,6 +59,8 @@ class ContextRuntime(TensorRuntime):
     """
 
     context = True
+    remedy = "Write into a new tensor (x = x * y, not x *= y), or use pardist_tp, pardist_ddp or pardist_zero3."
+    split_over = "context"
 
     def __init__(self, mesh: DeviceMesh, *, sequence_dim: int | None = None) -> None:
         super().__init__(mesh)
@@ -64,6 +68,8 @@ class ContextRuntime(TensorRuntime):
         self.entries: dict[Entry, int] = {}
         self._extents: frozenset[int] = frozenset()
         self._first: tuple[tuple[int, ...], int] | None = None
+        #: How many custom autograd functions are running, forward or backward: their tensors stay whole.
+        self._in_custom = 0
 
     def expect(self, batch: Any) -> None:
         """A step is about to run on ``batch``: its tensors tell how long sequences may be. Not collective."""
@@ -76,6 +82,29 @@ class ContextRuntime(TensorRuntime):
     def _forget(self) -> None:
         super()._forget()
         self._first = None
+        self._in_custom = 0
+
+    @override
+    def custom_function(self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a custom autograd function; its forward takes nothing apart, nor does its backward.
+
+        What a function saves for its backward, and what that computes again, are leaves of a graph of their own.
+        """
+        self._in_custom += 1
+        try:
+            result = apply(*args, **kwargs)
+        finally:
+            self._in_custom -= 1
+        for leaf in pytree.tree_leaves(result):
+            node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
+            if isinstance(node, BackwardCFunction):
+                node.register_prehook(lambda grads: self._count_custom(1))
+                node.register_hook(lambda inputs, outputs: self._count_custom(-1))
+                break
+        return result
+
+    def _count_custom(self, change: int) -> None:
+        self._in_custom += change
 
     def _enter(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
@@ -92,7 +121,7 @@ class ContextRuntime(TensorRuntime):
     def outside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function on whole tensors, or take its input apart first."""
         looks_up = func in _LOOK_UPS
-        if not looks_up and func not in _LAYERS:
+        if self._in_custom or (not looks_up and func not in _LAYERS):
             return func(*args, **kwargs)
         source = args[0] if args else kwargs.get("input")
         if not isinstance(source, Tensor) or isinstance(source, DTensor) or source.layout is not torch.strided:

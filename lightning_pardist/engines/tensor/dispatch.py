@@ -87,6 +87,9 @@ class TensorRuntime:
 
     #: Whether activations are split and parameters whole.
     context = False
+    #: What to do about a write into a split tensor.
+    remedy = 'Replicate the parameters that produce it: plan={"pattern": "replicate"}.'
+    split_over = "tensor"
 
     def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
         self.group = TensorGroup(mesh)
@@ -207,6 +210,19 @@ class TensorRuntime:
         (_, stack), self._called = self._called, None
         with stack:
             return self.plain(output)
+
+    def custom_function(self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a custom autograd function on whole tensors; what it returns has the history that it gave it.
+
+        A function that calls layers may return split tensors. Autograd then hangs the function on the wrapper, which
+        nothing reads: no gradient would reach what is before it. Collective over the group if there are any.
+        """
+        return pytree.tree_map_only(SplitTensor, self._of_custom_function, apply(*args, **kwargs))
+
+    def _of_custom_function(self, tensor: SplitTensor) -> Tensor:
+        with below_torch_functions():
+            attached = tensor.grad_fn is not None
+        return _Unwrap.run(tensor) if attached else tensor
 
     def gather(self, tensor: SplitTensor) -> Tensor:
         """A split tensor as a whole one, with autograd. Collective over the tensor group."""
@@ -393,8 +409,7 @@ class TensorRuntime:
         """The net under everything: gather, run as on one process, remember that it happened."""
         if isinstance(kwargs.get("out"), SplitTensor):
             raise RuntimeError(
-                f"{name}(out=...) writes into a tensor that is split over the tensor ranks. Replicate the parameters"
-                ' that produce it: plan={"pattern": "replicate"}.'
+                f"{name}(out=...) writes into a tensor that is split over the {self.split_over} ranks. {self.remedy}"
             )
         self._remember(name, reason, (args, kwargs))
         first = args[0] if args else None
@@ -425,7 +440,7 @@ class TensorRuntime:
         if storage_key(local) in self._copied_views:
             raise RuntimeError(
                 f"{name} overwrites a tensor of which a view exists that had to be gathered, so that the view would not"
-                ' change with it. Replicate the parameters that produce it: plan={"pattern": "replicate"}.'
+                f" change with it. {self.remedy}"
             )
 
     def _remember(self, name: str, reason: str, tree: Any) -> None:
@@ -463,6 +478,18 @@ class _Open(PlainFunction):
         return DTensor(grad, spec, requires_grad=False)
 
 
+class _Unwrap(PlainFunction):
+    """A split tensor whose history is the wrapper's, and not its part's, as a whole tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: SplitTensor) -> Tensor:
+        return tensor.runtime.group.put_together(tensor.local, tensor.split_layout)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
 class _Mode(TorchFunctionMode):
     """Sends torch functions with parameters or split tensors among their arguments to the runtime."""
 
@@ -475,11 +502,7 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ENGINE_CALLS:
-            if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves((args, kwargs))):
-                raise RuntimeError(
-                    "backward() or grad() was called on a tensor that is split over the tensor ranks. Reduce it to a"
-                    " scalar first."
-                )
+            args, kwargs = _whole_outputs(self.runtime, func, args, kwargs)
             with _inside_engine(self), self.runtime.group.summing(at_once=func is torch.autograd.grad):
                 return func(*args, **kwargs)
         if self.runtime._copied_views and args:
@@ -491,7 +514,26 @@ class _Mode(TorchFunctionMode):
         return self.runtime.outside(func, args, kwargs)
 
 
-_ENGINE_CALLS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+#: Functions that run the autograd engine, and where among their arguments those are that gradients are asked for.
+_ENGINE_CALLS: dict[Callable[..., Any], int] = {Tensor.backward: 4, torch.autograd.backward: 5, torch.autograd.grad: 1}
+
+
+def _whole_outputs(
+    runtime: TensorRuntime, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for the engine, with whole tensors in place of split ones. Collective over the group if there are any.
+
+    Raises:
+        RuntimeError: If gradients of a split tensor are asked for.
+    """
+    position = _ENGINE_CALLS[func]
+    inputs = args[position] if len(args) > position else kwargs.get("inputs")
+    if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves(inputs)):
+        raise RuntimeError(
+            f"Gradients of a tensor that is split over the {runtime.split_over} ranks were asked for by name (inputs=)."
+            " Ask for those of what it is computed from."
+        )
+    return runtime.whole((args, kwargs))  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -591,12 +633,14 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> AbstractCon
         if cls.__module__.startswith("torch.distributed.fsdp") and _concerned(args):
             return _on_locals(lambda *parts: apply(*parts, **kwargs), args, runtime)
         # DTensor's own functions know what they are given.
-        if _concerned(args) and not cls.__module__.startswith("torch.distributed."):
+        if cls.__module__.startswith("torch.distributed."):
+            return apply(*args, **kwargs)
+        if _concerned(args):
             opened = map_only(DTensor, runtime._open, args)
             if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves(opened)):
                 runtime._remember(cls.__name__, "custom autograd function", opened)
             args = runtime.whole(opened)
-        return apply(*args, **kwargs)
+        return runtime.custom_function(apply, args, kwargs)
 
     return patches.custom_functions(call)
 
