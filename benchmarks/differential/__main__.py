@@ -15,7 +15,7 @@ from typing import Any
 import lightning_pardist  # noqa: F401  (before lightning and torchvision)
 from benchmarks.differential.cells import BATCH, difference, saved_weights, train
 from benchmarks.differential.families import families
-from tests.helpers.ranks import RankFailed, close_pools, run_ranks
+from tests.helpers.ranks import PRELOAD, RankFailed, close_pools, run_ranks
 
 STRATEGIES = (
     "pardist_ddp",
@@ -42,13 +42,23 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--every", type=int, default=1, help="take every n-th family only")
     parser.add_argument("--offset", type=int, default=0, help="of the first one that is taken")
-    parser.add_argument("--json", type=Path, help="one line a cell is added to this file")
+    parser.add_argument("--json", type=Path, help="one line a cell is added to this file; cells in it are not repeated")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="no family is begun after so many seconds")
     arguments = parser.parse_args()
+    began = time.monotonic()
     patterns = arguments.families.split(",")
-    names = [f.name for f in families() if any(fnmatch.fnmatch(f.name, pattern) for pattern in patterns)]
+    every = [family.name for family in families()]
+    names = list(dict.fromkeys(name for pattern in patterns for name in fnmatch.filter(every, pattern)))
+    done = _done(arguments.json)
+    # Every rank forked from a process that has imported what models are made from.
+    PRELOAD.append("benchmarks.differential.preload")
     results: Counter[str] = Counter()
     for name in names[arguments.offset :: arguments.every]:
-        for cell in cells(name, arguments.strategies.split(",")):
+        strategies = [s for s in arguments.strategies.split(",") if not {(name, s), (name, "")} & done]
+        if time.monotonic() - began > arguments.budget_s:
+            print(f"{name} and what follows are left to another run")
+            break
+        for cell in cells(name, strategies) if strategies else ():
             results[cell["result"]] += 1
             print(f"{cell['result']:9} {name:32} {cell['strategy']:16} {cell['detail']}", flush=True)
             if arguments.json:
@@ -56,6 +66,12 @@ def main() -> None:
                     file.write(json.dumps(cell) + "\n")
     close_pools()
     print(", ".join(f"{count} {result}" for result, count in results.most_common()))
+
+
+def _done(file: Path | None) -> set[tuple[str, str]]:
+    """Family and strategy of every cell in a file of results."""
+    lines = file.read_text().splitlines() if file and file.exists() else []
+    return {(cell["family"], cell["strategy"]) for cell in map(json.loads, lines)}
 
 
 def cells(name: str, strategies: list[str]) -> Iterator[dict[str, Any]]:

@@ -1,13 +1,14 @@
 """Small models of every family that transformers and torchvision know, with a batch for each.
 
-Nothing here is written for a family: a configuration gets small values under the names that it has, and a family that
-does not build, is too large all the same or does not train on one process is left out, with the reason.
+A configuration gets small values under the names that it has, and those of a table where its sizes depend on each
+other. A family that does not build, is too large all the same or does not train on one process is left out, with the
+reason.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,77 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-VOCABULARY = 64
-LENGTH = 12
-PIXELS = 32
-CLASSES = 5
-MAX_PARAMETERS = 3_000_000
+from benchmarks.differential.sizes import CLASSES, LENGTH, PIXELS, TIMM, VOCABULARY, small_config
 
-_SMALL: dict[str, Any] = {
-    **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim", "d_embed"), 32
-    ),
-    **dict.fromkeys(
-        (
-            "num_hidden_layers",
-            "n_layer",
-            "n_layers",
-            "num_layers",
-            "encoder_layers",
-            "decoder_layers",
-            "num_decoder_layers",
-            "num_encoder_layers",
-        ),
-        4,
-    ),
-    **dict.fromkeys(
-        (
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "num_heads",
-            "encoder_attention_heads",
-            "decoder_attention_heads",
-        ),
-        4,
-    ),
-    **dict.fromkeys(
-        (
-            "intermediate_size",
-            "ffn_dim",
-            "d_ff",
-            "n_inner",
-            "encoder_ffn_dim",
-            "decoder_ffn_dim",
-            "ffn_hidden_size",
-            "hidden_dim",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "d_inner",
-        ),
-        48,
-    ),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "v_head_dim", "qk_nope_head_dim"), 8),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_source_positions"), 64),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    "qk_rope_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "state_size": 8,
-    "vocab_size": VOCABULARY,
-    "image_size": PIXELS,
-    "patch_size": 8,
-    "num_labels": CLASSES,
-    "type_vocab_size": 2,
-    "use_cache": False,
-    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
-    **dict.fromkeys(("bos_token_id",), 1),
-    **dict.fromkeys(("eos_token_id",), 2),
-}
+MAX_PARAMETERS = 3_000_000
 
 
 @dataclass(frozen=True)
@@ -137,22 +70,90 @@ def _wave_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return model(input_values=batch[0], labels=batch[1]).loss
 
 
+def _spoken(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
+    """Spectrograms, 80 or 128 bands with time last or first by the model, and labels of which some are ignored."""
+    return torch.randn(count, 80, 64, generator=draw), *_labelled_tokens(count, draw)[1:]
+
+
+def _captioned(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
+    return torch.randn(count, 3, PIXELS, PIXELS, generator=draw), *_labelled_tokens(count, draw)
+
+
+def _segmented(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
+    """Images, and a class of every pixel, 255 where it is ignored."""
+    classes = torch.randint(CLASSES, (count, PIXELS, PIXELS), generator=draw)
+    ignored = torch.rand(count, PIXELS, PIXELS, generator=draw) < 1 / 4
+    return torch.randn(count, 3, PIXELS, PIXELS, generator=draw), classes.masked_fill(ignored, 255)
+
+
+def _spectra(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
+    return torch.randn(count, 64, 16, generator=draw), torch.randint(CLASSES, (count,), generator=draw)
+
+
+def _series(count: int, draw: torch.Generator) -> tuple[Tensor, ...]:
+    """The past and the future of two channels, ``[count, time, channel]``."""
+    whole = torch.randn(count, 64, 2, generator=draw).cumsum(1) / 4
+    return whole[:, :48], whole[:, 48:]
+
+
+def _spoken_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    # Whisper's spectrograms are [sample, band, time], Speech2Text's [sample, time, band].
+    spectrum = batch[0] if hasattr(model.config, "num_mel_bins") else batch[0].transpose(1, 2)
+    return model(input_features=spectrum, labels=batch[1].clamp(min=0)).loss
+
+
+def _caption_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return model(pixel_values=batch[0], input_ids=batch[1], labels=batch[2]).loss
+
+
+def _series_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    past, future = batch
+    times = {}
+    if hasattr(model.config, "num_time_features"):
+        # How far each point is from the first, and that all were seen.
+        age = torch.arange(64, dtype=past.dtype, device=past.device).expand(len(past), -1).unsqueeze(-1) / 64
+        times = {"past_time_features": age[:, :48], "future_time_features": age[:, 48:]}
+        times["past_observed_mask"] = torch.ones_like(past)
+    return model(past_values=past, future_values=future, **times).loss
+
+
+def _pixel_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0])["out"], batch[1], ignore_index=255)
+
+
 def _logits_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-#: Task: the mapping of transformers that lists its families, samples, loss.
-_TASKS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+#: Task: the mapping of transformers that lists its families, or families and their classes; samples, loss.
+_TASKS: dict[str, tuple[str | dict[str, str], Callable[..., Any], Callable[..., Any]]] = {
     "decoder": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _labelled_tokens, _token_loss),
     "encoder": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", _labelled_tokens, _token_loss),
     "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", _labelled_tokens, _token_loss),
     "image": ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _images, _class_loss),
     "audio": ("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", _waves, _wave_loss),
+    "pixels": ("MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES", _segmented, _class_loss),
+    "speech": ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", _spoken, _spoken_loss),
+    "caption": (
+        {"blip": "BlipForConditionalGeneration", "git": "GitForCausalLM", "vilt": "ViltForMaskedLM"},
+        _captioned,
+        _caption_loss,
+    ),
+    "spectrum": ({"audio-spectrogram-transformer": "ASTForAudioClassification"}, _spectra, _wave_loss),
+    "series": (
+        {
+            "patchtst": "PatchTSTForPrediction",
+            "patchtsmixer": "PatchTSMixerForPrediction",
+            "autoformer": "AutoformerForPrediction",
+            "informer": "InformerForPrediction",
+            "time_series_transformer": "TimeSeriesTransformerForPrediction",
+        },
+        _series,
+        _series_loss,
+    ),
 }
 
 _VISION = (
-    "alexnet",
-    "convnext_tiny",
     "densenet121",
     "efficientnet_b0",
     "googlenet",
@@ -163,10 +164,9 @@ _VISION = (
     "resnet18",
     "shufflenet_v2_x0_5",
     "squeezenet1_1",
-    "swin_t",
-    "vgg11",
-    "vit_b_32",
 )
+
+_SEGMENTATION = ("deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large")
 
 
 def families() -> list[Family]:
@@ -175,20 +175,28 @@ def families() -> list[Family]:
 
     found = []
     for task, (mapping, batch, loss) in _TASKS.items():
-        for name, class_name in getattr(modeling_auto, mapping).items():
+        classes = getattr(modeling_auto, mapping) if isinstance(mapping, str) else mapping
+        for name, class_name in classes.items():
             config_name = configuration_auto.CONFIG_MAPPING_NAMES.get(name)
             if config_name is not None:
                 names = (name, config_name, class_name if isinstance(class_name, str) else class_name[0])
                 found.append(Family(f"{task}/{name}", _builder(*names), batch, loss))
     for name in _VISION:
         found.append(Family(f"torchvision/{name}", _vision_builder(name), _images, _logits_loss))
+    for name, build in {"vit": _tiny_vit, "swin": _tiny_swin, "convnext": _tiny_convnext}.items():
+        found.append(Family(f"torchvision/{name}", build, _images, _logits_loss))
+    for name in _SEGMENTATION:
+        found.append(Family(f"segmentation/{name}", _segmentation_builder(name), _segmented, _pixel_loss))
+    if importlib.util.find_spec("timm"):
+        for name in TIMM:
+            found.append(Family(f"timm/{name}", _timm_builder(name), _images, _logits_loss))
     return found
 
 
 def _builder(family: str, config_name: str, class_name: str) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         package = importlib.import_module(f"transformers.models.{_module_of(family)}")
-        config = small_config(getattr(package, config_name))
+        config = small_config(getattr(package, config_name), family)
         with torch.device("meta"):
             size = sum(param.numel() for param in getattr(package, class_name)(config).parameters())
         if size > MAX_PARAMETERS:
@@ -209,25 +217,50 @@ def _vision_builder(name: str) -> Callable[[], nn.Module]:
         import torchvision
 
         settings: dict[str, Any] = {"num_classes": CLASSES}
-        factory = getattr(torchvision.models, name)
         if name == "googlenet":
             settings |= {"aux_logits": False, "init_weights": False}
-        if "image_size" in inspect.signature(factory).parameters or name.startswith("vit"):
-            settings["image_size"] = PIXELS
-        return without_dropout(factory(**settings))
+        return without_dropout(getattr(torchvision.models, name)(**settings))
 
     return build
 
 
-def small_config(config_class: Any) -> Any:
-    """A configuration with small sizes under the names that it has, and nothing random in training."""
-    default = config_class()
-    names = {name for name in _SMALL if hasattr(default, name)}
-    values = {name: _SMALL[name] for name in names if isinstance(getattr(default, name), (int, float, type(None)))}
-    for name, value in vars(default).items():
-        if isinstance(value, float) and any(word in name for word in ("drop", "jitter")):
-            values[name] = 0.0
-    return config_class(**values)
+def _tiny_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    return VisionTransformer(PIXELS, 8, num_layers=4, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=CLASSES)
+
+
+def _tiny_swin() -> nn.Module:
+    from torchvision.models import SwinTransformer
+
+    sizes: dict[str, Any] = {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": [4, 4]}
+    return SwinTransformer([2, 2], **sizes, num_classes=CLASSES, stochastic_depth_prob=0.0)
+
+
+def _tiny_convnext() -> nn.Module:
+    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+    blocks = [CNBlockConfig(16, 32, 2), CNBlockConfig(32, None, 2)]
+    return ConvNeXt(blocks, stochastic_depth_prob=0.0, num_classes=CLASSES)
+
+
+def _segmentation_builder(name: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import torchvision
+
+        factory = getattr(torchvision.models.segmentation, name)
+        return without_dropout(factory(num_classes=CLASSES, weights=None, weights_backbone=None))
+
+    return build
+
+
+def _timm_builder(name: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import timm
+
+        return without_dropout(timm.create_model(name, num_classes=CLASSES, **TIMM[name]))
+
+    return build
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

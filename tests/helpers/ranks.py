@@ -33,6 +33,9 @@ _CROWDED = 60
 #: Seconds after which a pool of another size is closed: its threads wake all the same, and new ranks start in 0.2 s.
 _IDLE_S = 5.0
 
+#: Modules that the server imports which ranks are forked from; who has more to import adds to it before the first pool.
+PRELOAD = ["tests.helpers.preload"]
+
 _pools: dict[int, RankPool] = {}
 
 
@@ -48,7 +51,7 @@ class RankPool:
         self.used_at = time.monotonic()
         context = mp.get_context(start_method)
         if start_method == "forkserver":
-            context.set_forkserver_preload(["tests.helpers.preload"])
+            context.set_forkserver_preload(PRELOAD)
         # Listens from here on: a port that is only found free may be somebody else's when a rank takes it.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port
