@@ -858,7 +858,13 @@ class PardistStrategy(ParallelStrategy):
         if self.data_engine is not None:
             # Kept, since a checkpoint after training asks it for the optimizers' state.
             self.data_engine.detach()
-        super().teardown()
+        try:
+            super().teardown()
+        except (AttributeError, RuntimeError):
+            # Lightning moves the module to the host, which torch refuses of shards that a failure has left in the
+            # middle of a step: the failure is what is to be seen.
+            if not self.axes or self.context.data_axis.ended_well():
+                raise
         self.distributed.close()
 
     def _fitted_well(self) -> bool:
