@@ -405,6 +405,16 @@ class ParallelAxis:
     def end_evaluation(self) -> None:
         """Every batch of this rank has been evaluated, and the epoch's hooks have run."""
 
+    def settle_set_parameters(self) -> list[str]:
+        """Take the first rank's values of parameters held in parts that a training step has set differently on ranks.
+
+        After the first training step of a run, where the step's parameters are watched. Collective over gradient ranks.
+
+        Returns:
+            Their names.
+        """
+        return []
+
     def before_collective(self) -> None:
         """Called right before a collective that steps and hooks may lead to, on every rank that takes part."""
 

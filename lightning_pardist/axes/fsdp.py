@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -34,6 +35,7 @@ from lightning_pardist.engines.common.block_codes import Compression
 from lightning_pardist.engines.common.coded_exchange import Remainders
 from lightning_pardist.engines.common.meta_init import InitFunction, on_meta
 from lightning_pardist.engines.data_engine import DataEngine
+from lightning_pardist.engines.ddp.set_parameters import differing_values
 from lightning_pardist.engines.fsdp import FullySharded, ShardedDataEngine, find_fsdp_units, shard
 from lightning_pardist.engines.fsdp.comm import UnitCodes
 from lightning_pardist.engines.fsdp.fsdp_units import MIN_UNIT_BYTES, UnitPolicy
@@ -198,6 +200,7 @@ class FSDPAxis(DataParallelAxis):
         for sharded in before.values():
             sharded.reset()
         self._copies = [before.get(copied) or self._shard(copied, is_copy=True) for copied in copies]
+        self._sharded.when_differing(lambda names: rank_zero_warn(differing_values(names)))
         device = self.context.device
         move_torchmetrics_to_device(module, device)
         update_device(module, device=device)
@@ -310,6 +313,10 @@ class FSDPAxis(DataParallelAxis):
     def before_collective(self) -> None:
         for sharded in self._all:
             sharded.meet()
+
+    @override
+    def settle_set_parameters(self) -> list[str]:
+        return self.sharded.settle_written()
 
     @override
     def start_evaluation(self) -> None:

@@ -7,6 +7,7 @@ one module before one backward, and taking it all back.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,7 @@ _UNDO = "making a module whole again after a run"
 _END = "an end of backward that does not depend on which inputs need gradients"
 _PHASES = "units that stay unsharded, and calls of one module before one backward"
 _PREFETCH = "dropping gathers that nobody used, whose values are stale after a step"
+_WRITTEN = "what the user writes to gathered parameters"
 _READ = "compare with torch/distributed/fsdp/_fully_shard of the release, and change this file"
 
 NAMES = (
@@ -54,6 +56,7 @@ NAMES = (
     Private(f"{_COMM}.post_forward_order", "starting anew after an exception", "reset_iter_state(), since 2.13"),
     Private(f"{_GROUP}.fsdp_params", "everything in this file", _READ),
     Private(f"{_GROUP}.is_unsharded", _PHASES, _READ),
+    Private(f"{_GROUP}.is_sharded", _WRITTEN, _READ),
     Private(f"{_GROUP}.mesh_info", "reductions that are deferred", _READ),
     Private(f"{_GROUP}.post_forward_mesh_info", _PHASES, _READ),
     Private(f"{_GROUP}.reduce_grads", _END, _READ),
@@ -64,6 +67,8 @@ NAMES = (
     Private(f"{_GROUP}.reshard", _PHASES, _READ),
     Private(f"{_GROUP}._training_state", _PHASES, _READ),
     Private(f"{_GROUP}._to_sharded", _PHASES, _READ),
+    Private(f"{_GROUP}._to_sharded_post_forward", _WRITTEN, _READ),
+    Private(f"{_GROUP}._to_unsharded", _WRITTEN, _READ),
     Private(f"{_GROUP}._reduce_dtype", "reductions that are deferred", "defer none"),
     Private(f"{_GROUP}._all_reduce_hook", "reductions that are deferred", "defer none"),
     Private(f"{_GROUP}._partial_reduce_output", "HSDP with several micro-batches", _READ),
@@ -113,6 +118,12 @@ class ShardedParameter:
     def unsharded(self) -> nn.Parameter | None:
         """The whole parameter, or nothing before the first all-gather. Its storage is empty while sharded."""
         return getattr(self._private, "_unsharded_param", None)
+
+    def is_in_place(self, *, whole: bool) -> bool:
+        """Whether the module has the whole parameter, or the shard, under the parameter's name."""
+        info = self._private._module_info
+        expected = self._private._unsharded_param if whole else self._private.sharded_param
+        return info.module._parameters.get(info.param_name) is expected
 
     @property
     def flat_shard(self) -> torch.Tensor:
@@ -361,6 +372,36 @@ class ParameterGroup:
             register_post_backward, group._register_post_backward_hook
         )
 
+    def wrap_life(
+        self, *, before_gathered: Callable[[], None], gathered: Callable[[], None], before_free: Callable[[], None]
+    ) -> None:
+        """Be told of the whole parameters' life.
+
+        Args:
+            before_gathered: Called when they are there, and the module still has the shards.
+            gathered: Called when the module has them, before anybody computes with them.
+            before_free: Called before they are freed, or were already.
+        """
+        group = self._private
+        show, free, free_some = group._to_unsharded, group._to_sharded, group._to_sharded_post_forward
+
+        def to_unsharded() -> None:
+            if group.is_sharded:
+                before_gathered()
+            show()
+            gathered()
+
+        def to_sharded() -> None:
+            before_free()
+            free()
+
+        def to_sharded_post_forward() -> None:
+            before_free()
+            free_some()
+
+        group._to_unsharded, group._to_sharded = to_unsharded, to_sharded
+        group._to_sharded_post_forward = to_sharded_post_forward
+
     def wrap_state_hooks(self, settle: Callable[[], None], fit: Callable[[torch.Tensor, Any, bool], Any]) -> None:
         """Let functions take the place of torch's own hooks on state dicts, which free gathered parameters.
 
@@ -564,6 +605,38 @@ def unsharded_class(cls: type) -> type:
         return cls
     bases = [base for base in cls.__bases__ if base is not FSDPModule]
     return bases[0]
+
+
+def make_copyable(module: nn.Module) -> None:
+    """Let ``copy.deepcopy`` make an ordinary module of a sharded one, which torch refuses.
+
+    Parameters are copied as they copy themselves.
+
+    Args:
+        module: ``fully_shard`` was applied to it.
+    """
+    type(module).__deepcopy__ = _copy_without_sharding  # type: ignore[attr-defined]
+
+
+def _copy_without_sharding(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    cls: Any = unsharded_class(type(module))
+    copied: nn.Module = cls.__new__(cls)
+    memo[id(module)] = copied
+    state = {key: value for key, value in module.__dict__.items() if key not in (STATE_KEY, REGISTRY_KEY)}
+    state = {key: value for key, value in state.items() if not _is_of_engine(value)}
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = {number: hook for number, hook in state[name].items() if not _is_of_engine(hook)}
+        state[name] = type(state[name])(hooks)
+    copied.__dict__.update(copy.deepcopy(state, memo))
+    return copied
+
+
+def _is_of_engine(value: Any) -> bool:
+    """Whether a hook or an attribute is one by which a module is gathered and freed."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    owner = type(getattr(value, "__self__", value)).__module__
+    return owner.startswith(("torch.distributed.fsdp.", "lightning_pardist.engines.fsdp."))
 
 
 def remove_marks(module: nn.Module) -> None:

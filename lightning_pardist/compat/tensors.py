@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -50,6 +51,12 @@ def version_of(tensor: Tensor) -> int:
 def base_of(view: Tensor) -> Tensor | None:
     """What a tensor is a view of, in the eyes of autograd."""
     return view._base
+
+
+def gradient_hooks_of(tensor: Tensor) -> OrderedDict[int, Any]:
+    """What was registered by ``tensor.register_hook``, by the numbers of the handles, which take away from here."""
+    hooks: OrderedDict[int, Any] | None = tensor._backward_hooks  # type: ignore[assignment]
+    return OrderedDict() if hooks is None else hooks
 
 
 def is_view(tensor: Tensor) -> bool:

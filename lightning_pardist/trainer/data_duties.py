@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among
 from lightning_pardist.engines.ddp import BufferSync
-from lightning_pardist.engines.ddp.set_parameters import SetParameters
+from lightning_pardist.engines.ddp.set_parameters import SetParameters, differing_values
 from lightning_pardist.trainer.evaluation import ExactEvaluation
 from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
 from lightning_pardist.trainer.loss_weights import LossWeights
@@ -140,12 +140,11 @@ class DataParallelDuties:
             self.context.before_collective()
             self._buffers.after_training_step()
             self._warn_of_buffers(self._buffers.differing)
-        if watched is not None and (names := watched.end()):
-            rank_zero_warn(
-                f"The training step sets parameters by each rank's own samples ({', '.join(names)}), where one process"
-                " would set them by those of all. The first rank's values are taken, so that all ranks have the same."
-                " Combine what they are made from in the step, by self.all_gather(...)."
-            )
+        if watched is not None:
+            self.context.before_collective()
+            held_in_parts = [name for axis in self.context.axes for name in axis.settle_set_parameters()]
+            if names := [*watched.end(), *held_in_parts]:
+                rank_zero_warn(differing_values(names))
         return output
 
     def _watch_parameters(self) -> SetParameters | None:

@@ -29,16 +29,16 @@ class ParameterWriteGuard(TorchFunctionMode):
         self._kept: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         for parameter in module.parameters():
             if not parameter.is_meta:
-                self._owners.setdefault(_memory(parameter), []).append(parameter)
+                self._owners.setdefault(memory_of(parameter), []).append(parameter)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _writes(func, kwargs):
+        if writes(func, kwargs):
             for tensor in pytree.tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor) and not tensor.is_meta and type(tensor) in (Tensor, nn.Parameter):
-                    self._keep(self._owners.get(_memory(tensor), ()))
+                    self._keep(self._owners.get(memory_of(tensor), ()))
         return func(*args, **kwargs)
 
     @property
@@ -64,7 +64,8 @@ class ParameterWriteGuard(TorchFunctionMode):
 _NOT_VALUES = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """The same for tensors that share memory; 0 for those without."""
     try:
         address: int = storage_key(tensor)
     except (NotImplementedError, RuntimeError):
@@ -73,7 +74,7 @@ def _memory(tensor: Tensor) -> int:
     return address
 
 
-def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     """Whether a function may overwrite an argument, by torch's naming."""
     name = getattr(func, "__name__", "")
     if name == "__set__":

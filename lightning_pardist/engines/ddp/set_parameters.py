@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pardist.engines.common.fingerprint import FINGERPRINT_SIZE, fingerprint
 from lightning_pardist.engines.ddp.buffers import broadcast_tensors
 
 
@@ -39,20 +40,29 @@ class SetParameters:
         changed = (now != self._before).any(1, keepdim=True).to(now)
         largest = torch.cat([now, -now, changed], 1).nan_to_num()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        differ = (largest[:, :2] != -largest[:, 2:4]).any(1) & (largest[:, 4] > 0)
+        highest, lowest, was_set = largest.split([FINGERPRINT_SIZE, FINGERPRINT_SIZE, 1], dim=1)
+        differ = (highest != -lowest).any(1) & (was_set.squeeze(1) > 0)
         names = [name for name, flag in zip(self._parameters, differ.tolist(), strict=True) if flag]
         # By .data: the step's graph may hold what is overwritten, and its backward is still to come.
         broadcast_tensors([self._parameters[name].data for name in names], group=self._group)
         return names
 
     def _sums(self) -> Tensor:
-        """Two sums that are as good as never the same for other values; shape ``[parameters, 2]``."""
-        values = (each.detach().float() for each in self._parameters.values())
-        rows = [torch.stack([each.sum(dtype=torch.float64), each.norm().double()]) for each in values]
-        return torch.stack(rows) if rows else torch.zeros(0, 2)
+        """What tells values from others; shape ``[parameters, 3]``."""
+        rows = [fingerprint(each.detach()) for each in self._parameters.values()]
+        return torch.stack(rows) if rows else torch.zeros(0, FINGERPRINT_SIZE)
 
 
 def _is_replicated(parameter: nn.Parameter) -> bool:
     if isinstance(parameter, DTensor) or parameter.layout is not torch.strided:
         return False
     return not (parameter.is_meta or parameter.is_complex()) and parameter.numel() > 0
+
+
+def differing_values(names: list[str]) -> str:
+    """What is to be said of parameters that ranks have set to different values."""
+    return (
+        f"The training step sets parameters by each rank's own samples ({', '.join(names)}), where one process"
+        " would set them by those of all. The first rank's values are taken, so that all ranks have the same."
+        " Combine what they are made from in the step, by self.all_gather(...)."
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -16,14 +18,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.fsdp2 import ModuleState, ParameterGroup, ShardedParameter
-from lightning_pardist.engines.common.settable_parameter import changes_of
+from lightning_pardist.engines.common.settable_parameter import changes_of, make_gradient_settable
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, REDUCE, CollectiveSequencer
 from lightning_pardist.engines.fsdp.comm import PendingReduction, UnitAllGather, UnitCodes, UnitReduceScatter
 from lightning_pardist.engines.fsdp.fsdp_units import Unit
 from lightning_pardist.engines.fsdp.full_state import whole_over_data
 from lightning_pardist.engines.fsdp.outputs import before_backward, shares_memory
 from lightning_pardist.engines.fsdp.tiling import TiledLinear
-from lightning_pardist.local_tensors import local_part, own_part, set_own_part, sharded_axes, wrapped_like
+from lightning_pardist.engines.fsdp.written_values import GatheredParameter, Member, WrittenValues
+from lightning_pardist.local_tensors import local_part, own_part, sharded_axes, wrapped_like
 
 
 class ShardedUnit:
@@ -48,7 +51,11 @@ class ShardedUnit:
         #: Calls whose backward is to come, by the micro-batch that they belong to.
         self.open_calls: Counter[Hashable] = Counter()
         self.watched = False
-        self._gathered: list[_Gathered] = []
+        #: Whole parameters, from the first gather on.
+        self.whole: dict[int, GatheredParameter] = {}
+        self.on_written: Callable[[ShardedParameter, GatheredParameter], None] = _nothing
+        self.name_of: Callable[[ShardedParameter], str] = str
+        self._noted = False
         self._seen: tuple[int, ...] = ()
 
     @property
@@ -82,63 +89,78 @@ class ShardedUnit:
         # Tensors made in inference mode could never be trained with: make them outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self.module.unshard()
-        if self.resident:
-            self._gathered = [_Gathered(parameter.sharded, whole) for parameter, whole in self._gathered_parameters()]
 
-    def _gathered_parameters(self) -> Iterator[tuple[ShardedParameter, nn.Parameter]]:
-        for group in self.groups:
+    def check_places(self, group: ParameterGroup) -> None:
+        """The module's parameters are about to be exchanged: shards for whole ones, or the other way round.
+
+        Raises:
+            RuntimeError: If somebody has put another one into a place, which would be lost.
+        """
+        for parameter in group.parameters:
+            if not parameter.is_in_place(whole=group.is_unsharded):
+                raise RuntimeError(
+                    f"{self.name_of(parameter)} was replaced, moved or removed after the module was sharded, and ranks"
+                    " hold parts of the one before, which takes its place again. Write new values into it"
+                    " (p.data = values, p.copy_(values)), replace it before fit, or use pardist_zero2."
+                )
+
+    def note_values(self, group: ParameterGroup, *, rounded: bool) -> None:
+        """A group's whole parameters are there, and the user has not seen them yet.
+
+        Args:
+            group: One of the unit's.
+            rounded: They are not exactly what the shards are.
+        """
+        keep = self.resident or rounded
+        with torch.inference_mode(False) if keep else contextlib.nullcontext(), torch.no_grad():
             for parameter in group.parameters:
                 whole = parameter.unsharded
-                if whole is not None and not whole.is_inference():
-                    yield parameter, whole
+                if whole is None or whole.is_inference():
+                    continue
+                gathered = self.whole.get(id(parameter))
+                if gathered is None or gathered.whole is not whole:
+                    gathered = self.whole[id(parameter)] = GatheredParameter(parameter, self.name_of(parameter))
+                gathered.note(keep=keep)
+        self._noted = True
+
+    def keep_traced(self, group: ParameterGroup) -> None:
+        """A group's whole parameters are about to be freed: what the user changed goes to the shards."""
+        if self._noted and group.is_unsharded:
+            self.check_places(group)
+            for parameter in group.parameters:
+                gathered = self.whole.get(id(parameter))
+                if gathered is not None and gathered.may_be_changed:
+                    self._keep(parameter, gathered)
 
     def keep_changes(self) -> None:
-        """Write to the shards what the user changed while the unit was gathered (clamping, say)."""
-        if self._gathered and self.gathered:
-            for gathered in self._gathered:
-                gathered.keep_changes()
+        """Write to the shards what the user changed while the unit was gathered (clamping, say).
+
+        Of a unit that stays gathered through a step all values are compared: not every write leaves a trace.
+        """
+        if self._noted and self.gathered:
+            for group in self.groups:
+                self.check_places(group)
+                for parameter in group.parameters:
+                    gathered = self.whole.get(id(parameter))
+                    if gathered is not None and (self.resident or gathered.may_be_changed):
+                        self._keep(parameter, gathered)
+
+    def _keep(self, parameter: ShardedParameter, gathered: GatheredParameter) -> None:
+        with torch.inference_mode(False):
+            if gathered.keep_changes():
+                self.on_written(parameter, gathered)
 
     def free(self) -> None:
-        """Give the whole parameters back; the shards remain."""
-        self._gathered = []
+        """Give the whole parameters back, and what was written to them; the shards remain."""
+        self._noted = False
         for group in self.groups:
             group.free()
 
     def abandon(self) -> None:
         """As :meth:`free` after a failure, when other ranks may be gone. Not collective."""
-        self._gathered = []
+        self._noted = False
         for group in self.groups:
             group.abandon()
-
-
-class _Gathered:
-    """A whole parameter, and what it was when it was gathered.
-
-    A version counter would not do: ``p.data.clamp_()`` leaves no trace in it.
-
-    Args:
-        shard: The sharded parameter.
-        whole: The same, gathered.
-    """
-
-    def __init__(self, shard: Any, whole: nn.Parameter) -> None:
-        self.shard = shard
-        self.whole = whole
-        # Not detach(), which shares the counter that backward looks at.
-        self.home = own_part(whole).data
-        self.before = local_part(whole.detach(), shard).clone()
-
-    @torch.no_grad()
-    def keep_changes(self) -> None:
-        """Write new values to the shard, and whole ones to where a gather puts them (``p.data = ...``)."""
-        part = own_part(self.whole)
-        now = local_part(self.whole.detach(), self.shard)
-        local = self.shard.to_local()
-        local.copy_(torch.where(now == self.before, local, now.to(local)))
-        self.before.copy_(now)
-        if part.numel() and part.data_ptr() != self.home.data_ptr():
-            self.home.copy_(part)
-            set_own_part(self.whole, self.home)
 
 
 class BackwardRuntime:
@@ -178,16 +200,23 @@ class BackwardRuntime:
         self.inside = 0
         self.backwards = 0
         self.agreed: Callable[[], None] = _nothing
+        #: Gets the names of parameters that ranks have set to different values.
+        self.on_differing: Callable[[list[str]], None] = _nothing
         self.sync = True
         self.turn: Hashable = None
         self.differentiated = False
         self.filled: dict[int, ShardedParameter] = {}
         self.used: set[int] = set()
         self.positions: dict[int, int] = {}
+        self._members_by_position: list[tuple[ShardedUnit, ParameterGroup, ShardedParameter]] = []
         for unit in units:
             for group in unit.groups:
                 for parameter in group.parameters:
                     self.positions[id(parameter)] = len(self.positions)
+                    self._members_by_position.append((unit, group, parameter))
+        names = {id(parameter): name for name, parameter in units[-1].unit.module.named_parameters()}
+        self._names = {at: names.get(id(p.sharded), "") for at, (_, _, p) in enumerate(self._members_by_position)}
+        self.written = WrittenValues(sequencer, self._names)
         self.replicated_used: set[str] = set()
         self.handles: list[RemovableHandle] = []
         sequencer.join = self.answer
@@ -221,6 +250,8 @@ class BackwardRuntime:
             self.handles.append(handle)
 
     def _install(self, unit: ShardedUnit) -> None:
+        unit.name_of = lambda parameter: self._names[self.positions[id(parameter)]]
+        unit.on_written = lambda parameter, whole: self.written.note(self.positions[id(parameter)], whole)
         unit.state.wrap(final=self._final, register_pre_backward=functools.partial(self._on_output, unit))
         if not unit.by_forward:
             before = functools.partial(self.before_forward, unit)
@@ -230,6 +261,11 @@ class BackwardRuntime:
                 post_forward=functools.partial(self._post_forward, unit, group),
                 post_backward=functools.partial(self._post_backward, unit, group),
                 register_post_backward=functools.partial(self._count_call, unit),
+            )
+            group.wrap_life(
+                before_gathered=functools.partial(unit.check_places, group),
+                gathered=functools.partial(self._note_values, unit, group),
+                before_free=functools.partial(unit.keep_traced, group),
             )
             group.wrap_state_hooks(functools.partial(self._before_state, unit, group), self._fitting)
             unit.module.set_custom_all_gather(
@@ -251,6 +287,9 @@ class BackwardRuntime:
     def _members(self, group: ParameterGroup) -> tuple[int, ...]:
         """Numbers of the parameters that a reduction is of; their gradients are gone from them by then."""
         return tuple(self.positions[id(p)] for p in group.parameters if p.sharded.requires_grad)
+
+    def _note_values(self, unit: ShardedUnit, group: ParameterGroup) -> None:
+        unit.note_values(group, rounded=self.codes.gather is not None and not self.codes.exact)
 
     def _announce_gather(self, unit: ShardedUnit) -> None:
         unit.note_gather()
@@ -297,6 +336,7 @@ class BackwardRuntime:
                 gathered = parameter.unsharded
                 if gathered is not None:
                     position = self.positions[id(parameter)]
+                    _run_hooks_of(parameter.sharded, gathered)
                     _when_gradient_arrives(gathered, functools.partial(self._gathered_arrived, position))
 
     def queue_final(self) -> None:
@@ -407,6 +447,9 @@ class BackwardRuntime:
             self.sequencer.wait_for_all()
             while self.pending:
                 self.pending.pop(0).finish()
+        for unit in self.units:
+            # Changed between forward and backward, as by a teacher that follows in on_before_zero_grad.
+            unit.keep_changes()
         if self.turn is None and self.sync:
             self._agree()
             self._reduce_replicated()
@@ -414,9 +457,9 @@ class BackwardRuntime:
         for unit in self.units:
             for group in unit.groups:
                 group.drop_pending_gather()
+                for parameter in group.parameters:
+                    make_gradient_settable(parameter.sharded.grad)
             if unit.resident and not self.inside:
-                # Changed between forward and backward, as by a teacher that follows in on_before_zero_grad.
-                unit.keep_changes()
                 unit.free()
 
     def end_without_backward(self) -> None:
@@ -432,9 +475,12 @@ class BackwardRuntime:
             flags[list(self.used)] = 1
             for name in self.replicated_used:
                 flags[len(self.positions) + names.index(name)] = 1
-            flags = self.sequencer.compare(flags)
+            flags = self.sequencer.compare(torch.cat([flags, self.written.flags(len(self.positions))]))
+            flags, written = flags.split([len(flags) - len(self.positions), len(self.positions)])
+            if differing := self.written.agree(written, self._member):
+                self.on_differing(differing)
             self.replicated_used = {
-                name for name, flag in zip(names, flags[len(self.positions) :], strict=True) if flag
+                name for name, flag in zip(names, flags[len(self.positions) :].tolist(), strict=True) if flag
             }
             used_anywhere = set(flags[: len(self.positions)].nonzero().flatten().tolist())
         if self.check or self.data_size == 1:
@@ -444,8 +490,27 @@ class BackwardRuntime:
         self.filled.clear()
         self.used.clear()
 
+    def _member(self, position: int) -> Member:
+        unit, group, parameter = self._members_by_position[position]
+        return Member(parameter, unit.whole.get(id(parameter)), group.is_unsharded)
+
+    def settle_written(self) -> list[str]:
+        """Compare what ranks have written to gathered parameters, and take the first rank's. Collective over the mesh.
+
+        Returns:
+            Names of parameters that they have set to different values.
+        """
+        if self.data_size == 1:
+            return []
+        for unit in self.units:
+            unit.keep_changes()
+        flags = self.written.flags(len(self.positions))
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.sequencer.group)
+        return self.written.agree(flags, self._member)
+
     def forget(self) -> None:
         """Forget what was noted of a backward that did not end."""
+        self.written.forget()
         self.filled.clear()
         self.used.clear()
         self.replicated_used.clear()
@@ -497,8 +562,25 @@ class BackwardRuntime:
             group.reduce_zeros(self._note_filled)
 
 
-def _nothing() -> None:
-    """Before an engine says what follows agreement."""
+def _nothing(*unused: Any) -> None:
+    """Before an engine says what follows."""
+
+
+def _run_hooks_of(shard: Any, whole: nn.Parameter) -> None:
+    """Run what is registered by ``register_hook`` of a sharded parameter, now or later, on the whole one's gradient."""
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return
+
+    def run(gradient: torch.Tensor) -> torch.Tensor:
+        for hook in tuple((getattr(shard, "gradient_hooks", None) or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    frozen = not whole.requires_grad
+    whole.requires_grad_(True)
+    whole.register_hook(run)
+    whole.requires_grad_(not frozen)
 
 
 def _when_gradient_arrives(parameter: nn.Parameter, act: Callable[[], None]) -> RemovableHandle | None:

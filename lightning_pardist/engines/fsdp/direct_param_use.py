@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_pardist.compat.fsdp2 import ShardedParameter
+from lightning_pardist.engines.common.parameter_write_guard import memory_of, writes
 from lightning_pardist.engines.fsdp.backward import ShardedUnit
 from lightning_pardist.engines.fsdp.tiling import TiledLinear
+from lightning_pardist.local_tensors import own_part
 
 
 class DirectUse(TorchFunctionMode):
@@ -36,6 +38,7 @@ class DirectUse(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.keep = keep
+        self._units = units
         self.tiled = {id(layer.layer.weight): layer.name for layer in tiled}
         self.owners: dict[int, tuple[ShardedUnit, ShardedParameter]] = {}
         #: Units whose shards one operation has changed together: in later runs, too, all or none of them are gathered.
@@ -69,6 +72,8 @@ class DirectUse(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if writes(func, kwargs):
+            self._note_written(args, kwargs)
         if name in ("__get__", "__set__") or name in _METADATA:
             return func(*args, **kwargs)
         if name.endswith("_") and not name.endswith("__"):
@@ -79,6 +84,14 @@ class DirectUse(TorchFunctionMode):
             args = tuple(self._whole(value) for value in args)
             kwargs = {key: self._whole(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
+
+    def _note_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note writes to gathered parameters by views of ``.data``, which leave no other trace."""
+        written = {memory_of(own_part(value)) for value in _tensors(args, kwargs)} - {0}
+        for unit in self._units:
+            if unit.gathered:
+                for gathered in unit.whole.values():
+                    gathered.touched = gathered.touched or memory_of(gathered.home) in written
 
     def _mixes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an in-place operation is given shards of our parameters and ordinary tensors."""

@@ -281,6 +281,40 @@ class FullySharded:
         for unit in self._units:
             unit.keep_changes()
 
+    def settle_written(self) -> list[str]:
+        """Take the first rank's values of gathered parameters that ranks have set to different ones. Collective.
+
+        Done at the end of every backward as well.
+
+        Returns:
+            Their names.
+        """
+        self.meet()
+        return self._runtime.settle_written()
+
+    def when_differing(self, tell: Callable[[list[str]], None]) -> None:
+        """Have the names told of parameters that a backward finds to be set to different values on ranks."""
+        self._runtime.on_differing = tell
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, known: int) -> None:
+        if sum(len(group["params"]) for group in optimizer.param_groups) != known:
+            self._refuse_new_parameters(optimizer)
+        self.keep_changes()
+        self._runtime.written.drop_copies()
+
+    def _refuse_new_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        ours = {id(p.sharded) for unit in self._units for group in unit.groups for p in group.parameters}
+        tiled = [layer.layer.weight for layer in self._runtime.tiled]
+        ours |= {id(parameter) for parameter in (*self._runtime.replicated.values(), *tiled)}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in ours:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} was given a parameter of shape {tuple(parameter.shape)} that the"
+                        " module did not have when it was sharded: nobody averages its gradient over ranks. Make it"
+                        " before fit, or use pardist_zero2."
+                    )
+
     def shards(self) -> dict[int, Any]:
         """The shards, by the ``id`` of what the module has in their places while they are gathered. Local."""
         self.keep_changes()
@@ -368,9 +402,10 @@ class FullySharded:
         Raises:
             ValueError: If the optimizer is not elementwise, and its state is offloaded; if it cannot be tried.
         """
+        known = sum(len(group["params"]) for group in optimizer.param_groups)
         step_on_shards(
             optimizer,
-            before_step=self.keep_changes,
+            before_step=functools.partial(self._before_step, optimizer, known),
             after_step=self.refresh,
             host=host,
             group=group or (lambda scope: self.mesh.get_group(self.mesh.ndim - 1)),
@@ -414,6 +449,8 @@ class FullySharded:
         try:
             yield
             self.sequencer.wait_for_all()
+            if names := self._runtime.settle_written():
+                self._runtime.on_differing(names)
         finally:
             self.sequencer.active = before
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pardist.compat import fsdp2
 from lightning_pardist.compat.contract import require
+from lightning_pardist.compat.tensors import gradient_hooks_of
 from lightning_pardist.engines.common.meta_init import (
     InitFunction,
     materialize,
@@ -23,7 +24,7 @@ from lightning_pardist.engines.common.meta_init import (
     share_random_state,
     sync_from_first_rank,
 )
-from lightning_pardist.engines.common.settable_parameter import make_settable
+from lightning_pardist.engines.common.settable_parameter import ShardParameter, make_settable
 from lightning_pardist.engines.fsdp.backward import ShardedUnit
 from lightning_pardist.engines.fsdp.comm import UnitCodes
 from lightning_pardist.engines.fsdp.fsdp_units import (
@@ -115,6 +116,7 @@ def shard(
     settings = _Settings(module, mesh, chosen, {*ignored, *whole}, reshard_after_forward, mp_policy, offload_policy)
     settings.tiled = {layer: f"{name}.weight" for name, layer in tiled.items()}
     settings.planned = {unit.module for unit in plan}
+    hooks = {name: gradient_hooks_of(parameter) for name, parameter in module.named_parameters()}
     whole_names = [name for name, parameter in module.named_parameters() if any(parameter is w for w in whole)]
     if on_meta(module) and boundaries is None:
         own_state = share_random_state(groups)
@@ -139,9 +141,11 @@ def shard(
     for name in whole_names:
         if parameters[name].device != device:
             parameters[name].data = parameters[name].data.to(device)
-    for parameter in parameters.values():
+    for name, parameter in parameters.items():
         if parameter not in ignored:
             make_settable(parameter)
+            if isinstance(parameter, ShardParameter):
+                parameter.gradient_hooks = hooks[name]
     by_forward = set(itertools.chain(*(boundaries or ())))
     runtime_units = [
         ShardedUnit(unit, index, unit.module is module, by_forward=unit.module in by_forward)
@@ -240,6 +244,7 @@ class _Settings:
             shard_placement_fn=functools.partial(_placement, self.mesh.size(self.mesh.ndim - 1)),
             ignored_params=foreign or None,
         )
+        fsdp2.make_copyable(unit)
 
 
 def _whole_parameters(

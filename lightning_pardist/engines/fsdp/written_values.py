@@ -1,0 +1,284 @@
+"""What the user writes to gathered parameters: noticed, carried to the shards, made the same on all ranks.
+
+A unit's whole parameters live for a call of its module. A layer that sets its own in ``forward`` (ActNorm, by its first
+batch), a hook that clamps them, and whatever else is written before they are freed goes to the shards right then.
+Ranks may have written different values, by samples of their own; then the first rank's are taken, as under DDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pardist.compat.fsdp2 import ShardedParameter
+from lightning_pardist.compat.parameter_data import looks_at, watch_looks
+from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.engines.common.fingerprint import FINGERPRINT_SIZE, fingerprint
+from lightning_pardist.engines.common.settable_parameter import changes_of
+from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
+from lightning_pardist.local_tensors import local_part, own_part, own_shape, set_own_part
+
+#: Elements that are looked at of a parameter that ranks have set to the same values before.
+_SAMPLED = 1 << 16
+
+
+class GatheredParameter:
+    """A whole parameter, and what it was when it was gathered.
+
+    Args:
+        parameter: It was gathered before.
+        name: In the sharded module.
+
+    Attributes:
+        own: The whole values that this rank has written, until ranks have compared theirs; None if it has written none.
+        old: This rank's part before that.
+        touched: A write was seen that leaves no trace.
+    """
+
+    def __init__(self, parameter: ShardedParameter, name: str) -> None:
+        self.parameter = parameter
+        self.name = name
+        whole = parameter.unsharded
+        assert whole is not None  # by the contract above
+        self.whole: nn.Parameter = whole
+        # Where gathers put it. Not detach(), which shares the counter that backward looks at.
+        self.home = own_part(whole).data
+        self.own: Tensor | None = None
+        self.old: Tensor | None = None
+        self.touched = False
+        self._looks = watch_looks(whole)
+        self._version = 0
+        self._before: Tensor | None = None
+        self._written_at: tuple[int, ...] = ()
+
+    def note(self, *, keep: bool) -> None:
+        """It was gathered right now.
+
+        Args:
+            keep: Keep a copy of this rank's part, and not rely on the shard: it stays for long, or is rounded.
+        """
+        if self.own is not None:
+            self._return_to_own()
+        self._before = self._part().clone() if keep else None
+        self._note_marks()
+
+    def _note_marks(self) -> None:
+        self.touched = False
+        self._version = version_of(self.whole)
+        self._looks = looks_at(self.whole)
+
+    def _part(self) -> Tensor:
+        return local_part(self.whole.detach(), self.parameter.sharded)
+
+    def _return_to_own(self) -> None:
+        """A later gather of the same step: this rank goes on with what it has written, unless shards were since."""
+        if self._written_at == changes_of((self.parameter.sharded,)) and self.own is not None:
+            self.home.copy_(self.own)
+        else:
+            self.own = None
+
+    @property
+    def may_be_changed(self) -> bool:
+        """Whether there is a trace of a write. Cheap."""
+        return (
+            self.touched
+            or self._version != version_of(self.whole)
+            or self._looks != looks_at(self.whole)
+            or own_part(self.whole).data_ptr() != self.home.data_ptr()
+        )
+
+    @torch.no_grad()
+    def keep_changes(self) -> bool:
+        """Write new values to the shard, and whole ones to where a gather puts them (``p.data = ...``).
+
+        Returns:
+            Whether there are any, or a trace of some: other ranks' parts may have changed alone.
+
+        Raises:
+            RuntimeError: If it was given values of another shape.
+        """
+        part, shard, traced = own_part(self.whole), self.parameter.sharded, self.may_be_changed
+        if part.shape != self.home.shape:
+            raise RuntimeError(
+                f"{self.name} of shape {tuple(self.home.shape)} was given values of shape {tuple(part.shape)}."
+                " Ranks hold parts of it, whose shapes are fixed: give it that shape before fit, or use pardist_zero2."
+            )
+        local, now = shard.to_local(), self._part()
+        before = local.to(now) if self._before is None else self._before
+        same = now == before
+        changed = not bool(same.all())
+        if changed:
+            self.old = local.clone() if self.old is None else self.old
+            local.copy_(torch.where(same, local.to(now.device), now.to(local.dtype)))
+        if self._before is not None:
+            self._before.copy_(now)
+        if part.numel() and part.data_ptr() != self.home.data_ptr():
+            self.home.copy_(part)
+            set_own_part(self.whole, self.home)
+        self._note_marks()
+        return traced or changed
+
+    def keep_own(self) -> None:
+        """Remember the whole values as this rank's own."""
+        self.own = own_part(self.whole).detach().clone()
+        self._written_at = changes_of((self.parameter.sharded,))
+
+    @torch.no_grad()
+    def take(self, values: Tensor, *, gathered: bool) -> None:
+        """Take values that all ranks agree on.
+
+        Args:
+            values: This tensor rank's whole ones.
+            gathered: It is whole now.
+        """
+        take(self.parameter.sharded, values)
+        if gathered:
+            self.home.copy_(values)
+            if self._before is not None:
+                self._before.copy_(self._part())
+            self._note_marks()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the shard its values before this rank's writes. It is not gathered now."""
+        if self.old is not None:
+            self.parameter.sharded.to_local().copy_(self.old)
+
+    def forget(self) -> None:
+        """Ranks have compared what they wrote."""
+        self.own = self.old = None
+
+
+def take(shard: Any, values: Tensor) -> None:
+    """Write this rank's part of whole values to a shard, where they are not the shard's own but for rounding."""
+    local, new = shard.to_local(), local_part(values, shard)
+    own = local.to(new.device)
+    local.copy_(torch.where(new == own.to(new.dtype), own, new.to(own)))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter as ranks compare it.
+
+    Attributes:
+        parameter: It.
+        written: The whole one on this rank, if that was ever gathered.
+        gathered: It is whole now.
+    """
+
+    parameter: ShardedParameter
+    written: GatheredParameter | None
+    gathered: bool
+
+
+class WrittenValues:
+    """Parameters that this rank has written to since ranks compared theirs last.
+
+    Args:
+        sequencer: Ranks that train together.
+        names: Of all parameters, by their positions, which are the same on all ranks.
+    """
+
+    def __init__(self, sequencer: CollectiveSequencer, names: Mapping[int, str]) -> None:
+        self._sequencer = sequencer
+        self._names = names
+        self._written: dict[int, tuple[GatheredParameter, Tensor]] = {}
+        #: What ranks have set to the same: whole copies are no longer kept for it.
+        self._settled: set[int] = set()
+
+    def note(self, position: int, written: GatheredParameter) -> None:
+        """This rank has written to a parameter, which is gathered now. Not collective."""
+        if self._sequencer.size == 1:
+            return
+        settled = position in self._settled
+        if settled:
+            written.forget()
+        else:
+            written.keep_own()
+        values = own_part(written.whole).detach()
+        self._written[position] = written, fingerprint(values, at_most=_SAMPLED if settled else None)
+
+    def flags(self, size: int) -> Tensor:
+        """One where this rank has written, shape ``[size]``."""
+        flags = torch.zeros(size, dtype=torch.int64)
+        flags[list(self._written)] = 1
+        return flags
+
+    def drop_copies(self) -> None:
+        """An optimizer is about to step: what this rank has written itself is old by then. Not collective."""
+        for written, _ in self._written.values():
+            written.forget()
+
+    def forget(self) -> None:
+        """What is written from here on starts anew. Not collective."""
+        for written, _ in self._written.values():
+            written.forget()
+        self._written.clear()
+
+    def agree(self, flags: Tensor, members: Callable[[int], Member]) -> list[str]:
+        """Take the first rank's values where ranks have written different ones. Collective over the mesh.
+
+        Args:
+            flags: One where any rank has written, the same on all ranks.
+            members: Finds a parameter by its position.
+
+        Returns:
+            Names of the parameters that differed, the same on all ranks.
+        """
+        positions = flags.nonzero().flatten().tolist()
+        if not positions:
+            return []
+        found = [members(position) for position in positions]
+        wrote, has_values, prints = self._compare(positions, found)
+        differing = []
+        for index, (position, member) in enumerate(zip(positions, found, strict=True)):
+            if bool(wrote[:, index].all()) and bool((prints[:, index] == prints[0, index]).all()):
+                self._settled.add(position)
+                continue
+            # Whoever relied on that has no whole copy now: each keeps its own part, and the next ones are the first's.
+            self._settled.discard(position)
+            differing.append(self._names[position])
+            if bool(has_values[0, index]):
+                self._take_first(member)
+            elif not bool(wrote[0, index]) and member.written is not None:
+                member.written.restore()
+        self.forget()
+        return differing
+
+    def _compare(self, positions: list[int], members: list[Member]) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every rank and parameter: whether it was written, is there whole, and its fingerprint. Collective.
+
+        Returns:
+            Shapes ``[ranks, parameters]`` twice, and ``[ranks, parameters, 3]``.
+        """
+        table = torch.zeros(len(positions), 2 + FINGERPRINT_SIZE, dtype=torch.float64)
+        for row, position, member in zip(table, positions, members, strict=True):
+            row[1] = float(member.gathered or (member.written is not None and member.written.own is not None))
+            if position in self._written:
+                row[0] = 1.0
+                row[2:] = self._written[position][1]
+        everyone = [torch.empty_like(table) for _ in range(self._sequencer.size)]
+        dist.all_gather(everyone, table, group=self._sequencer.group)
+        all_ranks = torch.stack(everyone).nan_to_num()
+        return all_ranks[:, :, 0] > 0, all_ranks[:, :, 1] > 0, all_ranks[:, :, 2:]
+
+    def _take_first(self, member: Member) -> None:
+        """Collective over the data ranks."""
+        shard, written = member.parameter.sharded, member.written
+        values = None if written is None else written.own
+        if values is None:
+            if written is not None and member.gathered:
+                values = written.home.clone()
+            else:
+                shape, dtype = own_shape(shard), member.parameter.gather_dtype
+                values = torch.empty(shape, dtype=dtype, device=own_part(shard).device)
+        dist.broadcast(values, group_src=0, group=self._sequencer.data_group)
+        if written is None:
+            take(shard, values)
+        else:
+            written.take(values, gathered=member.gathered)
