@@ -246,6 +246,8 @@ class Search:
             refused.append(each)
         known = [row.candidate for row in rows] + [each.candidate for each in self._refused]
         for before, row in zip(self._rows, rows, strict=True):
+            if "activation_checkpointing" in row.candidate.settings:
+                continue
             lighter = with_checkpointing(row.candidate)
             if not row.fits and lighter not in known and (before.fits or _may_fit_with_checkpointing(row, profile)):
                 refused.append(Refused(lighter, _NOT_TRACED))
@@ -254,7 +256,8 @@ class Search:
 
     def _scaling(self, profile: DeviceProfile) -> list[tuple[int, float]]:
         """What replicas bring: they send the same buckets, whatever their number is."""
-        traced = next((each for each in self._traced if each.candidate == Candidate("pardist_ddp")), None)
+        plain = (each for each in self._traced if each.candidate.strategy == "pardist_ddp")
+        traced = next((each for each in plain if set(each.candidate.settings) <= {"activation_checkpointing"}), None)
         if traced is None:
             return []
         found, devices = [], 1

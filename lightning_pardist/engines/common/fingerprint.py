@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 FINGERPRINT_SIZE = 3
+#: Elements that are fp64 at once.
+_PIECE = 1 << 22
 
 
 @torch.no_grad()
 def fingerprint(values: Tensor, *, at_most: int | None = None) -> Tensor:
-    """Sum, norm and a sum weighed by place: as good as never the same for other values. Not collective.
+    """Sum, sum of squares and a sum weighed by place: as good as never the same for other values. Not collective.
 
     The weights tell values from the same ones in other places (rows that each rank chose to set anew).
 
@@ -24,6 +26,9 @@ def fingerprint(values: Tensor, *, at_most: int | None = None) -> Tensor:
     flat = values.reshape(-1)
     if at_most is not None and flat.numel() > at_most:
         flat = flat[:: -(-flat.numel() // at_most)]
-    wide = flat.double()
-    weights = torch.linspace(1.0, 2.0, wide.numel(), dtype=torch.float64, device=wide.device)
-    return torch.stack([wide.sum(), torch.linalg.vector_norm(wide), wide @ weights])
+    total = torch.zeros(FINGERPRINT_SIZE, dtype=torch.float64, device=flat.device)
+    for begin in range(0, flat.numel(), _PIECE):
+        wide = flat[begin : begin + _PIECE].double()
+        places = torch.arange(begin, begin + wide.numel(), dtype=torch.float64, device=wide.device)
+        total += torch.stack([wide.sum(), wide @ wide, wide @ (1 + places / flat.numel())])
+    return total

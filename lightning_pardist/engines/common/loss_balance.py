@@ -264,7 +264,8 @@ def _combined(values: Sequence[Value], own: Tensor, total: Tensor) -> Tensor:
     begin = _HEAD + _COUNTS
     weights, parts = total[begin : begin + len(values)], total[begin + _VALUES :][: len(values)]
     sums = _message([float(value.weight is None) for value in values], total.device)
-    alike = total[0] * total[6] == total[5] ** 2
+    # Where no batch counts, each shows its own.
+    alike = (total[0] > 0) & (total[0] * total[6] == total[5] ** 2)
     return torch.where(alike, torch.where(sums > 0, parts, parts / weights), _stacked(values, own))
 
 

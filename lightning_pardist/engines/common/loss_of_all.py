@@ -81,7 +81,7 @@ def _sums(loss: Tensor | None, own: OwnLoss, counts: bool) -> _Sums:
     if loss is None:
         return _Sums(num_without=float(counts))
     value = float(loss.detach())
-    if own.weight is not None and float(own.weight) == 0 and math.isnan(value):
+    if own.weight is not None and float(own.weight) == 0 and not math.isfinite(value):
         # A mean of nothing is no number, and counts nothing.
         value = 0.0
     if not counts:

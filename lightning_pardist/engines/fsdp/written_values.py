@@ -111,9 +111,11 @@ class GatheredParameter:
         local, now = shard.to_local(), self._part()
         before = local.to(now) if self._before is None else self._before
         same = now == before
-        changed = not bool(same.all())
+        # Without a trace nobody waits for a device to say whether there are any.
+        changed = (traced or now.device.type == "cpu") and not bool(same.all())
         if changed:
             self.old = local.clone() if self.old is None else self.old
+        if changed or now.device.type != "cpu":
             local.copy_(torch.where(same, local.to(now.device), now.to(local.dtype)))
         if self._before is not None:
             self._before.copy_(now)
