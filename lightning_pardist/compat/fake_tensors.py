@@ -20,6 +20,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "HostFakeTensorMode",
     "TorchDispatchMode",
     "UncompiledMode",
 ]
@@ -52,6 +53,16 @@ class UncompiledMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+class HostFakeTensorMode(FakeTensorMode):
+    """A mode for tensors of the host, which any thread may enter.
+
+    Without a device that can be used, torch puts a guard in place of CUDA's at every entry; 2.11 crashes then in a
+    thread of a forked process.
+    """
+
+    avoid_device_init = False
 
 
 to_copy: Any = torch.ops.aten._to_copy.default

@@ -264,8 +264,9 @@ def twin_of_groups(
         for options, members in zip(settings, values, strict=True)
     ]
     clone.state = defaultdict(dict)
-    if optimizer.state:
-        # Adagrad's constructor makes state before torch 2.12; others have made it by stepping.
+    if optimizer.state or type(optimizer).__module__.startswith("torch.optim."):
+        # Adagrad's constructor makes state before torch 2.12, which waits elsewhere while parameters are exchanged;
+        # others have made it by stepping. Somebody else's constructor may do more than that.
         make: Callable[..., Optimizer] = type(optimizer)
         with suppress(TypeError, ValueError):
             clone.state = make([group for group in clone.param_groups if group["params"]]).state
