@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd import Variable
 
 from lightning_pardist.compat.contract import Private
@@ -15,6 +16,8 @@ NAMES = (
             "require manual_backward and Trainer.fit, which announce it"),
     Private("torch.autograd.Variable._execution_engine", "reducing gradients after a backward that nobody announced",
             "require manual_backward, which announces it"),
+    Private("torch.utils.checkpoint._NoopSaveInputs", "checkpointing that keeps a rank's part of its inputs",
+            "leave it out", until="2.12"),
     Private("torch._disable_dynamo", "hooks that torch.compile leaves alone",
             "torch.compiler.disable, which takes seconds to import"),
 )  # fmt: skip
@@ -26,6 +29,11 @@ def current_backward() -> int | None:
     """A number of the backward that runs in this thread; None outside of one."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def only_keeps_inputs(function: type) -> bool:
+    """Whether a custom autograd function is that by which checkpointing keeps its inputs in torch 2.11."""
+    return function is getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
 
 
 def after_backward(act: Callable[[], None]) -> None:

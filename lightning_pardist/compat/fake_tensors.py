@@ -20,7 +20,6 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
-    "HostFakeTensorMode",
     "TorchDispatchMode",
     "UncompiledMode",
 ]
@@ -55,21 +54,21 @@ class UncompiledMode(TorchDispatchMode):
         return False
 
 
-class HostFakeTensorMode(FakeTensorMode):
-    """A mode for tensors of the host, which any thread may enter.
-
-    Without a device that can be used, torch puts a guard in place of CUDA's at every entry; 2.11 crashes then in a
-    thread of a forked process.
-    """
-
-    avoid_device_init = False
-
-
 to_copy: Any = torch.ops.aten._to_copy.default
 local_scalar: Any = torch.ops.aten._local_scalar_dense.default
 rnn_layer: Any = torch.ops.aten.mkldnn_rnn_layer.default
 unsafe_view: Any = torch.ops.aten._unsafe_view.default
 pack_padded_sequence: Any = torch.ops.aten._pack_padded_sequence.default
+
+
+def enter_once() -> None:
+    """Enter a mode for fake tensors before any operator is skipped.
+
+    A build with CUDA, without a device that can be used, puts a guard in place of CUDA's at the first entry. torch 2.11
+    crashes if operators of a training step were skipped before.
+    """
+    with FakeTensorMode():
+        pass
 
 
 def schema_of(operator: Any) -> Any:

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_pardist.compat.fake_tensors import enter_once
 from lightning_pardist.engines.pipeline import CannotPipelineError
 from lightning_pardist.mesh import AXES, GRADIENT_AXES, SHARD_AXES, ParallelDims
 from lightning_pardist.planner.batches import resized, samples_of, tokens_of
@@ -131,6 +132,7 @@ class Search:
         leave_out: bool,
         time_limit_s: float | None = None,
     ) -> None:
+        enter_once()
         self._ends_at = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         self._module, self._batch, self._profile, self._job = module, batch, profile, job
         self._leave_out = leave_out

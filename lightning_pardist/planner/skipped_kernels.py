@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_pardist.compat.fake_tensors import (
     FakeTensor,
-    HostFakeTensorMode,
+    FakeTensorMode,
     UncompiledMode,
     is_wrapper,
     local_scalar,
@@ -79,7 +79,7 @@ class SkippedKernels(UncompiledMode):
     def __init__(self, forms: Forms | None = None, exchange: Exchange | None = None) -> None:
         super().__init__()
         self.looked_at: dict[str, None] = {}
-        self._fake_mode = HostFakeTensorMode(allow_non_fake_inputs=True)
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         # What it would remember is remembered here, for all traces.
         self._fake_mode.cache_enabled = False
         self._unknown: dict[int, bool] = {}

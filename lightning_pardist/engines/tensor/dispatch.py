@@ -21,6 +21,7 @@ import lightning_pardist.engines.tensor.rules_matmul
 import lightning_pardist.engines.tensor.rules_nn
 import lightning_pardist.engines.tensor.rules_shape  # noqa: F401  (rules register themselves)
 from lightning_pardist.compat import patches, pytree
+from lightning_pardist.compat.autograd import only_keeps_inputs
 from lightning_pardist.compat.dtensor import local_tensor_of, spec_of
 from lightning_pardist.compat.tensors import below_subclasses, below_torch_functions, is_unshared, storage_key
 from lightning_pardist.engines.common.settable_parameter import assign
@@ -633,7 +634,7 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> AbstractCon
         if cls.__module__.startswith("torch.distributed.fsdp") and _concerned(args):
             return _on_locals(lambda *parts: apply(*parts, **kwargs), args, runtime)
         # DTensor's own functions know what they are given.
-        if cls.__module__.startswith("torch.distributed."):
+        if cls.__module__.startswith("torch.distributed.") or only_keeps_inputs(cls):
             return apply(*args, **kwargs)
         if _concerned(args):
             opened = map_only(DTensor, runtime._open, args)
