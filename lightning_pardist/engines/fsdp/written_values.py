@@ -97,7 +97,7 @@ class GatheredParameter:
         """Write new values to the shard, and whole ones to where a gather puts them (``p.data = ...``).
 
         Returns:
-            Whether there are any, or a trace of some: other ranks' parts may have changed alone.
+            Whether there is a trace of some: other ranks' parts may have changed alone.
 
         Raises:
             RuntimeError: If it was given values of another shape.
@@ -112,18 +112,16 @@ class GatheredParameter:
         before = local.to(now) if self._before is None else self._before
         same = now == before
         # Without a trace nobody waits for a device to say whether there are any.
-        changed = (traced or now.device.type == "cpu") and not bool(same.all())
-        if changed:
-            self.old = local.clone() if self.old is None else self.old
-        if changed or now.device.type != "cpu":
-            local.copy_(torch.where(same, local.to(now.device), now.to(local.dtype)))
+        if traced and self.old is None and not bool(same.all()):
+            self.old = local.clone()
+        local.copy_(torch.where(same, local.to(now.device), now.to(local.dtype)))
         if self._before is not None:
             self._before.copy_(now)
         if part.numel() and part.data_ptr() != self.home.data_ptr():
             self.home.copy_(part)
             set_own_part(self.whole, self.home)
         self._note_marks()
-        return traced or changed
+        return traced
 
     def keep_own(self) -> None:
         """Remember the whole values as this rank's own."""
