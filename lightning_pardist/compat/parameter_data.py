@@ -14,14 +14,21 @@ _looks: dict[int, int] = {}
 def watch_looks(parameter: Tensor) -> int:
     """Count from here on how often ``.data`` of a parameter is asked for, as long as it lives; returns the count.
 
-    ``nn.Parameter`` gets a property of its own for it, of which ``torch.Tensor.data`` is all that it does beside.
+    ``nn.Parameter`` has a property of its own for it as long as any is watched, which does what ``torch.Tensor.data``
+    does beside.
     """
     if "data" not in nn.Parameter.__dict__:
         nn.Parameter.data = property(_get, _set)  # type: ignore[assignment]
     if id(parameter) not in _looks:
         _looks[id(parameter)] = 0
-        weakref.finalize(parameter, _looks.pop, id(parameter), None).atexit = False
+        weakref.finalize(parameter, _forget, id(parameter)).atexit = False
     return _looks[id(parameter)]
+
+
+def _forget(key: int) -> None:
+    _looks.pop(key, None)
+    if not _looks and "data" in nn.Parameter.__dict__:
+        del nn.Parameter.data
 
 
 def looks_at(parameter: Tensor) -> int:

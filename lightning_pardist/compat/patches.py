@@ -1,6 +1,6 @@
 """Every function of torch that is replaced while a step of ours runs, and nothing that outlives it.
 
-What is replaced at import, and during a run, is listed here as well; see :data:`PATCHES`.
+What is replaced in Lightning is in ``lightning_patches``, and ``data`` of watched parameters in ``parameter_data``.
 """
 
 from __future__ import annotations

@@ -116,6 +116,7 @@ def test_no_strategy_is_faster_than_its_bound():
     assert max(row.samples_per_s / searched._promise(row.candidate) for row in rows) > 0.7
 
 
+@pytest.mark.slow
 def test_plans_compare_several_strategies_where_one_is_the_best_by_far():
     model = Classifier(optimizer="adam")
     fast = find_profile("h100")

@@ -52,6 +52,20 @@ def test_nothing_is_kept_of_a_parameter_that_is_gone():
     assert len(parameter_data._looks) == before - 1
 
 
+def test_parameters_are_torchs_again_when_none_is_watched():
+    gc.collect()
+    parameter = nn.Parameter(torch.ones(3))
+    watch_looks(parameter)
+    assert "data" in nn.Parameter.__dict__
+    others = len(parameter_data._looks) - 1
+    del parameter
+    gc.collect()
+    assert ("data" in nn.Parameter.__dict__) == bool(others)
+    still = nn.Parameter(torch.ones(3))
+    still.data = torch.zeros(3)
+    assert still.tolist() == [0.0] * 3
+
+
 def test_compiled_code_may_ask_for_the_data_of_a_parameter():
     layer = nn.Linear(3, 3)
     watch_looks(layer.weight)
