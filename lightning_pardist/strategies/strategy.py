@@ -37,7 +37,7 @@ from lightning_pardist.compat.lightning_functions import PATH, optimizers_to_dev
 from lightning_pardist.compat.lightning_loops import layer_sync as layer_sync_of
 from lightning_pardist.compat.lightning_loops import lightning_optimizers, plain_optimizer, set_device_mesh, trainer_of
 from lightning_pardist.engines.common import activation_checkpointing
-from lightning_pardist.engines.common.activation_checkpointing import Checkpointing
+from lightning_pardist.engines.common.activation_checkpointing import Checkpointing, check_checkpointing
 from lightning_pardist.engines.common.allocator import keep_freed_memory
 from lightning_pardist.engines.common.compilation import Backend, Compile
 from lightning_pardist.engines.common.loss_setting import LossWeight, check_loss_weight
@@ -191,6 +191,8 @@ class PardistStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        if activation_checkpointing is not None:
+            check_checkpointing(activation_checkpointing)
         one_of("resume", resume, get_args(Resume))
         one_of("uneven_inputs", uneven_inputs, get_args(UnevenInputs))
         self.start_method = choose_start_method(start_method)

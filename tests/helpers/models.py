@@ -37,7 +37,7 @@ class Base(pl.LightningModule):
         if self.optimizer_name == "sgd":
             return torch.optim.SGD(params, lr=lr, momentum=0.9)
         # A large eps: a tiny one turns rounding noise of near-zero gradients into full steps.
-        return torch.optim.AdamW(params, lr=lr / 10, eps=1e-3)
+        return torch.optim.AdamW(params, lr=lr / 10, eps=1e-3, fused=self.optimizer_name == "fused" or None)
 
     def configure_optimizers(self):
         return self.make_optimizer(self.parameters())

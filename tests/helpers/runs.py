@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from tests.helpers.gpu import accelerator
 from tests.helpers.models import MODULES
 from tests.helpers.parity import snapshot
 
@@ -19,9 +20,9 @@ BATCH = 12  # global: divides by 1, 2, 3 and 4 ranks
 
 
 def quiet_trainer(**kwargs: Any) -> pl.Trainer:
-    """A CPU Trainer without files, bars and tables."""
+    """A Trainer without files, bars and tables, on :func:`~tests.helpers.gpu.accelerator`."""
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": accelerator(),
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -61,8 +62,14 @@ class Data(pl.LightningDataModule):
         return DataLoader(self.dataset, batch_size=self.global_batch // kwargs["num_replicas"], sampler=sampler)
 
 
-def train(strategy: Any, devices: int, module_name: str, module_kwargs: dict, trainer_kwargs: dict) -> dict[str, Any]:
-    """Train and return what can be compared: global losses, weights, optimizer state, logged metrics."""
+def train(
+    strategy: Any,
+    devices: int,
+    module_name: str,
+    module_kwargs: dict,
+    trainer_kwargs: dict,
+) -> dict[str, Any]:
+    """Train and return what can be compared, on the host: global losses, weights, optimizer state, logged metrics."""
     torch.manual_seed(11)
     module = MODULES[module_name](**module_kwargs)
     steps = STEPS * trainer_kwargs.get("accumulate_grad_batches", 1)
@@ -75,12 +82,13 @@ def train(strategy: Any, devices: int, module_name: str, module_kwargs: dict, tr
         **trainer_kwargs,
     )
     trainer.fit(module, datamodule=Data(module.dataset(BATCH * steps)))
-    return {
+    found = {
         "losses": {"loss": global_losses(losses_of.losses, devices)},
         "weights": snapshot(module),
         "metrics": {k: v.clone() for k, v in trainer.callback_metrics.items() if k.endswith("_epoch")},
         "optimizer": losses_of.optimizer_state,
     }
+    return {part: {name: value.cpu() for name, value in values.items()} for part, values in found.items()}
 
 
 def global_losses(losses: list[Tensor], devices: int) -> Tensor:

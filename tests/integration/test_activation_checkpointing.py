@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_pardist import DDPStrategy, FSDPStrategy, ZeroStrategy
+from lightning_pardist import DDPStrategy, FSDPStrategy, PipelineStrategy, ZeroStrategy
 from lightning_pardist.engines.common import activation_checkpointing
 from tests.helpers.models import Base
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import BATCH, Data, quiet_trainer
+from tests.helpers.runs import BATCH, Data, quiet_trainer, train
 
 STRATEGIES = {
     "ddp": DDPStrategy,
@@ -79,6 +79,19 @@ def test_bit_for_bit_as_without(strategy):
             assert_close(weights, plain, rtol=0.0)
 
 
+def _backward_in_halves():
+    make = functools.partial(PipelineStrategy, schedule="interleaved_zb")
+    return [
+        train(functools.partial(make, activation_checkpointing=setting), 2, "gpt", {}, {}) for setting in (None, "auto")
+    ]
+
+
+def test_a_backward_in_halves_runs_blocks_twice():
+    for plain, checkpointed in run_ranks(2, _backward_in_halves):
+        for part in ("losses", "weights"):
+            assert_close(checkpointed[part], plain[part], rtol=0.0)
+
+
 def test_memory_is_that_of_the_inputs():
     module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8)) for _ in range(4)))
     held = []
@@ -107,6 +120,8 @@ def test_what_cannot_work_is_refused_by_name():
         activation_checkpointing.checkpoint_blocks(nn.Linear(2, 2), "auto")
     with pytest.raises(ValueError, match="chooses blocks, which cannot be called"):
         activation_checkpointing.checkpoint_blocks(module, ["ModuleList"])
+    with pytest.raises(ValueError, match="activation_checkpointing=True names no blocks"):
+        DDPStrategy(activation_checkpointing=True)
     module.blocks[1].forward = lambda x: x
     with pytest.raises(ValueError, match=r"chooses blocks\.1, whose forward was replaced"):
         activation_checkpointing.checkpoint_blocks(module, "auto")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Self
 
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.eager_runs import eagerly, is_eager
@@ -35,6 +36,19 @@ class ReplacedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of forward."""
         return self.call(*args, **kwargs)
+
+
+def check_checkpointing(setting: Any) -> None:
+    """Refuse what is not a :data:`Checkpointing`.
+
+    Raises:
+        ValueError: With what to set.
+    """
+    if not isinstance(setting, Collection) or not all(isinstance(name, str) for name in setting):
+        raise ValueError(
+            f"activation_checkpointing={setting!r} names no blocks. Use 'auto' for repeated blocks, names of classes of"
+            " modules as in ['Block'], or None for none."
+        )
 
 
 def checkpoint_blocks(module: nn.Module, setting: Checkpointing) -> Callable[[], None]:
@@ -134,14 +148,24 @@ def _checkpointed(cls: type) -> type:
 
 
 def _contexts(block: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return contextlib.nullcontext(), _again(block, eager=is_eager(), values=_values_in_place(block))
+    return contextlib.nullcontext(), _Again(block, eager=is_eager(), values=_values_in_place(block))
 
 
-@contextlib.contextmanager
-def _again(block: nn.Module, *, eager: bool, values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """The second forward is the first one's code: compiled and eager code save different tensors for backward."""
-    with eagerly(eager), _statistics_stay(block), _in_place(values):
-        yield
+class _Again(contextlib.ExitStack):
+    """Around each forward of a backward, of which a backward in halves has two.
+
+    It is the first forward's code: compiled and eager code save different tensors for backward.
+    """
+
+    def __init__(self, block: nn.Module, *, eager: bool, values: list[tuple[nn.Module, str, Tensor]]) -> None:
+        super().__init__()
+        self._block, self._eager, self._values = block, eager, values
+
+    def __enter__(self) -> Self:
+        self.enter_context(eagerly(self._eager))
+        self.enter_context(_statistics_stay(self._block))
+        self.enter_context(_in_place(self._values))
+        return self
 
 
 def _values_in_place(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
