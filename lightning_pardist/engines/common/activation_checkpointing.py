@@ -147,7 +147,7 @@ def _checkpointed(cls: type) -> type:
     return _subclasses[cls]
 
 
-def _contexts(block: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(block: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     return contextlib.nullcontext(), _Again(block, eager=is_eager(), values=_values_in_place(block))
 
 
