@@ -12,7 +12,7 @@ TORCH ?= 2.13.0
 LIGHTNING ?= 2.6.6
 OTHER := .venv-torch$(TORCH)-lightning$(LIGHTNING)
 
-.PHONY: demo test test-all test-torch soak lint bench coverage docs dist clean
+.PHONY: demo test test-all test-torch soak lint bench bench-gpu coverage docs dist clean
 
 # $(call run_tests,PYTHON,MARKERS): what measures time or starts clusters comes after the others, one at a time.
 define run_tests
@@ -45,6 +45,15 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(PY) -m benchmarks $(ARGS)
+
+# One GPU: every strategy on one rank against a plain loop. SIZE=350m wants 100 GB, or fewer of them: ARGS="--only torch_loop ...".
+SIZE ?= 124m
+ROUNDS ?= 5
+GPU_STRATEGIES := ddp zero1 zero2 zero3 zero3_offload pp tp
+bench-gpu: $(INSTALLED)
+	$(PY) -m benchmarks --accelerator gpu --precision bf16-mixed --model gpt2-$(SIZE) --devices 1 --network shared \
+		--rounds $(ROUNDS) --steps 20 --warmup 5 --keep-going --strategies $(addprefix pardist_,$(GPU_STRATEGIES)) \
+		--baselines torch_loop auto ddp torch_fully_shard $(ARGS)
 
 # Ranks, launchers and scripts that tests start are measured as well. TESTS=tests/unit for a part.
 coverage: $(INSTALLED)

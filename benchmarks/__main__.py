@@ -21,12 +21,17 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     # Before anything starts a thread: only then may an ordinary user have a network namespace.
-    own_network = options.network == "own" and network.isolate()
+    own_network = options.network == "own" and options.accelerator == "cpu" and network.isolate()
 
-    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.accelerator == "cpu":
+        os.environ["OMP_NUM_THREADS"] = "1"
 
-    from benchmarks import harness, machine, report, workloads
+    from benchmarks import devices, harness, machine, profiling, report, workloads
     from benchmarks.candidates import find
+
+    if why := devices.missing(options.accelerator):
+        print(why, file=sys.stderr)
+        return 2
 
     try:
         settings = Settings(
@@ -38,9 +43,14 @@ def main(arguments: list[str] | None = None) -> int:
             rounds=options.rounds,
             steps=options.steps,
             warmup=options.warmup,
+            accelerator=options.accelerator,
+            precision=options.precision,
         )
         sizes = workloads.sizes_of(settings)
-        candidates = {name: find(name) for name in dict.fromkeys([*options.strategies, *options.baselines])}
+        names = options.only or [*options.strategies, *options.baselines]
+        candidates = {name: find(name) for name in dict.fromkeys(names)}
+        if options.profile:
+            return profiling.profile_all(settings, options.profile, Path(options.output))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -52,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
             own_network=own_network,
             patience_s=options.patience,
             limit_s=options.limit,
+            keep_going=options.keep_going,
             say=lambda text: print(text, flush=True),
         )
     except RuntimeError as error:
@@ -68,15 +79,25 @@ def main(arguments: list[str] | None = None) -> int:
         "rounds": min(len(result["rounds"]) for result in results["candidates"].values()),
         "steps": settings.steps,
         "warmup": settings.warmup,
-        "strategies": list(options.strategies),
-        "baselines": list(options.baselines),
+        "accelerator": settings.accelerator,
+        "precision": settings.precision,
+        "threads": os.environ.get("OMP_NUM_THREADS", "all"),
+        "tokens_a_sample": sizes.get("context"),
+        "flops_a_sample": workloads.flops_of(settings),
+        "strategies": [name for name in options.strategies if name in results["candidates"]],
+        "baselines": [name for name in options.baselines if name in results["candidates"]],
         "titles": {name: candidate.title for name, candidate in candidates.items()},
     }
     stem = f"{started:%Y-%m-%d}-{settings.model}-{settings.devices}{options.suffix}"
     files = report.write(results, Path(options.output), stem)
     print(report.markdown(results))
     print("Written: " + ", ".join(str(file) for file in files))
-    return 0
+    for name, text in results["run"]["failed"].items():
+        print(f"{name} failed: {text}", file=sys.stderr)
+    differing = report.differing_losses(results)
+    for text in differing:
+        print(text, file=sys.stderr)
+    return 1 if differing or results["run"]["failed"] else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,6 +124,25 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME=NUMBER",
         help="sizes of the model, such as layers=12 dim=512",
+    )
+    parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu", help="what ranks train on")
+    parser.add_argument(
+        "--precision",
+        choices=("32-true", "bf16-mixed"),
+        default="32-true",
+        help="as Trainer(precision=) takes it, for loops by hand as well",
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="of strategies and baselines, measure only those of these names"
+    )
+    parser.add_argument(
+        "--keep-going", action="store_true", help="go on without a candidate that fails; the exit status tells"
+    )
+    parser.add_argument(
+        "--profile",
+        nargs="+",
+        metavar="NAME",
+        help="instead of measuring, profile some steps of each of these candidates on one rank",
     )
     parser.add_argument("--tiny", action="store_true", help="a model of test size")
     parser.add_argument("--devices", type=int, default=2, help="ranks (default: 2)")

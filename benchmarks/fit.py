@@ -35,7 +35,8 @@ def fit(settings: Settings, strategy: Any, *, devices: int, callback: pl.Callbac
     """
     warnings.filterwarnings("ignore")
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=settings.accelerator,
+        precision=settings.precision,  # type: ignore[arg-type]
         devices=devices,
         strategy=strategy,
         max_steps=settings.total_steps,

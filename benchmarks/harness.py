@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from benchmarks import machine, network
 from benchmarks.rank import harness_ends, serve
 from benchmarks.settings import Settings
 
-#: By fork, ranks share this process' imports, which take longer than many a measurement.
+#: By fork, ranks share this process' imports, which take longer than many a measurement. No device survives a fork.
 START_METHOD = "fork" if sys.platform.startswith("linux") else "spawn"
 _START_TIMEOUT_S = 180.0
 _IDLE_WATCH_S = 1.0
@@ -47,7 +47,7 @@ class RankSet:
         shared = {"GLOO_SOCKET_IFNAME": "lo"} if own_network else {}
         if not single:
             shared |= {"WORLD_SIZE": str(self.world_size), "NODE_RANK": "0", "GROUP_RANK": "0"}
-            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank, log in enumerate(self._logs):
             here, there = multiprocessing.Pipe()
             harness_ends.append(here)
@@ -58,7 +58,7 @@ class RankSet:
 
     def _start(self, there: Connection, environment: dict[str, str], log: Path) -> Any:
         """Start a rank that reports to ``there``: a process with ``pid``, ``kill()`` and ``join()``."""
-        context = multiprocessing.get_context(START_METHOD)
+        context = multiprocessing.get_context(START_METHOD if self._settings.accelerator == "cpu" else "spawn")
         process = context.Process(target=serve, args=(self.name, self._settings, there, environment, log), daemon=True)
         process.start()
         return process
@@ -121,6 +121,7 @@ def measure(
     patience_s: float = 0.0,
     limit_s: float = math.inf,
     round_timeout_s: float = 1800.0,
+    keep_going: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Run all candidates in turns.
@@ -132,41 +133,62 @@ def measure(
         patience_s: How long to wait before a turn for other programs to be quiet.
         limit_s: No round is begun after this many seconds of rounds, however many there were to be.
         round_timeout_s: After how long a round is given up.
+        keep_going: Whether the others go on without a candidate that fails, which ``"failed"`` of ``"run"`` names.
         say: Called with what goes on.
 
     Returns:
         Per candidate what was measured; under ``"run"`` what holds for all of them.
 
     Raises:
-        RuntimeError: If a candidate fails.
+        RuntimeError: If a candidate fails, or all with ``keep_going``.
     """
-    run: dict[str, Any] = {"load_before": machine.load_average(), "own_network": own_network}
+    run: dict[str, Any] = {"load_before": machine.load_average(), "own_network": own_network, "failed": {}}
     sets: list[RankSet] = []
     gc.freeze()  # so that no collection in a rank copies the pages that it shares with this process
     results: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def failing(ranks: RankSet) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            sets.remove(ranks)
+            ranks.close()
+            results.pop(ranks.name, None)
+            if not keep_going or not sets:
+                raise
+            run["failed"][ranks.name] = str(error)
+            say(f"{error}\nThe others go on.")
+
     with tempfile.TemporaryDirectory(prefix="pardist-bench-") as folder:
         try:
+            # All import at once where each has to import for itself.
             for name, single in candidates.items():
-                ranks = RankSet(name, single=single, settings=settings, folder=Path(folder), own_network=own_network)
-                sets.append(ranks)
-                results[name] = _set_up(ranks)
-                say(f"{name}: set up in {results[name]['setup_s']:.1f} s")
+                sets.append(
+                    RankSet(name, single=single, settings=settings, folder=Path(folder), own_network=own_network)
+                )
+            for ranks in list(sets):
+                with failing(ranks):
+                    results[ranks.name] = _set_up(ranks)
+                    say(f"{ranks.name}: set up in {results[ranks.name]['setup_s']:.1f} s")
             run["idle_bytes_per_s"] = _idle_traffic()
             end = time.monotonic() + limit_s
             for number in range(settings.rounds):
                 if number and time.monotonic() > end:
                     break
-                for ranks in sets:
+                for ranks in list(sets):
                     quiet = machine.wait_until_quiet(patience_s) if patience_s else None
-                    turn = _turn(ranks, run["idle_bytes_per_s"], round_timeout_s) | {"waited_for_quiet": quiet}
-                    results[ranks.name]["held"], results[ranks.name]["peak_bytes"] = turn.pop("held"), turn.pop("peak")
-                    results[ranks.name]["rounds"].append(turn)
-                    median = statistics.median(turn["step_s"])
-                    others = turn["foreign_cores"]
-                    say(
-                        f"round {number + 1}/{settings.rounds} {ranks.name}: {median * 1e3:.1f} ms a step"
-                        + (f", others used {others:.2f} cores" if others is not None else "")
-                    )
+                    with failing(ranks):
+                        turn = _turn(ranks, run["idle_bytes_per_s"], round_timeout_s) | {"waited_for_quiet": quiet}
+                        result = results[ranks.name]
+                        result["held"], result["peak_bytes"] = turn.pop("held"), turn.pop("peak")
+                        result["rounds"].append(turn)
+                        median = statistics.median(turn["step_s"])
+                        others = turn["foreign_cores"]
+                        say(
+                            f"round {number + 1}/{settings.rounds} {ranks.name}: {median * 1e3:.1f} ms a step"
+                            + (f", others used {others:.2f} cores" if others is not None else "")
+                        )
         finally:
             for ranks in sets:
                 ranks.close()
@@ -182,6 +204,7 @@ def _set_up(ranks: RankSet) -> dict[str, Any]:
         "world_size": ranks.world_size,
         "setup_s": max(report["setup_s"] for report in ready),
         "imported_bytes": max(report["resident"] for report in imported),
+        "device": ready[0]["device"],
         "rounds": [],
     }
 
@@ -207,7 +230,15 @@ def _turn(ranks: RankSet, idle_bytes_per_s: float | None, timeout_s: float) -> d
         "foreign_cores": foreign,
         "held": max((report["held"] for report in reports), key=lambda held: held["total"]),
         "peak": max(report["peak"] for report in reports),
+        "loss": reports[0]["loss"],
+        "device_peak": _most(report["device_peak"] for report in reports),
+        "device_reserved": _most(report["device_reserved"] for report in reports),
     }
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None
 
 
 def _idle_traffic() -> float | None:
@@ -217,7 +248,8 @@ def _idle_traffic() -> float | None:
     return None if before is None or after is None else (after - before) / _IDLE_WATCH_S
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

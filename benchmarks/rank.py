@@ -11,7 +11,6 @@ from __future__ import annotations
 import lightning_pardist  # noqa: F401  (before lightning)
 
 # isort: split
-import itertools
 import os
 import sys
 import time
@@ -23,8 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks import machine, network
+from benchmarks.devices import Clock
 from benchmarks.settings import Settings
 
 #: The harness' ends of all pipes so far, which a forked rank inherits and must not hold open.
@@ -70,7 +71,8 @@ class Gate:
         self._channel = channel
         self._more = more or dict
         self._index = 0
-        self._stamps: list[float] = []
+        self._clock = Clock(settings.accelerator)
+        self._loss: Tensor | None = None
         self._sent_before: int | None = None
         self._worked_before = 0.0
         self._faults_before = 0
@@ -88,30 +90,40 @@ class Gate:
             self._close_round(held)
         if position == 0:
             if index == 0:
-                self._channel.send("ready", setup_s=time.perf_counter() - self._start)
+                self._clock.make_room()
+                setup_s = time.perf_counter() - self._start
+                self._channel.send("ready", setup_s=setup_s, device=self._clock.device_name)
             self._channel.wait()
         if position == self._settings.warmup:
             _barrier()
             self._sent_before, self._worked_before = network.loopback_bytes(), time.process_time()
             self._faults_before = machine.page_faults()
-            self._stamps = [time.perf_counter()]
+            self._clock.start()
         elif position > self._settings.warmup:
-            self._stamps.append(time.perf_counter())
+            self._clock.stamp()
+
+    def took(self, loss: Tensor) -> None:
+        """Call after a step with its loss; nothing waits for its value before the round ends."""
+        self._loss = loss.detach()
 
     def _close_round(self, held: Callable[[], dict[str, int]]) -> None:
-        self._stamps.append(time.perf_counter())
+        step_s = self._clock.stop()
         worked, faults = time.process_time() - self._worked_before, machine.page_faults() - self._faults_before
         # Only when all are here has everything been sent that belongs to the round.
         _barrier()
         sent_after = network.loopback_bytes()
+        memory = self._clock.memory()
+        self._clock.make_room()
         self._channel.send(
             "round",
-            step_s=[after - before for before, after in itertools.pairwise(self._stamps)],
+            step_s=step_s,
             cpu_s=worked,
             faults=faults,
             held=held(),
             peak=machine.peak_resident_bytes(),
             sent=None if sent_after is None or self._sent_before is None else sent_after - self._sent_before,
+            loss=None if self._loss is None else float(self._loss),
+            **memory,
             **self._more(),
         )
 
@@ -142,7 +154,8 @@ def serve(name: str, settings: Settings, connection: Connection, environment: di
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())
-    torch.set_num_threads(1)
+    if settings.accelerator == "cpu":
+        torch.set_num_threads(1)
     channel = Channel(connection)
     candidate = find(name)
     channel.send("imported", resident=machine.peak_resident_bytes())

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from lightning_pardist.planner.profiles import data_sheet_of
 
 _MB = 1e6
 #: A ratio this near to 1 says nothing; faster and slower need both quartiles beyond it.
 _EQUAL = 0.01
+#: Last losses of two candidates differ by less, relatively.
+_LOSS_TOLERANCE = 0.01
 
 
 def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -46,8 +51,47 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "world_size": result["world_size"],
             "replicas": replicas_of(result),
             "foreign_cores": None if None in foreign else statistics.median(foreign),
+            "loss": result["rounds"][-1]["loss"],
+            "device_peak_bytes": _most(turn["device_peak"] for turn in result["rounds"]),
+            "device_reserved_bytes": _most(turn["device_reserved"] for turn in result["rounds"]),
+            **_rates(run, result, median),
         }
     return summary
+
+
+def _rates(run: dict[str, Any], result: dict[str, Any], step_s: float) -> dict[str, float | None]:
+    """Tokens and model FLOPs a second, and which share the latter are of what the data sheet promises."""
+    samples_per_s = run["batch_size"] * replicas_of(result) / step_s
+    tokens, flops, utilisation = run["tokens_a_sample"], run["flops_a_sample"], None
+    if flops is not None and result["device"] is not None:
+        dtype = "bfloat16" if run["precision"].startswith("bf16") else "float32"
+        promised = data_sheet_of(result["device"]).flops[dtype] * result["world_size"]
+        utilisation = flops * samples_per_s / promised
+    return {
+        "tokens_per_s": None if tokens is None else tokens * samples_per_s,
+        "flops_per_s": None if flops is None else flops * samples_per_s,
+        "utilisation": utilisation,
+    }
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None
+
+
+def differing_losses(results: dict[str, Any]) -> list[str]:
+    """A sentence for each candidate on one rank whose last loss is not that of the first baseline.
+
+    Several ranks' first one has its own samples' loss, which is not the others'.
+    """
+    summary, run = summarize(results), results["run"]
+    alone = {name: row["loss"] for name, row in summary.items() if row["world_size"] == 1 and row["loss"] is not None}
+    first = next((name for name in [*run["baselines"], *alone] if name in alone), None)
+    return [
+        f"{name}: the last loss is {loss:.4f}, {first} has {alone[first]:.4f}. The candidates do not train alike."
+        for name, loss in alone.items()
+        if first is not None and not abs(loss - alone[first]) <= _LOSS_TOLERANCE * abs(alone[first])
+    ]
 
 
 def replicas_of(result: dict[str, Any]) -> int:
@@ -66,10 +110,7 @@ def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
         for other in run["baselines"]:
             if name == other:
                 continue
-            factor = summary[name]["replicas"] / summary[other]["replicas"]
-            pairs = zip(summary[name]["round_ms"], summary[other]["round_ms"], strict=True)
-            ratios = [factor * theirs / ours for ours, theirs in pairs]
-            low, middle, high = quartiles(ratios)
+            low, middle, high = _ratios(summary, name, other)
             rows.append(
                 {
                     "strategy": name,
@@ -81,6 +122,13 @@ def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _ratios(summary: dict[str, dict[str, Any]], name: str, other: str) -> tuple[float, float, float]:
+    """Quartiles over rounds of a candidate's throughput over another's."""
+    factor = summary[name]["replicas"] / summary[other]["replicas"]
+    pairs = zip(summary[name]["round_ms"], summary[other]["round_ms"], strict=True)
+    return quartiles([factor * theirs / ours for ours, theirs in pairs])
 
 
 def sentence(row: dict[str, Any]) -> str:
@@ -104,8 +152,14 @@ def markdown(results: dict[str, Any]) -> str:
     """The report as Markdown."""
     run, summary = results["run"], summarize(results)
     psi = next(iter(summary.values()))["num_parameters"] / 1e6
-    head = f"{run['model'].upper()}, {psi:.1f} million parameters, {run['devices']} ranks ({run['date'][:10]})"
-    verdicts = [f"- {sentence(row)}" for row in compare(results)]
+    ranks = f"{run['devices']} rank{'s' if run['devices'] > 1 else ''}"
+    head = f"{run['model'].upper()}, {psi:.1f} million parameters, {ranks} ({run['date'][:10]})"
+    verdicts = [f"- **{text}**" for text in differing_losses(results)]
+    verdicts += [f"- **{name} failed.**" for name in run["failed"]]
+    if run["accelerator"] != "cpu":
+        notes = [*verdicts, *(f"- {note}" for note in _device_notes(run, results))]
+        return "\n".join([f"# {head}", "", *_device_table(results, summary), "", *notes, ""])
+    verdicts = [*(f"- {sentence(row)}" for row in compare(results)), *verdicts]
     notes = [f"- {note}" for note in _notes(run, summary)]
     return "\n".join([f"# {head}", "", *_table(summary), "", *verdicts, "", *notes, ""])
 
@@ -137,13 +191,69 @@ def _table(summary: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _device_table(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[str]:
+    """What there is to say of ranks on devices, where nothing is sent that could be counted."""
+    baselines = results["run"]["baselines"]
+    first = baselines[0] if baselines else next(iter(summary))
+    columns = (
+        "candidate",
+        "step, ms (quartiles; least)",
+        "tokens/s" if results["run"]["tokens_a_sample"] else "samples/s",
+        f"of `{first}` (quartiles over rounds)",
+        "model FLOPs utilisation",
+        "peak in tensors (kept by allocator), GB",
+        "model states, MB",
+        "last loss",
+        "set-up, s",
+    )
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    for name, row in summary.items():
+        low, middle, high = _ratios(summary, name, first)
+        cells = (
+            f"`{name}`",
+            f"{row['step_ms']:.2f} ({row['step_ms_low']:.2f}-{row['step_ms_high']:.2f}; {row['step_ms_least']:.2f})",
+            f"{row['tokens_per_s'] or row['samples_per_s']:,.0f}",
+            f"{middle:.3f}x ({low:.3f}-{high:.3f})",
+            "unknown" if row["utilisation"] is None else f"{row['utilisation']:.1%}",
+            f"{row['device_peak_bytes'] / 1e9:.2f} ({row['device_reserved_bytes'] / 1e9:.2f})",
+            f"{row['held_bytes'] / _MB:.0f}",
+            "unknown" if row["loss"] is None else f"{row['loss']:.4f}",
+            f"{row['setup_s']:.1f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _device_notes(run: dict[str, Any], results: dict[str, Any]) -> list[str]:
+    about = run["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    sizes = ", ".join(f"{name} {size}" for name, size in run["sizes"].items())
+    device = next(iter(results["candidates"].values()))["device"]
+    sheet = data_sheet_of(device)
+    return [
+        f"Model: {run['model']} ({sizes}), fused AdamW, {run['precision']} (autocast, in loops by hand too),"
+        f" {run['batch_size']} samples a rank and step, made once in pinned memory.",
+        f"{run['rounds']} rounds in turns, {run['steps']} timed steps each after {run['warmup']} dropped ones, timed by"
+        " events on the device; the median over all timed steps, and over rounds where two candidates are compared.",
+        f"Model FLOPs: {(run['flops_a_sample'] or 0) / 1e12:.3f} T a sample, 6 N + 12 L d T a token, of the"
+        f" {sheet.flops['bfloat16'] / 1e12:.1f} T/s (bf16) on the data sheet of {sheet.name}.",
+        "Peak: what tensors take most in a timed step, and what the allocator keeps for that; the context and"
+        " libraries come on top.",
+        f"Device: {device}; {about['cpu']}, {about['cores']} cores, {about['memory_gb']} GB, {about['system']};"
+        f" OMP_NUM_THREADS={run['threads']}.",
+        f"Load average before {_numbers(run['load_before'])}, after {_numbers(run['load_after'])} (1, 5, 15 minutes).",
+        f"{versions}; commit {about['commit']}.",
+        f"Command: `{run['command']}`",
+    ]
+
+
 def _notes(run: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[str]:
     about = run["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     sizes = ", ".join(f"{name} {size}" for name, size in run["sizes"].items())
     imported = next(iter(summary.values()))["imported_bytes"] / _MB
     return [
-        f"Model: {run['model']} ({sizes}), AdamW, fp32, {run['batch_size']} samples a rank and step.",
+        f"Model: {run['model']} ({sizes}), AdamW, {run['precision']}, {run['batch_size']} samples a rank and step.",
         f"{run['rounds']} rounds in turns, {run['steps']} timed steps each after {run['warmup']} dropped ones; the"
         " median over all timed steps, and over rounds where two candidates are compared.",
         f"Sent: {_wire_note(run)}",
@@ -189,13 +299,18 @@ def plot(results: dict[str, Any], path: Path) -> None:
         times = [step * 1e3 for turn in results["candidates"][name]["rounds"] for step in turn["step_s"]]
         axes[1].boxplot(times, orientation="horizontal", positions=[position], widths=0.6, showfliers=False)
     axes[1].set_title("step, ms (box: quartiles)")
-    axes[2].barh(names, [summary[name]["wire"] or 0.0 for name in names], color=colors)
-    axes[2].set_title("sent per rank and step, Psi")
+    on_device = run["accelerator"] != "cpu"
+    if on_device:
+        axes[2].barh(names, [100 * (summary[name]["utilisation"] or 0.0) for name in names], color=colors)
+        axes[2].set_title("model FLOPs utilisation, %")
+    else:
+        axes[2].barh(names, [summary[name]["wire"] or 0.0 for name in names], color=colors)
+        axes[2].set_title("sent per rank and step, Psi")
     held = [summary[name]["held_bytes"] / _MB for name in names]
-    peak = [summary[name]["peak_bytes"] / _MB for name in names]
-    axes[3].barh(names, peak, color="#dcdde1", label="peak resident")
-    axes[3].barh(names, held, color=colors, height=0.4, label="model states")
-    axes[3].set_title("memory per rank, MB (grey: peak resident)")
+    peak = [summary[name]["device_peak_bytes" if on_device else "peak_bytes"] / _MB for name in names]
+    axes[3].barh(names, peak, color="#dcdde1")
+    axes[3].barh(names, held, color=colors, height=0.4)
+    axes[3].set_title(f"memory per rank, MB (grey: peak {'on the device' if on_device else 'resident'})")
     for axis in axes:
         axis.set_yticks(range(len(names)), names)
         axis.spines[["top", "right"]].set_visible(False)

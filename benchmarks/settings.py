@@ -19,6 +19,8 @@ class Settings:
         steps: Timed steps a round.
         warmup: Steps at the start of every round that are not timed.
         seed: Of weights and data.
+        accelerator: ``"cpu"``, or ``"gpu"`` for what torch finds.
+        precision: ``"32-true"`` or ``"bf16-mixed"``, as the Trainer takes it.
     """
 
     model: str = "gpt"
@@ -30,6 +32,8 @@ class Settings:
     steps: int = 10
     warmup: int = 2
     seed: int = 0
+    accelerator: str = "cpu"
+    precision: str = "32-true"
 
     def __post_init__(self) -> None:
         for name, least in (("devices", 1), ("rounds", 1), ("steps", 1), ("warmup", 0), ("batch_size", 0)):

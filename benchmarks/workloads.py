@@ -64,6 +64,10 @@ class Workload:
         batch_size: Samples a rank and step.
         build: Makes the module.
         samples: Makes this many samples, a tuple of tensors stacked along dim 0.
+        whole_batches: Whether batches are made once, in pinned memory if there is a device, so that no step waits
+            for samples to be put together.
+        lr: Learning rate.
+        flops: Operations of forward and backward of one sample, as far as the model needs them.
     """
 
     sizes: dict[str, int]
@@ -71,11 +75,28 @@ class Workload:
     batch_size: int
     build: Callable[..., nn.Module]
     samples: Callable[[int, dict[str, int], torch.Generator], tuple[Tensor, ...]]
+    whole_batches: bool = False
+    lr: float = 1e-3
+    flops: Callable[[dict[str, int]], float] | None = None
 
 
 def _text(count: int, sizes: dict[str, int], generator: torch.Generator) -> tuple[Tensor, ...]:
     tokens = torch.randint(sizes["vocab_size"], (count, sizes["context"] + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _skewed_text(count: int, sizes: dict[str, int], generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Tokens some of which are much more frequent, so that a loss that falls shows training."""
+    drawn = torch.rand(count, sizes["context"] + 1, generator=generator)
+    tokens = (drawn.pow(8) * sizes["vocab_size"]).long()
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _gpt_flops(sizes: dict[str, int]) -> float:
+    """``6 N + 12 L d T`` a token (PaLM, arXiv 2204.02311, appendix B), N without positions, norms and biases."""
+    dim, layers, context = sizes["dim"], sizes["layers"], sizes["context"]
+    numel = 12 * layers * dim**2 + sizes["vocab_size"] * dim
+    return float(context * (6 * numel + 12 * layers * dim * context))
 
 
 def _vectors(count: int, sizes: dict[str, int], generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -92,6 +113,20 @@ WORKLOADS = {
         build=GPTLoss,
         samples=_text,
     ),
+    # GPT-2 of 124 and 354 million parameters, its vocabulary padded to a multiple of 64.
+    **{
+        name: Workload(
+            sizes={"dim": dim, "layers": layers, "heads": dim // 64, "context": 1024, "vocab_size": 50304},
+            tiny_sizes={"dim": 32, "layers": 2, "heads": 2, "context": 16, "vocab_size": 64},
+            batch_size=batch_size,
+            build=GPTLoss,
+            samples=_skewed_text,
+            whole_batches=True,
+            lr=3e-4,
+            flops=_gpt_flops,
+        )
+        for name, dim, layers, batch_size in (("gpt2-124m", 768, 12, 16), ("gpt2-350m", 1024, 24, 8))
+    },
     # 13.6 million parameters.
     "mlp": Workload(
         sizes={"features": 1024, "hidden": 2048, "layers": 3, "classes": 1000},
@@ -124,15 +159,22 @@ def batch_size_of(settings: Settings) -> int:
     return settings.batch_size or (2 if settings.tiny else WORKLOADS[settings.model].batch_size)
 
 
+def flops_of(settings: Settings) -> float | None:
+    """Operations that forward and backward of one sample need, None where the workload does not tell."""
+    count = WORKLOADS[settings.model].flops
+    return None if count is None else count(sizes_of(settings))
+
+
 def make_net(settings: Settings) -> nn.Module:
     """The module, with the same weights on every rank and for every candidate."""
     torch.manual_seed(settings.seed)
     return WORKLOADS[settings.model].build(**sizes_of(settings))
 
 
-def make_optimizer(net: nn.Module) -> Optimizer:
-    """The optimizer that every candidate steps."""
-    return AdamW(net.parameters(), lr=1e-3)
+def make_optimizer(net: nn.Module, settings: Settings) -> Optimizer:
+    """The optimizer that every candidate steps: torch's AdamW, the fused kernel where there is a device."""
+    fused = True if settings.accelerator != "cpu" else None
+    return AdamW(net.parameters(), lr=WORKLOADS[settings.model].lr, fused=fused)
 
 
 class Task(LightningModule):
@@ -140,13 +182,14 @@ class Task(LightningModule):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
+        self.settings = settings
         self.net = make_net(settings)
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         return self.net(*batch)
 
     def configure_optimizers(self) -> Optimizer:
-        return make_optimizer(self.net)
+        return make_optimizer(self.net, self.settings)
 
 
 class _Samples(Dataset[tuple[Tensor, ...]]):
@@ -164,8 +207,30 @@ class _Samples(Dataset[tuple[Tensor, ...]]):
         return tuple(part[index % _POOL] for part in self.pool)
 
 
+class _Batches(Dataset[tuple[Tensor, ...]]):
+    """The same as whole batches of one rank, which are made once."""
+
+    def __init__(self, settings: Settings, rank: int, world_size: int) -> None:
+        generator = torch.Generator().manual_seed(settings.seed)
+        size = batch_size_of(settings)
+        count = world_size * max(1, _POOL // (size * world_size))
+        samples = WORKLOADS[settings.model].samples(count * size, sizes_of(settings), generator)
+        parts = [part.pin_memory() if settings.accelerator != "cpu" else part for part in samples]
+        batches = list(zip(*(part.split(size) for part in parts), strict=True))
+        self.batches = batches[rank::world_size]
+        self.length = settings.total_steps
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self.batches[index % len(self.batches)]
+
+
 def make_loader(settings: Settings, *, rank: int, world_size: int) -> DataLoader:
     """This rank's batches, :attr:`Settings.total_steps` of them."""
+    if WORKLOADS[settings.model].whole_batches:
+        return DataLoader(_Batches(settings, rank, world_size), batch_size=None)
     samples = _Samples(settings, world_size)
     sampler = DistributedSampler(samples, num_replicas=world_size, rank=rank, shuffle=False)
     return DataLoader(samples, batch_size=batch_size_of(settings), sampler=sampler)

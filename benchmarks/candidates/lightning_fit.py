@@ -13,7 +13,7 @@ from benchmarks.fit import fit, parse, strategy_of
 from benchmarks.settings import Settings
 from lightning_pardist.registry import TABLE
 
-SINGLE = "one_process"
+SINGLE = {"one_process": "one process, Lightning", "auto": "one process, Lightning, strategy='auto'"}
 
 
 class _AtTheGate(pl.Callback):
@@ -26,6 +26,11 @@ class _AtTheGate(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._gate.before_step(lambda: _held(trainer))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._gate.took(outputs["loss"])
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def _held(trainer: pl.Trainer) -> dict[str, int]:
 
 def names() -> list[str]:
     """Names that this family knows; any other name in Lightning's registry works as well."""
-    return [SINGLE, "ddp", *(entry.name for entry in TABLE)]
+    return [*SINGLE, "ddp", *(entry.name for entry in TABLE)]
 
 
 def find(name: str) -> Candidate | None:
@@ -68,8 +73,8 @@ def find(name: str) -> Candidate | None:
     ``pardist_ddp@bucket_size_mb=10,overlap=false`` stands for the strategy with these arguments.
     """
     base, _ = parse(name)
-    if name == SINGLE:
-        return LightningFit(name, "one process, Lightning", "auto", single=True)
+    if name in SINGLE:
+        return LightningFit(name, SINGLE[name], "auto", single=True)
     if base not in StrategyRegistry:
         return None
     return LightningFit(name, f"Lightning, strategy={name!r}", name)

@@ -135,7 +135,7 @@ class MegatronLoop:
             raise ValueError(f"model={settings.model!r} is not written for Megatron's split here. Use gpt.")
         dist.init_process_group("gloo", timeout=timedelta(minutes=10))
         net = MegatronGPT(make_net(settings), dist.get_rank(), dist.get_world_size())  # type: ignore[arg-type]
-        optimizer = make_optimizer(net)
+        optimizer = make_optimizer(net, settings)
         # Ranks of one tensor group see the same samples.
         for batch in make_loader(settings, rank=0, world_size=1):
             gate.before_step(lambda: held_by(net, [optimizer], replicas=1))
@@ -161,7 +161,7 @@ class TensorEngineLoop:
         sample = next(iter(loader))
         mesh, _ = ParallelDims(tensor_parallel=size).build("cpu")
         runtime = apply_layout(net, plan_layout(net, lambda: net(*sample), tp_size=size), mesh["tensor_parallel"])
-        optimizer = make_optimizer(net)
+        optimizer = make_optimizer(net, settings)
         attach(optimizer)
         for batch in loader:
             gate.before_step(lambda: held_by(net, [optimizer], replicas=1))

@@ -81,7 +81,7 @@ class PipeliningLoop:
         stage = PipelineStage(module, rank, size, torch.device("cpu"))
         schedule = self.schedule(stage, NUM_MICROBATCHES, loss_fn=_loss)
         ends = dist.new_group([0, size - 1])
-        optimizer = make_optimizer(module)
+        optimizer = make_optimizer(module, settings)
         for tokens, targets in loader:
             gate.before_step(lambda: held_by(module, [optimizer], replicas=1) | {"num_parameters": psi})
             optimizer.zero_grad()
@@ -114,7 +114,7 @@ class PipelineEngineLoop:
         made, step = _planned(net, next(iter(loader)), dist.get_world_size())
         engine = PipelineEngine(net, made, options=self.options)
         engine.free()
-        optimizer = make_optimizer(net)
+        optimizer = make_optimizer(net, settings)
         for batch in loader:
             gate.before_step(lambda: held_by(net, [optimizer], replicas=1))
             optimizer.zero_grad()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -19,6 +19,10 @@ class PassesBeforeSteps(Protocol):
 
     def before_step(self, held: object) -> None:
         """Call before every step with a function that tells the bytes held."""
+        ...
+
+    def took(self, loss: Tensor) -> None:
+        """Call after a step with its loss."""
         ...
 
 

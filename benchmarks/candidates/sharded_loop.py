@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.candidates.protocol import Candidate, PassesBeforeSteps, held_by
+from benchmarks.devices import autocast, init_group, moved
 from benchmarks.settings import Settings
 from benchmarks.workloads import GPTLoss, batch_size_of, make_loader, make_net, make_optimizer
 
@@ -32,17 +33,20 @@ class FullyShardLoop:
 
     def run(self, settings: Settings, gate: PassesBeforeSteps) -> None:
         """See :class:`Candidate`."""
-        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-        net = make_net(settings)
+        device = init_group(settings)
+        net = make_net(settings).to(device)
         for block in _blocks(net):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward)
         fully_shard(net, reshard_after_forward=self.reshard_after_forward)
-        optimizer = make_optimizer(net)
+        optimizer = make_optimizer(net, settings)
         for batch in make_loader(settings, rank=dist.get_rank(), world_size=dist.get_world_size()):
             gate.before_step(lambda: held_by(net, [optimizer]))
             optimizer.zero_grad()
-            net(*batch).backward()
+            with autocast(settings, device):
+                loss = net(*moved(batch, device))
+            loss.backward()
             optimizer.step()
+            gate.took(loss)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class DeepSpeedLoop:
 
             optimizer: Any = DeepSpeedCPUAdam(net.parameters(), lr=1e-3, weight_decay=0.01)
         else:
-            optimizer = make_optimizer(net)
+            optimizer = make_optimizer(net, settings)
         numel = sum(parameter.numel() for parameter in net.parameters())
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
         # Its model states lie in buffers of its own: only peak memory is compared.

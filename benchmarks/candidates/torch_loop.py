@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.candidates.protocol import Candidate, PassesBeforeSteps, held_by
+from benchmarks.devices import autocast, init_group, moved, use_device
 from benchmarks.settings import Settings
 from benchmarks.workloads import make_loader, make_net, make_optimizer
 from lightning_pardist.collectives import world_group
 from lightning_pardist.engines.ddp import AllReduce, GradientReducer
+
+
+@dataclass(frozen=True)
+class PlainLoop:
+    """One process and nothing but torch."""
+
+    name: str = "torch_loop"
+    title: str = "one process, torch alone, loop by hand"
+    single: bool = True
+
+    def run(self, settings: Settings, gate: PassesBeforeSteps) -> None:
+        """See :class:`Candidate`."""
+        device = use_device(settings)
+        net = make_net(settings).to(device)
+        optimizer = make_optimizer(net, settings)
+        for batch in make_loader(settings, rank=0, world_size=1):
+            gate.before_step(lambda: held_by(net, [optimizer]))
+            optimizer.zero_grad()
+            with autocast(settings, device):
+                loss = net(*moved(batch, device))
+            loss.backward()
+            optimizer.step()
+            gate.took(loss)
 
 
 @dataclass(frozen=True)
@@ -31,15 +54,18 @@ class TorchDDP:
 
     def run(self, settings: Settings, gate: PassesBeforeSteps) -> None:
         """See :class:`Candidate`."""
-        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-        net = make_net(settings)
+        device = init_group(settings)
+        net = make_net(settings).to(device)
         wrapped: nn.Module = DistributedDataParallel(net, gradient_as_bucket_view=self.gradient_as_bucket_view)
-        optimizer = make_optimizer(net)
+        optimizer = make_optimizer(net, settings)
         for batch in make_loader(settings, rank=dist.get_rank(), world_size=dist.get_world_size()):
             gate.before_step(lambda: held_by(net, [optimizer], wrapper=wrapped))
             optimizer.zero_grad()
-            wrapped(*batch).backward()
+            with autocast(settings, device):
+                loss = wrapped(*moved(batch, device))
+            loss.backward()
             optimizer.step()
+            gate.took(loss)
 
 
 @dataclass(frozen=True)
@@ -52,23 +78,26 @@ class ReducerLoop:
 
     def run(self, settings: Settings, gate: PassesBeforeSteps) -> None:
         """See :class:`Candidate`."""
-        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-        net = make_net(settings)
-        optimizer = make_optimizer(net)
+        device = init_group(settings)
+        net = make_net(settings).to(device)
+        optimizer = make_optimizer(net, settings)
         reducer = GradientReducer(net, transport=AllReduce(world_group()))
         for batch in make_loader(settings, rank=dist.get_rank(), world_size=dist.get_world_size()):
             gate.before_step(lambda: held_by(net, [optimizer]))
             optimizer.zero_grad()
-            loss = net(*batch)
+            with autocast(settings, device):
+                loss = net(*moved(batch, device))
             with reducer.backward(loss):
                 loss.backward()
             optimizer.step()
             reducer.step_done()
+            gate.took(loss)
 
 
 _ALL: dict[str, Candidate] = {
     candidate.name: candidate
     for candidate in (
+        PlainLoop(),
         TorchDDP("torch_ddp", "torch DDP, loop by hand"),
         TorchDDP("torch_ddp_views", "torch DDP, loop by hand, gradients as bucket views", gradient_as_bucket_view=True),
         ReducerLoop(),

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.report import differing_losses, markdown
 from tests.helpers.scripts import ENVIRONMENT, ROOT
 
 pytestmark = pytest.mark.alone
@@ -71,7 +72,7 @@ def test_a_tiny_run_writes_three_files(tmp_path):
 
 def test_what_cannot_be_measured_is_refused_by_name(capsys):
     assert main(["--network", "shared", "--strategies", "pardist_dpp"]) == 2
-    assert "'pardist_dpp' is no candidate. Use one of torch_ddp" in capsys.readouterr().err
+    assert "'pardist_dpp' is no candidate. Use one of torch_loop, torch_ddp" in capsys.readouterr().err
     assert main(["--network", "shared", "--size", "depth=3"]) == 2
     assert "'depth' is no size of gpt. Use dim, layers" in capsys.readouterr().err
     assert main(["--network", "shared", "--steps", "0"]) == 2
@@ -83,3 +84,32 @@ def test_a_failing_rank_ends_the_run_with_its_trace(tmp_path):
     assert done.returncode == 1
     assert "bucket_size_mb=-1 is not positive" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_one_rank_trains_as_a_plain_loop_does_in_mixed_precision(tmp_path):
+    run = ["--tiny", "--model", "gpt2-124m", "--rounds", "2", "--steps", "3", "--warmup", "1", "--devices", "1"]
+    run += ["--precision", "bf16-mixed", "--network", "shared", "--keep-going", "--output", str(tmp_path)]
+    names = ["pardist_zero3", "pardist_ddp@bucket_size_mb=-1", "torch_loop"]
+    done = _command(*run, "--strategies", *names[:2], "--baselines", "torch_loop")
+    assert done.returncode == 1
+    assert "is not positive" in done.stderr
+    results = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert list(results["run"]["failed"]) == names[1:2]
+    rows = results["summary"]
+    assert list(rows) == [names[0], names[2]]
+    assert rows["pardist_zero3"]["loss"] == pytest.approx(rows["torch_loop"]["loss"], rel=1e-3)
+    assert rows["torch_loop"]["tokens_per_s"] == pytest.approx(16 * rows["torch_loop"]["samples_per_s"], rel=1e-4)
+    assert differing_losses(results) == []
+    results["candidates"]["pardist_zero3"]["rounds"][-1]["loss"] = float("nan")
+    assert "do not train alike" in differing_losses(results)[0]
+
+    # As on a device, whose name and memory are all that is missing.
+    results["run"]["accelerator"] = "gpu"
+    for result in results["candidates"].values():
+        result["device"] = "NVIDIA H100 80GB HBM3"
+        for turn in result["rounds"]:
+            turn["device_peak"], turn["device_reserved"] = 20_000_000_000, 23_000_000_000
+    text = markdown(results)
+    assert text.count("| 20.00 (23.00) |") == 2
+    assert "989.5 T/s" in text
+    assert "do not train alike" in text
