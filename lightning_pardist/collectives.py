@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_pardist.compat.fake_group import backend_on
 
 T = TypeVar("T")
 
@@ -116,6 +119,56 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
+class _Arrival:
+    """A receive into host memory, and from there to the device that has asked for it."""
+
+    def __init__(self, work: Any, message: Tensor, target: Tensor) -> None:
+        self._work, self._message, self._target = work, message, target
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the message, and copy it; as torch's own."""
+        self._work.wait() if timeout is None else self._work.wait(timeout)
+        self._target.copy_(self._message)
+        return True
+
+
+def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where single messages of tensors on ``device`` are sent from.
+
+    gloo has collectives of a GPU's tensors, which it copies itself, but takes single messages from host memory alone:
+    it would read the device's address.
+    """
+    return torch.device("cpu") if backend_on(group, device) == dist.Backend.GLOO else device
+
+
+def isend(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) -> tuple[Any, Tensor]:
+    """Begin to send a tensor on any device, as :func:`torch.distributed.isend`.
+
+    Args:
+        tensor: Contiguous.
+        peer: Rank in ``group``.
+        group: Whose connections are used.
+        tag: Tells messages apart, where the backend has tags.
+
+    Returns:
+        What to wait for, and what is to be kept until then.
+    """
+    message = tensor.to(wire_device(group, tensor.device))
+    return dist.isend(message, group=group, group_dst=peer, tag=tag), message
+
+
+def irecv(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) -> Any:
+    """Begin to receive into a tensor on any device, as :func:`torch.distributed.irecv`; arguments as of :func:`isend`.
+
+    Returns:
+        What to wait for before ``tensor`` is read.
+    """
+    wire = wire_device(group, tensor.device)
+    message = tensor if wire == tensor.device else torch.empty_like(tensor, device=wire)
+    work = dist.irecv(message, group=group, group_src=peer, tag=tag)
+    return work if message is tensor else _Arrival(work, message, tensor)
+
+
 def gather_among(tensor: Tensor, *, group: dist.ProcessGroup, ranks: Sequence[int]) -> Tensor:
     """Stack the tensors of some ranks of ``group``. Only ``ranks`` call it: needs no group of their own.
 
@@ -129,14 +182,14 @@ def gather_among(tensor: Tensor, *, group: dist.ProcessGroup, ranks: Sequence[in
     """
     tensor = tensor.detach().contiguous()
     parts = [tensor if rank == group.rank() else torch.empty_like(tensor) for rank in ranks]
+    message = tensor.to(wire_device(group, tensor.device))
     works = []
     for rank, part in zip(ranks, parts, strict=True):
         if rank != group.rank():
-            works.append(dist.isend(tensor, group=group, group_dst=rank))
-            works.append(dist.irecv(part, group=group, group_src=rank))
+            works.append(isend(message, rank, group=group)[0])
+            works.append(irecv(part, rank, group=group))
     for work in works:
-        if work is not None:
-            work.wait()
+        work.wait()
     return torch.stack(parts)
 
 
@@ -176,7 +229,7 @@ def barrier(device: torch.device) -> None:
     Args:
         device: This rank's, on which NCCL meets the others.
     """
-    if "nccl" in dist.get_backend():
+    if device.index is not None and backend_on(world_group(), device) == dist.Backend.NCCL:
         dist.barrier(device_ids=[device.index])
     else:
         dist.barrier()

@@ -16,8 +16,9 @@ from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.compat import pytree
-from lightning_pardist.compat.lightning_functions import collect_rng_states, set_rng_states
+from lightning_pardist.engines.common.devices import device_in_use, random_state
 from lightning_pardist.engines.tensor import TensorRuntime
+from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 _ABSENT = object()
 #: Methods of a LightningModule that hand tensors to the Trainer, which knows plain ones only.
@@ -75,9 +76,10 @@ class SharedBatchAxis(ParallelAxis):
 
     def _share_random_state(self, group: dist.ProcessGroup) -> None:
         """All ranks of the axis draw the same numbers: samples, dropout of whole tensors. Collective over the group."""
-        states = [collect_rng_states(include_cuda=torch.cuda.is_available())]
+        # Of the device that each computes on: ranks of one host have one each.
+        states = [rng_state()]
         dist.broadcast_object_list(states, group_src=0, group=group)
-        set_rng_states(states[0])
+        set_rng_state(states[0])
 
     def _agree(self, runtime: TensorRuntime, batch: Any) -> None:
         """Refuse different samples on the ranks of one group, and bring random streams together again.
@@ -148,7 +150,6 @@ def _fingerprint(tree: Any) -> int:
 
 
 def _random_fingerprint() -> int:
-    result = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        result = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes(), result)
-    return result
+    host, own, _ = random_state(device_in_use())
+    result = zlib.crc32(host.numpy().tobytes())
+    return result if own is None else zlib.crc32(own.numpy().tobytes(), result)

@@ -38,6 +38,14 @@ def backend_of(group: dist.ProcessGroup) -> str:
     return _stands_for if name == "fake" else name
 
 
+def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend by which a group exchanges what is on a device; empty if it has none for it."""
+    name = backend_of(group)
+    if ":" not in name:
+        return name
+    return dict(pair.split(":") for pair in name.split(",")).get(device.type, "")
+
+
 def group_by_name(name: str) -> dist.ProcessGroup:
     """The group that torch's functional collectives name.
 

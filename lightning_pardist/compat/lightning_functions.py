@@ -15,8 +15,6 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.fabric.utilities.init import _materialize_distributed_module as materialize_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
-from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
 from lightning.fabric.utilities.types import _PATH as PATH
 from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch.core.optimizer import _configure_optimizers as configure_optimizers
@@ -33,7 +31,6 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 from lightning_pardist.compat.contract import Private
 
 _LAUNCH = "starting ranks with Lightning's arguments"
-_SAME = "seeds of trial runs as Lightning keeps them"
 _COPY = "a copy of the function"
 _LOADERS = "loaders of any subclass with another sampler"
 NAMES = (
@@ -50,8 +47,6 @@ NAMES = (
     Private("lightning.fabric.utilities.imports._IS_INTERACTIVE", "notebooks", 'hasattr(sys, "ps1")'),
     Private("lightning.fabric.utilities.init._materialize_distributed_module", "modules that shard themselves", _COPY),
     Private("lightning.fabric.utilities.optimizer._optimizers_to_device", "optimizer state on the device", _COPY),
-    Private("lightning.fabric.utilities.seed._collect_rng_states", _SAME, _COPY),
-    Private("lightning.fabric.utilities.seed._set_rng_states", _SAME, _COPY),
     Private("lightning.fabric.utilities.types._PATH", "signatures of Lightning's methods", "str | os.PATH"),
     Private("lightning.fabric.utilities.types._Stateful", "loaders with a state of their own",
             "state_dict and load_state_dict"),
@@ -84,7 +79,6 @@ __all__ = [
     "WrappingCheckpointIO",
     "basic_subprocess_cmd",
     "check_can_spawn_children",
-    "collect_rng_states",
     "configure_optimizers",
     "dataloader_arguments",
     "half_dtype",
@@ -97,7 +91,6 @@ __all__ = [
     "optimizers_to_device",
     "reinstantiate",
     "set_num_threads_if_needed",
-    "set_rng_states",
     "set_sampler_epoch",
     "start_method",
     "update_dataloader",

@@ -227,7 +227,9 @@ class _Modes:
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function under these modes."""
-        here = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        here = (
+            nullcontext() if self._device.type == "cpu" else torch.get_device_module(self._device).device(self._device)
+        )
         with here, torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad), self._autocast:
             return function()
 

@@ -53,6 +53,12 @@ def check_backend(setting: str | None) -> None:
             )
 
 
+def default_backend(device: torch.device) -> str:
+    """What ranks talk through: torch's choice for a kind of device, beside gloo for what is in host memory."""
+    own = dist.get_default_backend_for_device(device)
+    return own if own == dist.Backend.GLOO else f"cpu:{dist.Backend.GLOO},{device.type}:{own}"
+
+
 def init_process_group(
     backend: str | None,
     *,
@@ -83,9 +89,9 @@ def init_process_group(
     """
     global _store
     _spare_forked_children()
-    if backend is None:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
+    backend = backend or default_backend(device)
+    # Of use to NCCL alone. Torch takes a bound device for leave to split groups, which gloo's cannot be.
+    device_id = device if device.type == "cuda" and "nccl" in backend else None
     if dist.is_initialized():
         if dist.get_world_size() != world_size or dist.get_rank() != rank:
             raise RuntimeError(

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from lightning_pardist.compat.lightning_functions import collect_rng_states, set_rng_states
+from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 #: Attributes of these packages' objects lead to the Trainer, to file handles and to the interpreter itself.
 _FOREIGN = ("torch.", "lightning.", "pytorch_lightning.", "lightning_pardist.", "builtins", "numpy.", "typing", "_io")
@@ -48,7 +48,7 @@ class ModuleSnapshot:
         self._in_data = False
         self._params = [(p, p.requires_grad, p.grad) for p in module.parameters()]
         self._grads = [(p.grad, p.grad.clone()) for p in module.parameters() if p.grad is not None]
-        self._random = collect_rng_states(include_cuda=torch.cuda.is_available())
+        self._random = rng_state()
         for param in module.parameters():
             self._seen.add(id(param))
         for child in module.modules():
@@ -75,7 +75,7 @@ class ModuleSnapshot:
             file.seek(position)
         for generator, state in self._generators:
             _set_generator(generator, state)
-        set_rng_states(self._random)
+        set_rng_state(self._random)
 
     def _look_into(self, value: Any) -> None:
         if value is None or isinstance(value, (str, bytes, int, float, complex, type)) or id(value) in self._seen:

@@ -22,6 +22,7 @@ from lightning_pardist.compat.lightning_loops import (
     restore,
 )
 from lightning_pardist.compat.loaders import index_sampler, index_sampler_name
+from lightning_pardist.engines.common.devices import device_in_use, generator_state, has_generator, set_generator_state
 
 #: Values of these types tell, when they change, where a sampler is: a count of epochs, a seed.
 _PLAIN = (bool, int, float, str, type(None))
@@ -222,16 +223,17 @@ def _with_arrays(saved: Any, like: Any) -> Any:
 # --- the process' random numbers --------------------------------------------------------------------------------------
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
+def rng_state(device: torch.device | None = None) -> dict[str, Any]:
     """The states of this process' random number generators, as tensors and plain values.
 
     Args:
-        device: Whose generator is included, if it has one of its own.
+        device: Whose generator is included, if it has one of its own; that of the device in use if None.
     """
+    device = device_in_use() if device is None else device
     version, words, cached = random.getstate()
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": (version, list(words), cached)}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if has_generator(device):
+        state[device.type] = generator_state(device)
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     state["numpy"] = {
         "name": str(numpy_state["bit_generator"]),
@@ -248,8 +250,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     version, words, cached = state["python"]
     random.setstate((version, tuple(words), cached))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    device = device_in_use()
+    if has_generator(device) and device.type in state:
+        set_generator_state(state[device.type], device)
     if "numpy" in state:
         saved = state["numpy"]
         keys = saved["keys"].numpy().astype("uint32")

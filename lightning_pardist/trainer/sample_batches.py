@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_debug
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_pardist.compat.lightning_functions import Stateful, collect_rng_states, set_rng_states
+from lightning_pardist.compat.lightning_functions import Stateful
 from lightning_pardist.compat.lightning_loops import (
     DataLoaderSource,
     batch_to_device,
@@ -36,6 +36,7 @@ from lightning_pardist.compat.lightning_loops import (
 from lightning_pardist.compat.pytree import tree_unflatten
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy
 from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
+from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 _STAGES = {
     TrainerFn.FITTING: RunningStage.TRAINING,
@@ -222,17 +223,17 @@ class _Drawn:
     """What something that was done early drew of the process' random numbers, to be drawn again when it is due."""
 
     def __init__(self) -> None:
-        self._before = _random_states()
+        self._before = rng_state()
         self._after = self._before
 
     def end(self) -> None:
         """Note what was drawn since."""
-        self._after = _random_states()
+        self._after = rng_state()
 
     def repeat(self) -> None:
         """Draw the same, if the generators stand where they did: then it is what would be drawn now."""
-        if _are_equal(_random_states(), self._before):
-            set_rng_states(self._after)
+        if _are_equal(rng_state(), self._before):
+            set_rng_state(self._after)
 
 
 @dataclass
@@ -303,10 +304,6 @@ def on_device(trainer: pl.Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
     return batch_to_device(trainer, batch, dataloader_idx)
 
 
-def _random_states() -> dict[str, Any]:
-    return collect_rng_states(include_cuda=torch.cuda.is_available())
-
-
 def _are_equal(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
         return all(_are_equal(first[key], second[key]) for key in first)
@@ -320,11 +317,11 @@ def _are_equal(first: Any, second: Any) -> bool:
 @contextmanager
 def undisturbed_random() -> Iterator[None]:
     """Inside, random numbers may be drawn; afterwards the process' generators stand where they did."""
-    states = _random_states()
+    states = rng_state()
     try:
         yield
     finally:
-        set_rng_states(states)
+        set_rng_state(states)
 
 
 def _source(trainer: pl.Trainer, stage: RunningStage) -> DataLoaderSource:

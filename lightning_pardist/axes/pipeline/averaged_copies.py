@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.axes.module_copies import copies_of
+from lightning_pardist.collectives import irecv, isend
 from lightning_pardist.compat import pytree
 from lightning_pardist.engines.pipeline.placement import Placement
 
@@ -52,10 +53,10 @@ def gather_values(tree: Any, group: dist.ProcessGroup, device: torch.device) -> 
         holder = next((rank for rank, has in enumerate(everybody) if place in has), None)
         if holder == group.rank():
             tensor = leaves[places[place]].detach().to(device).contiguous()
-            dist.send(tensor, dst=dist.get_global_rank(group, 0), group=group)
+            isend(tensor, 0, group=group)[0].wait()
         elif holder is not None and group.rank() == 0:
             leaf = leaves[places[place]]
             received = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-            dist.recv(received, src=dist.get_global_rank(group, holder), group=group)
+            irecv(received, holder, group=group).wait()
             leaves[places[place]] = received
     return pytree.tree_unflatten(leaves, spec)

@@ -35,6 +35,7 @@ from lightning_pardist.axes.pipeline.reduction_rules import (
 )
 from lightning_pardist.compat.lightning_loops import current_hook, set_current_hook
 from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.engines.common.devices import device_in_use, is_same_state, random_state
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
@@ -166,7 +167,7 @@ class StepRecorder:
         # Before the units are known: all modules are watched, as a recorded run goes through all of them.
         self._effects = StepOutputs(self.module)
         self.microbatching = Microbatching(settings, self.num_ranks)
-        self._rng_afterwards = torch.get_rng_state()
+        self._rng_afterwards = random_state(device_in_use())
         self._after_hooks: set[RunningStage] = set()
         self._failure = ""
         self._unstaged: dict[StepKey, str] = {}
@@ -495,12 +496,12 @@ class StepRecorder:
         if len(parts) < 2:
             return Rules()
         values, sizes = [part.value for part in parts], [part.size for part in parts]
-        rng = torch.get_rng_state()
+        rng = random_state(device_in_use())
         tried = self._tried(sample)
         if tried is None:
             return Rules(untried=self._failure)
         whole, run, is_exact = tried
-        is_random = not torch.equal(rng, self._rng_afterwards)
+        is_random = not is_same_state(rng, self._rng_afterwards)
         weights = self._weights(parts, run)
         shares = Shares.of([1.0 if weight is None else float(weight) for weight in weights], sizes)
         collector = self._numbers(run(values), shares)
@@ -587,7 +588,7 @@ class StepRecorder:
             for place, value in (preset or {}).items():
                 self._effects.preset(place, value)
             records = [run(fresh_copy(batch)) for batch in batches]
-            self._rng_afterwards = torch.get_rng_state()
+            self._rng_afterwards = random_state(device_in_use())
             return records
 
     def _numbers_of(self, record: dict[str, Any], size: int) -> dict[Place, Any]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.autograd import current_backward
 from lightning_pardist.engines.common.activation_checkpointing import ReplacedForward
+from lightning_pardist.engines.common.devices import random_state, random_stays, set_random_state
 from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
 from lightning_pardist.engines.experts.finding import ExpertLayer
-from lightning_pardist.engines.experts.random_state import random_state, random_stays, set_random_state
 
 
 class ListedExperts:

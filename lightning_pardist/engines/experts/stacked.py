@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.autograd import current_backward
 from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.engines.common.devices import random_stays
 from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
 from lightning_pardist.engines.experts.finding import ExpertLayer
-from lightning_pardist.engines.experts.random_state import random_stays
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.modules import has_run_hooks, own_parameters
+from lightning_pardist.engines.common.devices import device_in_use, random_stays
 from lightning_pardist.engines.experts.calls import ListedExperts
 from lightning_pardist.engines.experts.exchange import Peers
 from lightning_pardist.engines.experts.finding import ExpertLayer
@@ -88,8 +89,7 @@ def choose_routes(
 
 def _tried(module: nn.Module, layer: ExpertLayer, size: int) -> Choice:
     runner = module.get_submodule(layer.runner)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad(), _drawn_parameters(runner, layer, module):
+    with random_stays(device_in_use()), torch.enable_grad(), _drawn_parameters(runner, layer, module):
         if layer.stacked:
             return Choice("tokens", _stacked_route(runner, layer, size))
         _try_lists(module, runner, layer)

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.dtensor import flatten_mesh
+from lightning_pardist.compat.fake_group import backend_on
 from lightning_pardist.compat.process_groups import timeout_of
 from lightning_pardist.engines.common.eager_runs import eagerly
 from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
@@ -550,9 +551,9 @@ def _trampoline(root: FSDPModule) -> Callable[..., Any]:
 
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group over the same ranks, for the few integers that ranks exchange."""
+    """A group over the same ranks with gloo for host memory, for the few integers that ranks exchange."""
     # Torch's "fake" backend has nobody to exchange with.
-    if dist.get_backend(group) in ("gloo", "fake"):
+    if dist.get_backend(group) == "fake" or backend_on(group, torch.device("cpu")) == dist.Backend.GLOO:
         return group
     ranks = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

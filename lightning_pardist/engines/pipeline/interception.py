@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pardist.compat.modules import own_buffers
+from lightning_pardist.engines.common.devices import device_in_use, random_stays
 
 #: Takes the unit's name, its own forward, and the call's arguments; returns what the call returns.
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -68,9 +69,8 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
     restorers = [_snapshot(module) for module in root.modules()]
     hooks = hooks_of(root)
     lasting = False
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with random_stays(device_in_use()):
             yield
         # What was broken off may have left hooks behind that it would have removed.
         lasting = not hooks_of(root) <= hooks

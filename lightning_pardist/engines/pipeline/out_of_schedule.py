@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_pardist.compat.fake_tensors import FakeTensor
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.engines.common.devices import is_same_state, random_state, set_random_state
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError, PipelineTimeoutError
 from lightning_pardist.engines.pipeline.nested import Spec, flatten, follow, rebuild, replace_leaves
 from lightning_pardist.engines.pipeline.owner_regions import OwnerRegion, RegionChannel, RegionFailure
@@ -187,9 +188,9 @@ class OutOfScheduleForward:
     def _run(self, name: str, forward: Callable[..., Any], given: Any, inner: list[Any]) -> _Done:
         """The unit's own forward, on its owner."""
         versions = [_version(leaf) for leaf in inner]
-        random_before = _random_states(self.device)
+        random_before = random_state(self.device)
         result = self.whole(forward(*given[0], **given[1]))
-        random_now = _random_states(self.device)
+        random_now = random_state(self.device)
         done = _Done()
         index_of = {id(leaf): index for index, leaf in enumerate(inner)}
         written = [index for index, leaf in enumerate(inner) if _version(leaf) != versions[index]]
@@ -203,7 +204,7 @@ class OutOfScheduleForward:
             arguments=done.packed(given, index_of) if is_changed else None,
             side=[(place, done.packed(value, index_of)) for place, value in side],
             written=[(index, done.add(inner[index])) for index in written],
-            random=random_now if any(map(_differ, random_before, random_now)) else None,
+            random=None if is_same_state(random_before, random_now) else random_now[:2],
         )
         return done
 
@@ -217,7 +218,7 @@ class OutOfScheduleForward:
         for place, value in message.side:
             set_attribute(unit.get_submodule(place[0]), place[1], value.unpacked(outer, outputs))
         if message.random is not None:
-            _set_random_states(message.random, self.device)
+            set_random_state((*message.random, self.device))
         return message.result.unpacked(outer, outputs)
 
     # --- parameters that free code reads ------------------------------------------------------------------------
@@ -322,7 +323,7 @@ class _Message:
     arguments: _Packed | None
     side: list[tuple[tuple[str, str], _Packed]]
     written: list[tuple[int, int]]
-    random: list[Tensor] | None
+    random: tuple[Tensor, Tensor | None] | None
 
 
 class _Done:
@@ -358,21 +359,6 @@ def _requires_grad(leaf: Any) -> bool:
 
 def _version(leaf: Any) -> int:
     return version_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    return not torch.equal(one, other)
 
 
 class _Answer:

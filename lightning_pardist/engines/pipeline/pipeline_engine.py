@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pardist.collectives import wire_device, world_group
+from lightning_pardist.engines.common.devices import random_stays
 from lightning_pardist.engines.common.loss_setting import LossWeight
 from lightning_pardist.engines.data_engine import MicrobatchContext
 from lightning_pardist.engines.pipeline.clock import TimedAction, Timeline
@@ -293,8 +295,7 @@ class PipelineEngine:
         stages = lists.stages_of(self.rank)
         parameters = {stage: self.placement.stage_parameters(stage) for stage in stages}
         runtime = Runtime(program.replay, program.wire, lists, self.rank, parameters, turns, self._steady)
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), program.replay.stub_parameters():
+        with random_stays(self.device), program.replay.stub_parameters():
             return runtime.run(work)
 
     def _mode(self, grad: bool) -> Hashable:
@@ -313,7 +314,8 @@ class PipelineEngine:
         return self._train.lists[key]
 
     def _program(self, plan: PipelinePlan) -> _Program:
-        trust = self.device.type != "cpu"
+        # Where messages have no tags: anything but gloo, which sends from host memory.
+        trust = wire_device(self.group or world_group(), self.device).type != "cpu"
         return _Program(
             StageReplay(self.module, plan, self.device, whole=self.options.whole),
             StageP2P(self.group, self.device, self.options.timeout_s, trust_signatures=trust),

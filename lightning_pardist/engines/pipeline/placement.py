@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pardist.collectives import as_bytes
+from lightning_pardist.collectives import as_bytes, irecv, isend, world_group
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.agreed_buffers import agree_on_buffers
 from lightning_pardist.engines.common.elementwise import marks_of
@@ -219,17 +219,18 @@ class Placement:
         if len(ranks) == dist.get_world_size(self.group):
             dist.all_reduce(flat, group=self.group)
             return flat
+        group = self.group or world_group()
         first, *others = ranks
         if self.rank != first:
-            dist.send(flat, dst=self._global(first), group=self.group)
-            dist.recv(flat, src=self._global(first), group=self.group)
+            isend(flat, first, group=group)[0].wait()
+            irecv(flat, first, group=group).wait()
             return flat
         for rank in others:
             share = torch.empty_like(flat)
-            dist.recv(share, src=self._global(rank), group=self.group)
+            irecv(share, rank, group=group).wait()
             flat += share
-        for rank in others:
-            dist.send(flat, dst=self._global(rank), group=self.group)
+        for work, _ in [isend(flat, rank, group=group) for rank in others]:
+            work.wait()
         return flat
 
     def take_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:

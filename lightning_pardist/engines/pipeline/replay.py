@@ -25,6 +25,7 @@ from lightning_pardist.compat.fake_tensors import (
     FakeTensor,
 )
 from lightning_pardist.compat.modules import own_buffers, own_parameters
+from lightning_pardist.engines.common.devices import seed_generator
 from lightning_pardist.engines.pipeline.errors import ALTERNATIVES, CannotPipelineError
 from lightning_pardist.engines.pipeline.interception import intercepted
 from lightning_pardist.engines.pipeline.nested import flatten, rebuild
@@ -333,9 +334,7 @@ class _Run:
     def _reseed(self, position: int) -> None:
         if self.seed is not None:
             seed = zlib.crc32(f"{self.seed}:{position}".encode())
-            torch.default_generator.manual_seed(seed)
-            if self.replay.device is not None and self.replay.device.type == "cuda":
-                torch.cuda.manual_seed(seed)
+            seed_generator(seed, torch.device("cpu") if self.replay.device is None else self.replay.device)
 
     def _other_order(self, what: str) -> CannotPipelineError:
         calls = self.plan.trace.calls

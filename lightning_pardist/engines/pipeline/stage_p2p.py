@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_pardist.collectives import irecv, isend, wire_device, world_group
 from lightning_pardist.engines.pipeline.errors import PipelineTimeoutError
 from lightning_pardist.engines.pipeline.records import Output, TensorLeaf, Value
 
@@ -90,8 +91,10 @@ class StageP2P:
         timeout_s: float,
         trust_signatures: bool = False,
     ) -> None:
-        self.group = group
+        self.group = group or world_group()
         self.device = device
+        #: Of what is sent beside tensors: numbers and headers.
+        self._wire = wire_device(self.group, device)
         self.timeout = timedelta(seconds=timeout_s)
         self.trust = trust_signatures
         self._sent = _Known()
@@ -100,7 +103,7 @@ class StageP2P:
 
     def global_rank(self, rank: int) -> int:
         """Global rank of a rank of the pipeline."""
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+        return dist.get_global_rank(self.group, rank)
 
     def send_values(
         self, key: Hashable, peer: int, tag: int, tensors: Sequence[torch.Tensor], outputs: list[Output]
@@ -156,7 +159,7 @@ class StageP2P:
         pending = PendingValues(key, peer, tag, torch.zeros(1, dtype=torch.int64), None)
         known = self._received.get(key)
         if known is None or not self.trust:
-            pending.length = pending.length.to(self.device)
+            pending.length = pending.length.to(self._wire)
             pending.works.append(self._recv(pending.length, peer, tag))
         if known is not None:
             pending.outputs, pending.posted = known[0], []
@@ -194,7 +197,7 @@ class StageP2P:
         self.wait(pending.works, pending.peer)
         pending.works = []
         behind = pending.tag + 1 + num_values
-        header = torch.empty(int(pending.length), dtype=torch.uint8, device=self.device)
+        header = torch.empty(int(pending.length), dtype=torch.uint8, device=self._wire)
         self.wait([self._recv(header, pending.peer, behind)], pending.peer)
         outputs, leaves = pickle.loads(header.cpu().numpy().tobytes())
         self._received.learn(pending.key, outputs, leaves)
@@ -274,13 +277,11 @@ class StageP2P:
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         if tensor.numel() == 0:
             return
-        tensor = tensor.to(self.device)
-        work = dist.isend(tensor, dst=self.global_rank(peer), group=self.group, tag=tag)
         self._pending = [(other, kept) for other, kept in self._pending if not other.is_completed()]
-        self._pending.append((work, tensor))
+        self._pending.append(isend(tensor.to(self._wire), peer, group=self.group, tag=tag))
 
     def _recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
-        return dist.irecv(tensor, src=self.global_rank(peer), group=self.group, tag=tag)
+        return irecv(tensor, peer, group=self.group, tag=tag)
 
 
 def _wire_shapes(leaves: Sequence[TensorLeaf]) -> list[tuple[Any, ...]]:

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pardist.compat import patches, pytree
 from lightning_pardist.compat.tensors import below_torch_functions, in_transform
+from lightning_pardist.engines.common.devices import device_in_use, random_stays
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
 from lightning_pardist.engines.tensor.calls import GLOBAL_PROPERTIES, LOCAL_PROPERTIES, plain_name
 
@@ -221,8 +222,7 @@ def _put_back(module: nn.Module) -> Iterator[None]:
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     kept = [None if grad is None else grad.clone() for _, grad in grads]
-    devices = list({p.device.index for p in module.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices):
+    with random_stays(device_in_use()):
         try:
             yield
         finally:

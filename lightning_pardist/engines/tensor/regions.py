@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pardist.collectives import all_gather_flat, as_bytes
+from lightning_pardist.compat.fake_group import backend_on
 from lightning_pardist.compat.process_groups import device_types
 from lightning_pardist.compat.tensors import is_unshared, is_view, version_of
 from lightning_pardist.engines.tensor.layout import Layout
@@ -144,7 +145,7 @@ class TensorGroup:
             message = torch.cat([part.view(-1) for part in parts])
             dist.all_to_all_single(flat, message, [mine.numel()] * self.size, sizes, group=self.process_group)
             return flat.view(self.size, *mine.shape).sum(0)
-        if dist.get_backend(self.process_group) == "nccl":
+        if backend_on(self.process_group, tensor.device) not in (dist.Backend.GLOO, "fake"):
             out = torch.empty_like(parts[0])
             dist.reduce_scatter(out, parts, group=self.process_group)
             return out

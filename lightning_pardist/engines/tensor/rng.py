@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_pardist.engines.common.devices import random_stays, seed_generator
 from lightning_pardist.engines.tensor.regions import TensorGroup
 
 
@@ -27,18 +28,6 @@ def apart(group: TensorGroup, like: Tensor) -> Iterator[None]:
     """
     # From the CPU's generator on every device: no synchronization, and checkpointing restores it.
     seed = int(torch.randint(0, 2**62, ()).item()) + group.rank
-    if like.device.type == "cpu":
-        state = torch.get_rng_state()
-        torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            torch.set_rng_state(state)
-        return
-    module = getattr(torch, like.device.type)
-    device_state = module.get_rng_state(like.device)
-    module.manual_seed(seed)
-    try:
+    with random_stays(like.device):
+        seed_generator(seed, like.device)
         yield
-    finally:
-        module.set_rng_state(device_state, like.device)

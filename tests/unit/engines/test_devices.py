@@ -1,0 +1,39 @@
+"""Random numbers of a device, and where single messages are sent from."""
+
+import torch
+import torch.distributed as dist
+
+from lightning_pardist.collectives import wire_device
+from lightning_pardist.compat.fake_group import backend_on
+from lightning_pardist.engines.common import devices
+from lightning_pardist.runtime.process_group import default_backend
+from tests.helpers.ranks import run_ranks
+
+
+def test_random_numbers_of_the_host():
+    device = torch.device("cpu")
+    before = devices.random_state(device)
+    with devices.random_stays(device):
+        devices.seed_generator(5, device)
+        drawn = torch.rand(3)
+        assert not devices.is_same_state(before, devices.random_state(device))
+    assert devices.is_same_state(before, devices.random_state(device))
+    devices.set_random_state(before)
+    torch.default_generator.manual_seed(5)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_what_ranks_talk_through():
+    assert default_backend(torch.device("cpu")) == "gloo"
+    assert default_backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+
+
+def _backends():
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    gpu = torch.device("cuda", 0)
+    found = [backend_on(group, torch.device(kind)) for kind in ("cpu", "cuda", "xpu")]
+    return found, wire_device(group, gpu).type, wire_device(dist.group.WORLD, gpu).type
+
+
+def test_gloo_takes_single_messages_from_host_memory():
+    assert run_ranks(2, _backends) == [(["gloo", "gloo", ""], "cpu", "cpu")] * 2
