@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.dtensor import StridedShard, around, local_tensor_of, make_spec, set_local_tensor, spec_of
 from lightning_pardist.mesh import EXPERT_AXIS, TENSOR_AXIS
 
@@ -113,3 +115,32 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
         return own_part(whole)
     placed = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return placed.to_local()
+
+
+def whole_over_data(value: DTensor) -> Tensor:
+    """The whole tensor on every rank, or this tensor rank's part of it as a DTensor. Collective over its data axes.
+
+    Not ``full_tensor()`` where that can be: gloo has no such collective of a GPU's tensors, and ends the process.
+    """
+    sharded = sharded_axes(value)
+    if len(sharded) != 1 or not isinstance(value.placements[sharded[0]], Shard | StridedShard):
+        whole: Tensor = value.full_tensor()
+        return whole.detach()
+    dim = value.placements[sharded[0]].dim  # type: ignore[attr-defined]
+    group = value.device_mesh.get_group(sharded[0])
+    local = padded_part(value, dim, group.size())
+    pieces = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather([as_bytes(piece) for piece in pieces], as_bytes(local), group=group)
+    return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).contiguous(), value)
+
+
+def padded_part(value: DTensor, dim: int, size: int) -> Tensor:
+    """This rank's shard over ``size`` ranks along ``dim``, contiguous and as long as that of the first rank."""
+    local = own_part(value).detach()
+    shape = list(own_shape(value))
+    shape[dim] = -(-shape[dim] // size)
+    if local.size(dim) == shape[dim] and local.is_contiguous():
+        return local
+    padded = local.new_zeros(shape)
+    padded.narrow(dim, 0, local.size(dim)).copy_(local)
+    return padded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -80,6 +80,11 @@ def random_stays(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_random_state(before)
+
+
+def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of the host as a tensor on a device, which nobody waits for."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=has_generator(device)).to(device, non_blocking=True)
 
 
 def synchronize(device: torch.device) -> None:

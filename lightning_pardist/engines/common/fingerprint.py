@@ -8,6 +8,9 @@ from torch import Tensor
 FINGERPRINT_SIZE = 3
 #: Elements that are fp64 at once.
 _PIECE = 1 << 22
+#: Prime, so that rows of a matrix that changed places are in other columns.
+_COLUMNS = 1021
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -32,3 +35,22 @@ def fingerprint(values: Tensor, *, at_most: int | None = None) -> Tensor:
         places = torch.arange(begin, begin + wide.numel(), dtype=torch.float64, device=wide.device)
         total += torch.stack([wide.sum(), wide @ wide, wide @ (1 + places / flat.numel())])
     return total
+
+
+@torch.no_grad()
+def bit_sums(values: Tensor) -> Tensor:
+    """Sums of bits that tell whether a rank's own values were changed, at the cost of reading them. Not collective.
+
+    Args:
+        values: Of any shape, real.
+
+    Returns:
+        Shape ``[1021]``, int64, on the values' device: as good as never the same for other values.
+    """
+    flat = values.reshape(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    even = bits.numel() // _COLUMNS * _COLUMNS
+    sums = bits[:even].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    rest = bits[even:]
+    sums[: rest.numel()] += rest
+    return sums

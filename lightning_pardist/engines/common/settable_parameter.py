@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pardist.compat.dtensor import local_tensor_of
 from lightning_pardist.compat.tensors import disabled_torch_function, version_of
 from lightning_pardist.engines.common.meta_init import sync_from_first_rank
-from lightning_pardist.local_tensors import local_part, sharded_axes, tensor_axis
+from lightning_pardist.local_tensors import local_part, sharded_axes, tensor_axis, whole_over_data
 
 #: How often ``.data`` of any sharded parameter was asked for: what is done to it leaves no other trace.
 _looks = 0
@@ -41,7 +41,7 @@ def assign(parameter: DTensor, value: Tensor) -> None:
     if isinstance(value, DTensor) and value.placements == parameter.placements:
         part = value.to_local()
     else:
-        part = local_part(value.full_tensor() if isinstance(value, DTensor) else value, parameter)
+        part = local_part(whole_over_data(value) if isinstance(value, DTensor) else value, parameter)
     local_tensor_of(parameter).copy_(part)
 
 
@@ -137,7 +137,7 @@ def _whole(parameter: Any) -> Tensor:
             f"A module is copied whose parameter of shape {tuple(parameter.shape)} is split over data and tensor ranks"
             " by now, and the copy could not be called. Make the copy in __init__ or configure_model."
         )
-    whole: Tensor = parameter.detach().full_tensor()
+    whole = whole_over_data(parameter)
     return whole.clone()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_pardist.engines.common.devices import numbers_on
 from lightning_pardist.local_tensors import own_part, wrapped_like
 
 _MB = 2**20
@@ -94,7 +95,7 @@ class Bucket:
                     self.adopt(index, scale)
                     self.mark_ready(index)
         if self.pending:
-            self.flags.copy_(torch.tensor([float(done) for done in self.ready]))
+            self.flags.copy_(numbers_on(self.flags.device, [float(done) for done in self.ready]))
         else:
             self.flags.fill_(1.0)
 

@@ -22,11 +22,10 @@ from lightning_pardist.engines.common.settable_parameter import changes_of, make
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, REDUCE, CollectiveSequencer
 from lightning_pardist.engines.fsdp.comm import PendingReduction, UnitAllGather, UnitCodes, UnitReduceScatter
 from lightning_pardist.engines.fsdp.fsdp_units import Unit
-from lightning_pardist.engines.fsdp.full_state import whole_over_data
 from lightning_pardist.engines.fsdp.outputs import before_backward, shares_memory
 from lightning_pardist.engines.fsdp.tiling import TiledLinear
 from lightning_pardist.engines.fsdp.written_values import GatheredParameter, Member, WrittenValues
-from lightning_pardist.local_tensors import local_part, own_part, sharded_axes, wrapped_like
+from lightning_pardist.local_tensors import local_part, own_part, sharded_axes, whole_over_data, wrapped_like
 
 
 class ShardedUnit:

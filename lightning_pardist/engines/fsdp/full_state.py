@@ -18,8 +18,10 @@ from lightning_pardist.local_tensors import (
     over_tensor_ranks,
     own_part,
     own_shape,
+    padded_part,
     sharded_axes,
     tensor_axis,
+    whole_over_data,
 )
 
 
@@ -41,15 +43,15 @@ def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
     if not sharded and tensor_axis(value) is not None:
         return over_tensor_ranks(own_part(value).detach().to("cpu", copy=True), value) if is_rank(writer) else None
     if len(sharded) != 1 or not isinstance(value.placements[sharded[0]], Shard | StridedShard):
-        whole = value.full_tensor()
-        return whole.detach().to("cpu", copy=True) if is_rank(writer) else None
+        whole = whole_over_data(value)
+        return whole.to("cpu", copy=True) if is_rank(writer) else None
     placement = value.placements[sharded[0]]
     group = value.device_mesh.get_group(sharded[0])
     ranks = dist.get_process_group_ranks(group)
     if writer not in ranks:
         return None
     size, dim = group.size(), placement.dim  # type: ignore[attr-defined]
-    local = _padded(value, dim, size)
+    local = padded_part(value, dim, size)
     here = is_rank(writer)
     pieces = [torch.empty_like(local) for _ in range(size)] if here else None
     received = None if pieces is None else [as_bytes(piece) for piece in pieces]
@@ -59,35 +61,9 @@ def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
     return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).cpu(), value)
 
 
-def whole_over_data(value: DTensor) -> torch.Tensor:
-    """The whole tensor on every rank, or this tensor rank's part of it as a DTensor. Collective over its data axes."""
-    sharded = sharded_axes(value)
-    if tensor_axis(value) is None or len(sharded) != 1:
-        whole: torch.Tensor = value.full_tensor()
-        return whole.detach()
-    dim = value.placements[sharded[0]].dim  # type: ignore[attr-defined]
-    group = value.device_mesh.get_group(sharded[0])
-    local = _padded(value, dim, group.size())
-    pieces = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather([as_bytes(piece) for piece in pieces], as_bytes(local), group=group)
-    return over_tensor_ranks(torch.cat(pieces, dim=dim).narrow(dim, 0, own_shape(value)[dim]).contiguous(), value)
-
-
 def is_rank(rank: int) -> bool:
     """Whether this is the global rank of that number, also after a run of one rank, whose group is gone."""
     return not dist.is_initialized() or dist.get_rank() == rank
-
-
-def _padded(value: DTensor, dim: int, size: int) -> torch.Tensor:
-    """This rank's shard, contiguous and as long as that of the first rank."""
-    local = value.to_local().detach()
-    shape = list(own_shape(value))
-    shape[dim] = -(-shape[dim] // size)
-    if local.size(dim) == shape[dim] and local.is_contiguous():
-        return local
-    padded = local.new_zeros(shape)
-    padded.narrow(dim, 0, local.size(dim)).copy_(local)
-    return padded
 
 
 def full_state(

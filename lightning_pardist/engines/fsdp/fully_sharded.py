@@ -27,11 +27,11 @@ from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequen
 from lightning_pardist.engines.fsdp.comm import UnitCodes
 from lightning_pardist.engines.fsdp.direct_param_use import DirectUse
 from lightning_pardist.engines.fsdp.fsdp_units import Unit, format_units
-from lightning_pardist.engines.fsdp.full_state import whole_over_data
 from lightning_pardist.engines.fsdp.pipeline_fsdp import FSDPMicrobatchContext, UnitForward
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
 from lightning_pardist.engines.fsdp.skip_consensus import SkipStepConsensus
 from lightning_pardist.engines.offload import HostStep
+from lightning_pardist.local_tensors import whole_over_data
 
 #: Backward of these needs their inputs, not their weights.
 _READ_IN_FORWARD_ONLY = (nn.Embedding.forward,)

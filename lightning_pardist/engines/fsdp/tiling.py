@@ -27,7 +27,7 @@ from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.slice_exchange import exchanges_directly, gather_slices, scatter_slices
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, REDUCE, CollectiveSequencer
 from lightning_pardist.engines.fsdp.fsdp_units import is_torch_composite
-from lightning_pardist.engines.fsdp.full_state import whole_over_data
+from lightning_pardist.local_tensors import whole_over_data
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 

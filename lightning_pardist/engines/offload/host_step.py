@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,8 @@ class HostStep:
             changed = before(optimizer, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
-        self._update()
+        with _scale_on_host(optimizer):
+            self._update()
         mark_step(optimizer)
         for after in post_hooks(optimizer):
             after(optimizer, args, kwargs)
@@ -245,6 +247,23 @@ class HostStep:
                     f"{type(self._optimizer).__name__} cannot step on a few parameters at a time, as offload to a"
                     " folder has it: a step depends on how often step() was called. Use offload='cpu'."
                 )
+
+
+@contextmanager
+def _scale_on_host(optimizer: Optimizer) -> Iterator[None]:
+    """What a gradient scaler leaves on an optimizer whose kernel scales by itself, there before it is read.
+
+    Torch copies it while the kernel, on the host, reads it.
+    """
+    names = [name for name in ("grad_scale", "found_inf") if isinstance(getattr(optimizer, name, None), Tensor)]
+    before = {name: getattr(optimizer, name) for name in names}
+    for name, value in before.items():
+        setattr(optimizer, name, value.cpu())
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(optimizer, name, value)
 
 
 def _in_small_windows(optimizer: Optimizer) -> None:

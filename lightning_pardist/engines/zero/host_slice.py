@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_pardist.engines.common.fingerprint import bit_sums
 from lightning_pardist.engines.offload import HostCopies, StateFile
 
 
@@ -50,15 +51,17 @@ class HostSlice:
                 self.master[begin:end].copy_(own[begin:end])
                 self._evict(begin, end)
         self.is_apart = self.master is not own
+        #: Of the slice as it was published last, where that is on another device.
+        self._sums = bit_sums(own) if self.is_away else None
         self._published: torch.Event | None = None
         self._landing: torch.Event | None = None
 
     def take_changes(self) -> None:
-        """Let masters follow a slice that was changed by hand, where both are in host memory."""
-        if not self.is_apart or self.is_away:
+        """Let masters follow a slice that was changed by hand. Waits for the device, as the step that follows does."""
+        if not self.is_apart or (self._sums is not None and torch.equal(bit_sums(self._own), self._sums)):
             return
         for begin, end in self._windows():
-            follow(self.master[begin:end], self._own[begin:end])
+            follow(self.master[begin:end], self._own[begin:end].to(self.master.device))
             self._evict(begin, end)
 
     def publish(self) -> None:
@@ -74,6 +77,7 @@ class HostSlice:
         if self._published is not None:
             self._published.wait()
             self._published = None
+            self._sums = bit_sums(self._own)
 
     def receive(self, reduced: Tensor) -> Tensor:
         """Gradients in the masters' dtype, on the host; there once :meth:`wait_received` returns."""
