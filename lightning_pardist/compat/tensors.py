@@ -29,6 +29,7 @@ NAMES = (
             "look for it in torch.overrides"),
     Private("torch._C._functorch.peek_interpreter_stack", "refusing to split tensors inside of torch.func transforms",
             "let the transform fail by itself"),
+    Private("torch._foreach_copy_", "copies of what was gathered", "copy one at a time"),
     Private("torch._foreach_zero_", "zeroing gradients that are slices", "zero one at a time"),
     Private("torch._assert_async", "checks of indices without waiting for the device", "torch.all(...).item()"),
     Private("torch.Tensor._post_accumulate_grad_hooks", "reducing at once where the user looks at gradients at once",
@@ -40,6 +41,7 @@ GETTERS_WITHOUT_VALUES = ("_backward_hooks", "_base", "_version")
 METHODS_WITHOUT_VALUES = ("_is_view",)
 #: ``__torch_function__`` of classes that leave functions alone.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+foreach_copy_: Any = torch._foreach_copy_
 foreach_zero_: Any = torch._foreach_zero_
 
 

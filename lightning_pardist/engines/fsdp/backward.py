@@ -112,6 +112,7 @@ class ShardedUnit:
         """
         keep = self.resident or rounded
         with torch.inference_mode(False) if keep else contextlib.nullcontext(), torch.no_grad():
+            noted = []
             for parameter in group.parameters:
                 whole = parameter.unsharded
                 if whole is None or whole.is_inference():
@@ -119,7 +120,8 @@ class ShardedUnit:
                 gathered = self.whole.get(id(parameter))
                 if gathered is None or gathered.whole is not whole:
                     gathered = self.whole[id(parameter)] = GatheredParameter(parameter, self.name_of(parameter))
-                gathered.note(keep=keep)
+                noted.append(gathered)
+            GatheredParameter.note_all(noted, keep=keep)
         self._noted = True
 
     def keep_traced(self, group: ParameterGroup) -> None:
@@ -134,14 +136,15 @@ class ShardedUnit:
     def keep_changes(self) -> None:
         """Write to the shards what the user changed while the unit was gathered (clamping, say).
 
-        Of a unit that stays gathered through a step all values are compared: not every write leaves a trace.
+        Of a unit that stays gathered through a step, values to which somebody may hold a handle are compared without a
+        trace as well.
         """
         if self._noted and self.gathered:
             for group in self.groups:
                 self.check_places(group)
                 for parameter in group.parameters:
                     gathered = self.whole.get(id(parameter))
-                    if gathered is not None and (self.resident or gathered.may_be_changed):
+                    if gathered is not None and (gathered.may_be_changed or (self.resident and gathered.escaped)):
                         self._keep(parameter, gathered)
 
     def _keep(self, parameter: ShardedParameter, gathered: GatheredParameter) -> None:

@@ -127,11 +127,11 @@ def _twin(parameter: nn.Parameter, twins: dict[nn.Parameter, nn.Parameter]) -> n
     """An ordinary parameter on the memory of this rank's shard."""
     if not isinstance(parameter, DTensor):
         return parameter
-    local = parameter.to_local().detach()
+    local = own_part(parameter).detach()
     twin = twins.get(parameter)
     if twin is None or twin.data_ptr() != local.data_ptr() or twin.shape != local.shape:
         twin = twins[parameter] = nn.Parameter(local, requires_grad=parameter.requires_grad)
         marked(twin, marks_of(parameter))
     gradient = parameter.grad
-    twin.grad = gradient.to_local().detach() if isinstance(gradient, DTensor) else gradient
+    twin.grad = own_part(gradient).detach() if isinstance(gradient, DTensor) else gradient
     return twin

@@ -7,7 +7,7 @@ Ranks may have written different values, by samples of their own; then the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_pardist.compat.fsdp2 import ShardedParameter
 from lightning_pardist.compat.parameter_data import looks_at, watch_looks
-from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.compat.tensors import foreach_copy_, version_of
 from lightning_pardist.engines.common.fingerprint import FINGERPRINT_SIZE, fingerprint
 from lightning_pardist.engines.common.settable_parameter import changes_of
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
@@ -38,6 +38,7 @@ class GatheredParameter:
         own: The whole values that this rank has written, until ranks have compared theirs; None if it has written none.
         old: This rank's part before that.
         touched: A write was seen that leaves no trace.
+        escaped: ``.data`` was asked for while it was whole: who keeps that can write at any time without a trace.
     """
 
     def __init__(self, parameter: ShardedParameter, name: str) -> None:
@@ -50,27 +51,53 @@ class GatheredParameter:
         self.home = own_part(whole).data
         self.own: Tensor | None = None
         self.old: Tensor | None = None
-        self.touched = False
+        self.touched = self.escaped = False
         self._looks = watch_looks(whole)
         self._version = 0
         self._before: Tensor | None = None
+        self._view: Tensor | None = None
         self._written_at: tuple[int, ...] = ()
 
-    def note(self, *, keep: bool) -> None:
-        """It was gathered right now.
+    @staticmethod
+    def note_all(gathered: Sequence[GatheredParameter], *, keep: bool) -> None:
+        """Parameters were gathered right now.
 
         Args:
-            keep: Keep a copy of this rank's part, and not rely on the shard: it stays for long, or is rounded.
+            gathered: Those of one group.
+            keep: Keep copies of this rank's parts, and not rely on the shards: they stay for long, or are rounded.
         """
-        if self.own is not None:
-            self._return_to_own()
-        self._before = self._part().clone() if keep else None
-        self._note_marks()
+        parts: list[Tensor] = []
+        copies: list[Tensor] = []
+        for one in gathered:
+            if one.own is not None:
+                one._return_to_own()
+            if keep:
+                part = one._home_part()
+                if one._before is None:
+                    one._before = torch.empty_like(part, memory_format=torch.contiguous_format)
+                parts.append(part)
+                copies.append(one._before)
+            else:
+                one._before = None
+            one._note_marks()
+        if parts:
+            # One kernel for many: a device is fed faster than parameter by parameter.
+            foreach_copy_(copies, parts)
 
     def _note_marks(self) -> None:
+        self.escaped = self.escaped or self._looks != looks_at(self.whole)
         self.touched = False
         self._version = version_of(self.whole)
         self._looks = looks_at(self.whole)
+
+    def _home_part(self) -> Tensor:
+        """This rank's part where gathers put it; a view, made once."""
+        if self._view is None:
+            part = local_part(self.home, self.parameter.sharded)
+            if part.untyped_storage().data_ptr() != self.home.untyped_storage().data_ptr():
+                return part
+            self._view = part
+        return self._view
 
     def _part(self) -> Tensor:
         return local_part(self.whole.detach(), self.parameter.sharded)
