@@ -141,6 +141,15 @@ def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     return torch.device("cpu") if backend_on(group, device) == dist.Backend.GLOO else device
 
 
+def collective_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where a collective of tensors on ``device`` takes place: NCCL alone takes none from host memory."""
+    if device.type == "cpu" and backend_on(group, device) not in (dist.Backend.GLOO, dist.Backend.MPI):
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return device
+
+
 def isend(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) -> tuple[Any, Tensor]:
     """Begin to send a tensor on any device, as :func:`torch.distributed.isend`.
 

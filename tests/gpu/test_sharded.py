@@ -47,6 +47,7 @@ def _fit(strategy, precision="32-true", compiled=False, **kwargs):
         strategy=strategy() if callable(strategy) else strategy,
         precision=precision,
         gradient_clip_val=1.0,
+        use_distributed_sampler=False,  # it would shuffle
         **kwargs,
     )
     generator = torch.Generator().manual_seed(3)

@@ -46,7 +46,7 @@ class Listed(nn.Module):
             row, place = (chosen == index).nonzero(as_tuple=True)
             if self.skips and not len(row):
                 continue
-            out = out.index_add(0, row, weights[row, place, None] * expert(flat[row]))
+            out = out.index_add(0, row, (weights[row, place, None] * expert(flat[row])).to(out.dtype))
         return out.view(x.shape)
 
 
@@ -76,7 +76,7 @@ class StackedExperts(nn.Module):
             row, place = torch.where(index == expert)
             hidden = F.gelu(F.linear(x[row], self.up[expert]))
             result = F.linear(hidden, self.down[expert]) + self.bias[expert]
-            out = out.index_add(0, row, result * weights[row, place, None])
+            out = out.index_add(0, row, (result * weights[row, place, None]).to(out.dtype))
         return out
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pardist.collectives import as_bytes
+from lightning_pardist.collectives import as_bytes, collective_device
 from lightning_pardist.compat.modules import own_buffers, own_parameters
 from lightning_pardist.local_tensors import own_part
 
@@ -22,17 +22,19 @@ def sync_from_first_rank(tensors: Sequence[torch.Tensor], groups: Sequence[dist.
     """Overwrite tensors with those of the groups' first rank. Collective over ``groups``, one after the other.
 
     Args:
-        tensors: Same shapes and dtypes on every rank; not on ``meta``. Of DTensors this rank's parts are meant.
+        tensors: Same shapes, dtypes and kinds of devices on every rank (a module's layers that were made in
+            ``configure_model`` are on the device already); not on ``meta``. Of DTensors this rank's parts are meant.
         groups: Process groups of the mesh axes, outermost first.
     """
     with torch.no_grad():
         for group in groups:
             source = dist.get_global_rank(group, 0)
             for bucket in _buckets([own_part(tensor).detach() for tensor in tensors if tensor.numel()]):
-                if len(bucket) == 1 and bucket[0].is_contiguous():
+                device = collective_device(group, bucket[0].device)
+                if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == device:
                     dist.broadcast(as_bytes(bucket[0]), source, group=group)
                     continue
-                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
                 dist.broadcast(as_bytes(flat), source, group=group)
                 for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                     tensor.copy_(values.view_as(tensor))
@@ -43,7 +45,8 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     size = 0
     for tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
-        if waiting and (size + nbytes > BROADCAST_BYTES or waiting[0].dtype != tensor.dtype):
+        alike = not waiting or (waiting[0].dtype, waiting[0].device) == (tensor.dtype, tensor.device)
+        if waiting and (size + nbytes > BROADCAST_BYTES or not alike):
             yield waiting
             waiting, size = [], 0
         waiting.append(tensor)
