@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.compat.fake_group import backend_on
+from lightning_pardist.compat.process_groups import device_types
 
 T = TypeVar("T")
 
@@ -148,6 +149,14 @@ def collective_device(group: dist.ProcessGroup, device: torch.device) -> torch.d
         if accelerator is not None:
             return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return device
+
+
+def table_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where ranks exchange a few numbers that the host knows and wants to know of others.
+
+    The host, where the group can: on a device it would wait for all that the device has to do.
+    """
+    return torch.device("cpu") if torch.device("cpu") in device_types(group) else device
 
 
 def isend(tensor: Tensor, peer: int, *, group: dist.ProcessGroup, tag: int = 0) -> tuple[Any, Tensor]:

@@ -27,6 +27,7 @@ from lightning_pardist.checkpoint.tensors import (
     shards_like,
     whole_slots,
 )
+from lightning_pardist.collectives import table_device
 from lightning_pardist.compat.fsdp2 import states_in
 from lightning_pardist.engines.common.gradient_math import Counts
 from lightning_pardist.engines.ddp.buffers import broadcast_tensors
@@ -184,7 +185,8 @@ class UserParallelizedEngine:
         rest = [param for param in params if param not in self._sharded]
         if self.group.size() == 1 or not rest:
             return
-        present = torch.tensor([param.grad is not None for param in rest], dtype=torch.int32, device=_device(rest))
+        wire = table_device(self.group, _device(rest))
+        present = torch.tensor([param.grad is not None for param in rest], dtype=torch.int32, device=wire)
         dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self.group)
         with_gradient = [param for param, found in zip(rest, present.tolist(), strict=True) if found]
         for param in with_gradient:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
+from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_balance import Scaling, Value, exchange, scale_gradients, uneven_products
 from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
@@ -216,7 +217,7 @@ class LossWeights:
         """Counts that are those of the whole batch, where this rank's part of it may hold nothing that counts."""
         if self._agree is None or not terms:
             return terms
-        counts = [torch.as_tensor(term.count, dtype=torch.float64, device=self._device) for term in terms]
+        counts = [number_on(self._device, term.count, torch.float64) for term in terms]
         agreed = self._agree(torch.stack(counts)).unbind()
         return [replace(term, count=count) for term, count in zip(terms, agreed, strict=True)]
 
@@ -258,7 +259,7 @@ class LossWeights:
                 )
             except LookupError:
                 continue
-            found[each.name] = each, Value(each.name, torch.as_tensor(each.value, device=self._device), weight)
+            found[each.name] = each, Value(each.name, number_on(self._device, each.value, torch.float64), weight)
         return list(found.values())
 
     def _correct(self, entry: _Logged, value: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import Recorded
-from lightning_pardist.collectives import all_gather_flat
+from lightning_pardist.collectives import all_gather_flat, table_device
 from lightning_pardist.engines.pipeline.nested import map_leaves, tensors_in
 
 
@@ -80,8 +80,8 @@ class SameBatches:
         if not self._differ or most > 1:
             prints = [0] * len(batches) if self._differ else [_fingerprint(batch) for batch in batches]
             row = [len(batches), *prints, *[0] * (most - len(batches))]
-            mine = torch.tensor(row, dtype=torch.int64, device=self.device)
-            everybody = torch.empty(self.group.size() * (most + 1), dtype=torch.int64, device=self.device)
+            mine = torch.tensor(row, dtype=torch.int64, device=table_device(self.group, self.device))
+            everybody = mine.new_empty(self.group.size() * (most + 1))
             all_gather_flat(everybody, mine, group=self.group)
             rows = everybody.view(self.group.size(), most + 1)
             count = int(rows[:, 0].min())

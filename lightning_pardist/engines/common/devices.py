@@ -87,6 +87,13 @@ def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtyp
     return torch.tensor(numbers, dtype=dtype, pin_memory=has_generator(device)).to(device, non_blocking=True)
 
 
+def number_on(device: torch.device, value: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """A number, of the host or a device, as a tensor on a device, which nobody waits for."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype, non_blocking=True)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a device has done what it was given; at once on the host."""
     if device.type not in _WITHOUT_GENERATOR:

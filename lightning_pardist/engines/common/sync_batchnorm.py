@@ -203,16 +203,17 @@ class _Normalize(torch.autograd.Function):
         shape = [1, -1] + [1] * (x.dim() - 2)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         channels = x.shape[1]
-        local = wide.new_tensor(x.numel() // channels)
+        own_count = x.numel() // channels
         # Mean and M2 of each rank are merged (Chan et al.), which loses no digits where E[x^2] - E[x]^2 would.
         rank_mean = wide.mean(dims) if x.numel() else wide.new_zeros(channels)
         rank_m2 = (wide - rank_mean.view(shape)).square().sum(dims)
-        packed = torch.cat([rank_mean, rank_m2, local.reshape(1)])
+        packed = torch.cat([rank_mean, rank_m2, wide.new_full((1,), own_count)])
         gathered = [torch.empty_like(packed) for _ in range(group.size())]
         dist.all_gather(gathered, packed, group=group)
         means, m2s, counts = torch.stack(gathered).split([channels, channels, 1], dim=1)
         count = counts.sum()
-        if count <= 1:
+        # A rank with several knows without looking, for which it would wait for the device.
+        if own_count <= 1 and count <= 1:
             raise ValueError(f"Expected more than 1 value per channel over all ranks, got input size {tuple(x.shape)}.")
         mean = (means * counts).sum(0) / count
         variance = (m2s.sum(0) + (counts * (means - mean).square()).sum(0)) / count

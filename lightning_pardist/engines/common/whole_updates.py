@@ -34,6 +34,7 @@ from lightning_pardist.checkpoint.tensors import (
     shared_entries,
     shared_state,
 )
+from lightning_pardist.collectives import table_device
 from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
 from lightning_pardist.compat.process_groups import device_types
 from lightning_pardist.engines.common.elementwise import marked, marks_of, own_step
@@ -159,7 +160,7 @@ class WholeUpdates:
         for number, held in self._held.items():
             flags[number] = held.grad.here and held.grad.like.grad is not None
         flags[-1] = keys != self._keys
-        flags = flags.to(self._device)
+        flags = flags.to(table_device(self.group, self._device))
         if self.group.size() > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         *present, changed = flags.tolist()

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pardist.collectives import table_device
+
 
 def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Weights of layers that were built with ``sparse=True``, each once, in the order of registration."""
@@ -39,7 +41,7 @@ def _all_gather_rows(param: nn.Parameter, group: dist.ProcessGroup) -> Tensor | 
         rows, values = grad.indices()[0], grad.values()
     world_size = group.size()
     # -1 tells "no gradient here" from "a gradient without rows".
-    count = torch.tensor([-1 if grad is None else rows.numel()], device=param.device)
+    count = torch.tensor([-1 if grad is None else rows.numel()], device=table_device(group, param.device))
     counts = [torch.empty_like(count) for _ in range(world_size)]
     dist.all_gather(counts, count, group=group)
     sizes = [int(size) for size in counts]

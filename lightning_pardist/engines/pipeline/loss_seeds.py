@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_balance import Value, exchange, scale_gradients, signature, uneven_products
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term, couplings, weight_of
@@ -131,7 +132,8 @@ class LossSeeds:
         self._all_known = False
         #: By key of a term: its factor, and what micro-batches have counted.
         self._known: dict[str, tuple[Tensor, Tensor]] = {}
-        self._agreed, self._several = torch.tensor([[True], [False]], device=self._device)
+        self._agreed = torch.ones(1, dtype=torch.bool, device=self._device)
+        self._several = torch.zeros(1, dtype=torch.bool, device=self._device)
         self._correction = self._number(1.0)
 
     def add(self, index: int, loss: Tensor | None) -> None:
@@ -181,8 +183,12 @@ class LossSeeds:
         """All backwards are over. Not collective."""
         weights = [part_weight(terms, part.size) for terms, part in zip(self._terms, self._parts, strict=True)]
         is_sum = any(weight is None for weight in weights)
-        shares = tuple(1.0 if weight is None else float(weight) for weight in weights)
-        return Weighing(shares, is_sum, float(self._correction), bool(self._several))
+        shares = [self._number(1.0 if weight is None else weight) for weight in weights]
+        # The host waits for the device once.
+        numbers = torch.stack(
+            [each.reshape(()) for each in (*shares, self._correction, self._several.double())]
+        ).tolist()
+        return Weighing(tuple(numbers[:-2]), is_sum, numbers[-2], bool(numbers[-1]))
 
     # --- before all counts are known ----------------------------------------------------------------------------
 
@@ -261,7 +267,7 @@ class LossSeeds:
         return factor * torch.where(self._agreed, by_count, by_samples)
 
     def _number(self, value: Tensor | float) -> Tensor:
-        return torch.as_tensor(value, dtype=torch.float64, device=self._device)
+        return number_on(self._device, value, torch.float64)
 
 
 def _keyed(terms: Sequence[Term]) -> list[tuple[str, Term]]:

@@ -20,7 +20,7 @@ from lightning_pardist.engines.pipeline.cut import split_batch
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
 from lightning_pardist.engines.pipeline.loss_seeds import LossSeeds, Weighing
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch
-from lightning_pardist.engines.pipeline.nested import flatten, map_leaves
+from lightning_pardist.engines.pipeline.nested import flatten, map_leaves, rebuild
 from lightning_pardist.engines.pipeline.placement import Placement
 from lightning_pardist.engines.pipeline.replay import StageReplay, contains_stub
 from lightning_pardist.engines.pipeline.schedule import (
@@ -353,10 +353,19 @@ class PipelineEngine:
         return StepResult(loss, losses, weights, sizes, results, self._timeline(done), is_sum)
 
     def _broadcast(self, value: Any, rank: int) -> Any:
-        box = [value if self.rank == rank else None]
+        if self.num_ranks == 1:
+            return value
+        leaves, spec = flatten(value) if self.rank == rank else ([], None)
+        # Of a device: it may have another number there.
+        moved = [isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves]
+        box = [([leaf.cpu() if away else leaf for leaf, away in zip(leaves, moved, strict=True)], moved, spec)]
         source = rank if self.group is None else dist.get_global_rank(self.group, rank)
         dist.broadcast_object_list(box, src=source, group=self.group)
-        return box[0]
+        if self.rank == rank:
+            return value
+        leaves, moved, spec = box[0]
+        leaves = [leaf.to(self.device) if away else leaf for leaf, away in zip(leaves, moved, strict=True)]
+        return None if spec is None else rebuild(spec, leaves)
 
     def _timeline(self, done: Finished) -> Timeline | None:
         if not self.record_times:

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_pardist.collectives import as_bytes, irecv, isend, world_group
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.agreed_buffers import agree_on_buffers
+from lightning_pardist.engines.common.devices import numbers_on
 from lightning_pardist.engines.common.elementwise import marks_of
 from lightning_pardist.engines.pipeline.remote_parameter import RemoteParameter
 from lightning_pardist.engines.pipeline.stage_plan import PipelinePlan
@@ -199,7 +200,7 @@ class Placement:
         # Split over tensor ranks, each adds up its parts with those of its own index.
         parts = [own_part(p).detach() for p in parameters]
         grads = [None if p.grad is None else own_part(p.grad) for p in parameters]
-        present = torch.tensor([float(grad is not None) for grad in grads], device=parts[0].device)
+        present = numbers_on(parts[0].device, [float(grad is not None) for grad in grads])
         pieces = [
             torch.zeros_like(part).view(-1) if grad is None else grad.reshape(-1)
             for part, grad in zip(parts, grads, strict=True)

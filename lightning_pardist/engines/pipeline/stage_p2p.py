@@ -187,7 +187,7 @@ class StageP2P:
         """
         self.wait(pending.works, pending.peer)
         pending.works = []
-        if int(pending.length) and not self.trust:
+        if not self.trust and int(pending.length):
             self._receive_new(pending, num_values)
         if pending.posted is None or pending.outputs is None:
             raise RuntimeError("A message of values came without its header.")
@@ -242,14 +242,14 @@ class StageP2P:
         return buffers, works
 
     def wait(self, works: Sequence[Any], peer: int) -> None:
-        """Wait for receives.
+        """Wait for receives. On a device what it does next waits, and the group's timeout bounds that.
 
         Raises:
             PipelineTimeoutError: If one is not over in time, or the other side has gone.
         """
         for work in works:
             try:
-                work.wait(self.timeout)
+                self._wait(work)
             except RuntimeError as error:
                 raise PipelineTimeoutError(
                     f"Rank {dist.get_rank()} waited for a message of rank {self.global_rank(peer)} for"
@@ -267,12 +267,16 @@ class StageP2P:
         pending, self._pending = self._pending, []
         for work, _ in pending:
             try:
-                work.wait(self.timeout)
+                self._wait(work)
             except RuntimeError as error:
                 raise PipelineTimeoutError(
                     f"A message of rank {dist.get_rank()} was not taken within {self.timeout.total_seconds():.0f} s:"
                     f" {error}"
                 ) from error
+
+    def _wait(self, work: Any) -> None:
+        # Given a timeout, NCCL blocks the host until the message is there.
+        work.wait(self.timeout) if self._wire.type == "cpu" else work.wait()
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         if tensor.numel() == 0:

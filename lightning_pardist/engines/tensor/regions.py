@@ -29,9 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_pardist.collectives import all_gather_flat, as_bytes
+from lightning_pardist.collectives import all_gather_flat, as_bytes, table_device
 from lightning_pardist.compat.fake_group import backend_on
-from lightning_pardist.compat.process_groups import device_types
 from lightning_pardist.compat.tensors import is_unshared, is_view, version_of
 from lightning_pardist.engines.tensor.layout import Layout
 
@@ -156,8 +155,7 @@ class TensorGroup:
 
     def exchange(self, *values: int) -> Tensor:
         """Every rank's numbers, shape ``[size, len(values)]``, int64 on the host. Collective; not counted."""
-        known: Any = device_types(self.process_group)
-        device = torch.device("cpu") if torch.device("cpu") in known else torch.device(self.mesh.device_type)
+        device = table_device(self.process_group, torch.device(self.mesh.device_type))
         mine = torch.tensor(values, dtype=torch.int64, device=device)
         everyone = mine.new_empty(self.size * len(values))
         all_gather_flat(everyone, mine, group=self.process_group)
