@@ -342,7 +342,7 @@ def fill_optimizer(
             state = {key: settled(value, device) for key, value in small.items()}
             for key, full_key in stored.items():
                 state[key] = _filled(full_key, slot, reader, device)
-            optimizer.state[slot.param] = state
+            optimizer.state[slot.param] = with_count_in_place(state, device, group)
 
 
 def require_same_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], wanted: Sequence[int]) -> None:
@@ -405,6 +405,20 @@ def settled(value: Any, device: torch.device) -> Any:
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)(settled(item, device) for item in value)
     return value
+
+
+def with_count_in_place(state: dict[str, Any], device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with its count of steps where kernels look for it, as ``Optimizer.load_state_dict`` has it.
+
+    Args:
+        state: Of one parameter.
+        device: Of the parameter.
+        settings: Of its parameter group.
+    """
+    count = state.get("step")
+    if isinstance(count, Tensor) and (settings.get("fused") or settings.get("capturable")):
+        state["step"] = count.to(device, torch.float32)
+    return state
 
 
 def _filled(full_key: str, slot: TensorSlot, reader: FolderReader, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from lightning_pardist.compat.contract import Private
 
 _HOOKS = "hooks around steps that are taken on the host"
 _SCALING = "one overflow decision for all ranks"
+_CLIPPING = "clipping in a few kernels for all gradients"
 _SCHEDULERS = "schedulers that count steps taken elsewhere"
 NAMES = (
     Private("torch.optim.optimizer._global_optimizer_pre_hooks", _HOOKS, "call no hooks there"),
@@ -33,6 +34,10 @@ NAMES = (
     Private("torch.amp.GradScaler._lazy_init_scale_growth_tracker", _SCALING, "scale a tensor of one element first"),
     Private("torch.amp.GradScaler._unscale_grads_", _SCALING, "a scaler class of our own"),
     Private("torch._amp_foreach_non_finite_check_and_unscale_", _SCALING, "isfinite() and mul_()"),
+    Private("torch._foreach_norm", _CLIPPING, "linalg.vector_norm() of each"),
+    Private("torch._foreach_mul_", _CLIPPING, "mul_() of each"),
+    Private("torch._foreach_clamp_min_", _CLIPPING, "clamp_() of each"),
+    Private("torch._foreach_clamp_max_", _CLIPPING, "clamp_() of each"),
 )  # fmt: skip
 
 
@@ -83,6 +88,23 @@ def replace_unscale(scaler: torch.amp.GradScaler, unscale: Callable[..., Any] | 
         scaler.__dict__.pop("_unscale_grads_", None)
     else:
         scaler.__dict__["_unscale_grads_"] = unscale
+
+
+def norms_together(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each tensor, all of one device and dtype, computed in ``dtype``."""
+    found: list[Tensor] = list(torch._foreach_norm(grads, norm_type, dtype))
+    return found
+
+
+def multiply_together(grads: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one device and dtype in place by a number on their device."""
+    torch._foreach_mul_(grads, factor)
+
+
+def clamp_together(grads: list[Tensor], limit: float) -> None:
+    """Clamp tensors of one device and dtype in place to ``[-limit, limit]``."""
+    torch._foreach_clamp_min_(grads, -limit)
+    torch._foreach_clamp_max_(grads, limit)
 
 
 def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_pardist.compat.optimizers import clamp_together, multiply_together, norms_together
+from lightning_pardist.engines.common.devices import has_generator
+
 #: Whether a parameter of the module is counted on this rank.
 Counts = Callable[[nn.Parameter], bool]
 
@@ -29,9 +32,51 @@ def sum_of_powers(grads: Sequence[Tensor], norm_type: float, *, device: torch.de
     if not grads:
         return torch.zeros((), device=device)
     widest = functools.reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads), torch.float32)
-    norms = [
-        torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
-        for grad in grads
-    ]
-    stacked = torch.stack([norm.to(device, widest) for norm in norms])
+    stacked = torch.stack([norm.to(device, widest) for norm in norms_of(grads, norm_type)])
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
+
+
+def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each tensor, none of which is empty, in fp32 or wider; not in the order of the tensors."""
+    found: list[Tensor] = []
+    for members in by_kind(grads):
+        wide = torch.promote_types(members[0].dtype, torch.float32)
+        if run_together(members):
+            found += norms_together(members, norm_type, wide)
+        else:
+            found += [torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in members]
+    return found
+
+
+def scale_(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by a number."""
+    for members in by_kind(grads):
+        own = factor.to(members[0].device, members[0].dtype)
+        if run_together(members):
+            multiply_together(members, own)
+        else:
+            for grad in members:
+                grad.mul_(own)
+
+
+def clamp_(grads: Sequence[Tensor], limit: float) -> None:
+    """Clamp every element of tensors in place to ``[-limit, limit]``."""
+    for members in by_kind(grads):
+        if run_together(members):
+            clamp_together(members, limit)
+        else:
+            for grad in members:
+                grad.clamp_(-limit, limit)
+
+
+def by_kind(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors by device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        found.setdefault((grad.device, grad.dtype), []).append(grad)
+    return list(found.values())
+
+
+def run_together(members: Sequence[Tensor]) -> bool:
+    """Whether tensors of one kind are worth few kernels for all: on a device each costs a launch, on the host none."""
+    return has_generator(members[0].device) and not members[0].is_complex()

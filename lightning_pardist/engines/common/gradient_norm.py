@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pardist.engines.common.gradient_math import clamp_, scale_
 from lightning_pardist.engines.data_engine import DataEngine
 
 
@@ -59,8 +60,7 @@ def clip_grad_norm(
         raise RuntimeError(f"The gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped.")
     # As torch.nn.utils.clip_grad_norm_ does.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in engine.local_grads(params):
-        grad.mul_(factor.to(grad.device, grad.dtype))
+    scale_(engine.local_grads(params), factor)
     return norm
 
 
@@ -114,5 +114,4 @@ def _norms(
 @torch.no_grad()
 def clip_grad_value(engine: DataEngine, params: Iterable[nn.Parameter], limit: float) -> None:
     """Clamp every element of the gradients to ``[-limit, limit]``. Not collective."""
-    for grad in engine.local_grads(params):
-        grad.clamp_(-limit, limit)
+    clamp_(engine.local_grads(params), limit)

@@ -33,6 +33,7 @@ from lightning_pardist.checkpoint.tensors import (
     settled,
     shared_entries,
     shared_state,
+    with_count_in_place,
 )
 from lightning_pardist.collectives import table_device
 from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
@@ -257,7 +258,8 @@ class WholeUpdates:
             for param, saved in zip(group["params"], settings["params"], strict=True):
                 if (values := state["state"].get(saved)) and self.owns(number):
                     device = device_of_state(param, self.optimizer)
-                    self.optimizer.state[param] = {key: settled(value, device) for key, value in values.items()}
+                    own = {key: settled(value, device) for key, value in values.items()}
+                    self.optimizer.state[param] = with_count_in_place(own, device, group)
                 number += 1
 
     def _forget_others(self) -> None:

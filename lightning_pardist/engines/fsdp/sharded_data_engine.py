@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pardist.checkpoint.tensors import Slots, shared_entries, shared_state, whole_slots
+from lightning_pardist.checkpoint.tensors import Slots, shared_entries, shared_state, whole_slots, with_count_in_place
 from lightning_pardist.engines.common.gradient_math import Counts
 from lightning_pardist.engines.common.update_scope import (
     Scope,
@@ -27,7 +27,7 @@ from lightning_pardist.engines.fsdp.full_state import is_rank, own_values, whole
 from lightning_pardist.engines.fsdp.fully_sharded import Accumulate, FullySharded
 from lightning_pardist.engines.fsdp.sharded_norm import local_gradients, sharded_grad_norm
 from lightning_pardist.engines.offload import HostStep, Offload, StateFile
-from lightning_pardist.local_tensors import own_shape
+from lightning_pardist.local_tensors import own_part, own_shape
 
 
 class ShardedDataEngine:
@@ -191,7 +191,8 @@ class ShardedDataEngine:
             for parameter, index in zip(group["params"], settings["params"], strict=True):
                 if values := state["state"].get(index):
                     fitted = {key: _in_dtype_of(parameter, value) for key, value in values.items()}
-                    optimizer.state[parameter] = own_values(parameter, fitted, local=True)
+                    own = own_values(parameter, fitted, local=True)
+                    optimizer.state[parameter] = with_count_in_place(own, own_part(parameter).device, group)
                     if host := self._hosts.get(optimizer):
                         host.settle(parameter)
 

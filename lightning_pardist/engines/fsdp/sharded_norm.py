@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from lightning_pardist.engines.common.gradient_math import sum_of_powers
 from lightning_pardist.local_tensors import sharded_axes
 
 
@@ -49,13 +50,10 @@ def sharded_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         device = local.device
         if local.numel():
-            found.append(torch.linalg.vector_norm(local.detach(), norm_type, dtype=_wide(local.dtype)).to(widest))
+            found.append(local.detach())
     total = torch.zeros((), dtype=widest, device=device)
-    for key, norms in parts.items():
-        stacked = (
-            torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, dtype=widest, device=device)
-        )
-        value = stacked.max() if largest else stacked.pow(norm_type).sum()
+    for key, gradients in parts.items():
+        value = sum_of_powers(gradients, norm_type, device=device).to(widest)
         for group in meshes.get(key, []):
             dist.all_reduce(value, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         total = torch.maximum(total, value) if largest else total + value
@@ -74,7 +72,3 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             gradient = parameter.grad.detach()
             found.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     return found
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None

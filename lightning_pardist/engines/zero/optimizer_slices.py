@@ -49,7 +49,7 @@ def gather_optimizer_state(
     for param, index in number.items():
         for piece in pieces.get(param, ()):
             entries[index] = {
-                key: None if _is_elementwise(value, piece.shard) else value
+                key: None if _is_elementwise(value, piece.shard) else _on_host(value)
                 for key, value in optimizer.state.get(piece.shard, {}).items()
             }
     everywhere: list[dict[int, dict[str, Any]]] = [{} for _ in range(group.size())]
@@ -161,6 +161,11 @@ def _gather_key(optimizer: Optimizer, bucket: ShardedBucket, key: str, group: di
 def _is_elementwise(value: Any, shard: Tensor) -> bool:
     # A scalar `step` beside a slice of one element has no dims, the slice has one.
     return isinstance(value, Tensor) and value.shape == shard.shape
+
+
+def _on_host(value: Any) -> Any:
+    """The number of this rank's device may be another's on the rank that receives it."""
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _part_of(value: Any, param: nn.Parameter, piece: Piece | None) -> Any:
