@@ -65,6 +65,7 @@ class RunContext:
         distributed: This rank among the others.
         loss_weight: How losses of ranks and micro-batches are weighed.
         update_scope: What an optimizer's update of an element depends on.
+        check_samples: Whether layers that mix the samples of a batch are looked for.
 
     Attributes:
         axes: Those that are in use, in the order in which they transform the module.
@@ -92,8 +93,10 @@ class RunContext:
         *,
         loss_weight: LossWeight = "auto",
         update_scope: ScopeSetting = "auto",
+        check_samples: bool = True,
     ) -> None:
         self.name = name
+        self.check_samples = check_samples
         self.distributed = distributed
         self.loss_weight: LossWeight = loss_weight
         self.update_scope: ScopeSetting = update_scope
@@ -264,6 +267,7 @@ class ParallelAxis:
         diverges: Whether its ranks train models of their own between two meetings, so that a checkpoint keeps the
             optimizers of each.
         in_lockstep: Whether every rank takes part in each step of the others, so that they are never far apart.
+        calls_may_differ: Whether ranks may call layers in their own order between start and end of an evaluation.
         context: The run, shared with the other axes.
     """
 
@@ -275,6 +279,7 @@ class ParallelAxis:
     creates_values: ClassVar[bool] = False
     diverges: ClassVar[bool] = False
     in_lockstep: ClassVar[bool] = True
+    calls_may_differ: ClassVar[bool] = True
     context: RunContext
     #: Whether the module came without values to this run.
     _built_on_meta = False

@@ -49,6 +49,7 @@ class ExpertAxis(ParallelAxis):
     mesh_axes = ("expert_parallel",)
     order = 12
     splits_module = True
+    calls_may_differ = False
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ from lightning_pardist.mesh import ParallelDims
 from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
 from lightning_pardist.trainer.patch_stack import Patch
 from lightning_pardist.trainer.sample_batches import undisturbed_random
+from lightning_pardist.trainer.sample_mixing import mixed_samples
 
 
 class ReplicaAxis(ParallelAxis):
@@ -110,7 +111,9 @@ class ReplicaAxis(ParallelAxis):
         number = len(self.devices)
         settings = self._settings(num_microbatches=number)
         with undisturbed_random():
-            recorder = StepRecorder(trainer, settings, range(number), self.context.samples, self.context.loss_weight)
+            ways: dict[str, Any] = {"check_samples": self.context.check_samples}
+            samples, weight = self.context.samples, self.context.loss_weight
+            recorder = StepRecorder(trainer, settings, range(number), samples, weight, **ways)
             self._rules, self._loss, self._cut = recorder.training_rules()
         name, rules = f"{type(module).__name__}.training_step", self._rules
         if not rules.is_explained or rules.unexplained:
@@ -125,6 +128,8 @@ class ReplicaAxis(ParallelAxis):
                 f"{name} could not be tried on a whole batch in evaluation mode ({rules.untried}), so it is not known"
                 " how the numbers of replicas go together: means are taken, weighed as the loss is."
             )
+        if rules.mixing is not None:
+            rank_zero_warn(mixed_samples(module, rules.mixing, "replica"))
         if self._loss.coupled:
             rank_zero_warn(coupled_samples(module, self._loss.coupled))
         self._threads = ReplicaThreads(self.devices)

@@ -61,6 +61,7 @@ class UserParallelizedAxis(DataParallelAxis):
     """
 
     name = "user_parallelized"
+    calls_may_differ = False
 
     def __init__(self) -> None:
         self._gathered: AbstractContextManager[None] | None = None

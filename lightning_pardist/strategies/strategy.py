@@ -145,6 +145,9 @@ class PardistStrategy(ParallelStrategy):
             ``"join"`` uses them all: a rank that has run out takes part with its last batch at weight zero, which
             adds nothing to gradients, logged values and metrics; hooks run for it as well. ``"drop"`` ends the epoch
             where one of the ranks has no further batch.
+        check_samples: Whether layers that mix the samples of a batch (a capacity of experts over all of its tokens) are
+            looked for where ranks or micro-batches have some of them each: what the first step calls is called again,
+            without gradients, with other samples beside those of which results are compared.
         update_scope: What an optimizer's update of an element depends on, where ranks hold parts of tensors.
             ``"auto"`` tries each optimizer on small tensors: ``"elementwise"`` ones step on parts, one that updates
             ``"per_tensor"`` (Muon, Adafactor) has each tensor updated whole by one rank, one that updates all of them
@@ -180,6 +183,7 @@ class PardistStrategy(ParallelStrategy):
         resume: Resume = "auto",
         loss_weight: LossWeight = "auto",
         uneven_inputs: UnevenInputs = "join",
+        check_samples: bool = True,
         update_scope: ScopeSetting = "auto",
         **unknown: Any,
     ) -> None:
@@ -210,6 +214,7 @@ class PardistStrategy(ParallelStrategy):
             self.distributed,
             loss_weight=check_loss_weight(loss_weight),
             update_scope=check_scope(update_scope),
+            check_samples=check_samples,
         )
         self.compiled = CompiledParts(compile, compile_backend, self.context)
         self._axes_as_set = tuple(sorted(axes, key=lambda axis: axis.order))
@@ -557,6 +562,8 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.lightning_module is not None:
+            self.data_duties.before_training_step(self.lightning_module.trainer, self.run_step)
         run = partial(self.run_step, super().training_step, *args, **kwargs)
         output = self.data_duties.training_step(run, next(iter((*args, *kwargs.values())), None))
         return skipped_if_none(output, self.lightning_module) if self.world_size > 1 else output

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -17,10 +18,13 @@ from lightning_pardist.axes.base import RunContext
 from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among
 from lightning_pardist.engines.ddp import BufferSync
 from lightning_pardist.engines.ddp.set_parameters import SetParameters, differing_values
+from lightning_pardist.engines.pipeline import BatchCut
 from lightning_pardist.trainer.evaluation import ExactEvaluation
 from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
 from lightning_pardist.trainer.loss_weights import LossWeights
 from lightning_pardist.trainer.patch_stack import PatchStack
+from lightning_pardist.trainer.sample_mixing import SampleMixing, mixed_samples
+from lightning_pardist.trainer.trial_run import without_trace
 from lightning_pardist.trainer.uneven_inputs import EvenSteps, UnevenInputs
 
 
@@ -55,6 +59,9 @@ class DataParallelDuties:
         self.loss_weights: LossWeights | None = None
         self.even_steps: EvenSteps | None = None
         self._buffers: BufferSync | None = None
+        #: In the first step of a run None until it runs, then what it called.
+        self._looks_for_mixing = False
+        self._mixing: SampleMixing | None = None
         self._has_warned = self._watches_parameters = False
         self._attached = PatchStack()
 
@@ -96,6 +103,10 @@ class DataParallelDuties:
             self._attached.attach(no_sync_advice())
         if context.dims.batch_size == 1 or module is None:
             return
+        # Ranks that compute a layer together meet in its calls, which nobody can try alone.
+        alone = context.dims.batch_size == context.distributed.world_size and context.in_lockstep
+        alone = alone and all(axis.calls_may_differ for axis in context.axes)
+        self._looks_for_mixing = context.check_samples and alone and self._trains(trainer)
         group = context.batch_group
         if self.broadcast_buffers:
             self._buffers = BufferSync(module, group=context.gradient_group)
@@ -110,7 +121,7 @@ class DataParallelDuties:
     def detach(self) -> None:
         """The run is over. Not collective."""
         self._attached.detach()
-        self.context.batch_counts = None
+        self.context.batch_counts = self._mixing = None
         self.evaluation = self._buffers = self.loss_weights = self.even_steps = self.context.batches_of_own = None
 
     def _sit_out(self) -> None:
@@ -119,6 +130,49 @@ class DataParallelDuties:
             axis.start_evaluation()
         for axis in self.context.axes:
             axis.end_evaluation()
+
+    # --- samples that are mixed -----------------------------------------------------------------------------------
+
+    def _noting_calls(self, batch: Any) -> AbstractContextManager[None]:
+        module = self.context.module
+        if not self._looks_for_mixing or module is None:
+            return nullcontext()
+        self._looks_for_mixing = False
+        self._mixing = SampleMixing(module, times=2)
+        return self._mixing.noting(batch, BatchCut().samples_of(batch))
+
+    def before_training_step(self, trainer: pl.Trainer, run_step: Callable[[Callable[[], None]], None]) -> None:
+        """Before the second step look whether layers that the first has called mix samples. Collective over the world.
+
+        Between steps nothing waits for a backward, and calls are as those of an evaluation.
+
+        Args:
+            trainer: For the precision of a step.
+            run_step: Runs a function as a step of the module.
+        """
+        mixing, self._mixing = self._mixing, None
+        module = self.context.module
+        if mixing is None or module is None:
+            return
+        found: str | None = None
+
+        def look() -> None:
+            nonlocal found
+            with trainer.precision_plugin.train_step_context():
+                found = mixing.find()
+
+        for axis in self.context.axes:
+            axis.start_evaluation()
+        with torch.no_grad(), without_trace(module, trainer, parameters=False):
+            run_step(look)
+        for axis in self.context.axes:
+            axis.end_evaluation()
+        names = [name for name, _ in module.named_modules()]
+        first = torch.tensor(len(names) if found is None else names.index(found), device=self.context.device)
+        self.context.before_collective()
+        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self.context.batch_group)
+        if first < len(names):
+            rank_zero_warn(mixed_samples(module, names[int(first)], "rank"))
 
     # --- buffers ------------------------------------------------------------------------------------------------
 
@@ -133,7 +187,7 @@ class DataParallelDuties:
             self._buffers.before_training_step()
         watched = self._watch_parameters()
         even, weights = self.even_steps, self.loss_weights
-        with nullcontext() if even is None else even.leaving_no_trace():
+        with nullcontext() if even is None else even.leaving_no_trace(), self._noting_calls(batch):
             counts = None if self.context.batch_counts is None else self.context.batch_counts()
             output = run() if weights is None else weights.training_step(run, batch, counts=counts)
         if self._buffers is not None:

@@ -6,6 +6,8 @@ import io
 import random
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 #: Attributes of these packages' objects lead to the Trainer, to file handles and to the interpreter itself.
@@ -28,17 +31,19 @@ class ModuleSnapshot:
 
     Kept are buffers, gradients, ``requires_grad`` and training flags, attributes of every submodule (lists that a
     step appends to, counters, states of metrics, caches), what attributes in containers and in the user's own objects
-    refer to, and the state of every random number generator. Parameters are not: what a run without an optimizer step
-    writes into them is for
+    refer to, what hooks refer to, and the state of every random number generator. Parameters are not: what a run
+    without an optimizer step writes into them is for
     :class:`~lightning_pardist.engines.common.parameter_write_guard.ParameterWriteGuard`. Iterators cannot be restored.
 
     Args:
         module: Not changed.
         data: Objects that read data (data sets, collate functions): their attributes and generators are kept as well,
             and where their files are read; tensors and arrays in them are not.
+        parameters: Whether it is kept which parameters there are, their gradients and which require some. Not where
+            their places are taken by shards in turns, and no backward runs.
     """
 
-    def __init__(self, module: nn.Module, data: Sequence[object] = ()) -> None:
+    def __init__(self, module: nn.Module, data: Sequence[object] = (), *, parameters: bool = True) -> None:
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
@@ -46,11 +51,14 @@ class ModuleSnapshot:
         self._files: list[tuple[Any, int]] = []
         self._seen: set[int] = set()
         self._in_data = False
-        self._params = [(p, p.requires_grad, p.grad) for p in module.parameters()]
-        self._grads = [(p.grad, p.grad.clone()) for p in module.parameters() if p.grad is not None]
+        params = list(module.parameters()) if parameters else []
+        self._params = [(p, p.requires_grad, p.grad) for p in params]
+        self._grads = [(p.grad, p.grad.clone()) for p in params if p.grad is not None]
         self._random = rng_state()
         for param in module.parameters():
             self._seen.add(id(param))
+        if not parameters:
+            self._seen.update(id(own_parameters(child)) for child in module.modules())
         for child in module.modules():
             self._look_into(child)
         self._in_data = True
@@ -106,6 +114,14 @@ class ModuleSnapshot:
         elif isinstance(value, io.IOBase):
             if self._in_data and not value.closed and value.seekable():
                 self._files.append((value, value.tell()))
+        elif isinstance(value, (MethodType, partial)):
+            for item in (value.__self__,) if isinstance(value, MethodType) else (value.func, *value.args):
+                self._look_into(item)
+        elif isinstance(value, FunctionType):
+            # A hook that appends to a list of a function around it.
+            if not f"{value.__module__}.".startswith(_FOREIGN):
+                for cell in value.__closure__ or ():
+                    self._look_into(_content(cell))
         elif hasattr(value, "__dict__") and not f"{type(value).__module__}.".startswith(_FOREIGN):
             self._keep(value.__dict__)
 
@@ -128,6 +144,13 @@ def _refill(container: Any, contents: Any) -> None:
     elif len(container) != len(contents) or any(a is not b for a, b in zip(container, contents, strict=True)):
         container.clear()
         container.extend(contents)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _generator_state(value: Any) -> Any:

@@ -55,14 +55,17 @@ def arguments(module: pl.LightningModule, name: str, batch: Any) -> tuple[Any, .
 
 
 @contextmanager
-def without_trace(module: pl.LightningModule, trainer: pl.Trainer | None = None) -> Iterator[None]:
+def without_trace(
+    module: pl.LightningModule, trainer: pl.Trainer | None = None, *, parameters: bool = True
+) -> Iterator[None]:
     """Nothing that user code does to the module inside lasts: no value is logged, no optimizer steps.
 
     Args:
         module: Plain, as the user wrote it.
         trainer: Whose loggers keep quiet, if there is one.
+        parameters: As for :class:`~lightning_pardist.trainer.module_snapshot.ModuleSnapshot`.
     """
-    keepsake = ModuleSnapshot(module)
+    keepsake = ModuleSnapshot(module, parameters=parameters)
     with ExitStack() as stack:
         stack.callback(keepsake.restore)
         # What there is to say is said again in training; schedulers of optimizers that do not step complain.

@@ -64,6 +64,7 @@ from lightning_pardist.mesh import Degree, degrees_of_machine
 from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
 from lightning_pardist.trainer.patch_stack import PatchStack
 from lightning_pardist.trainer.sample_batches import on_device, undisturbed_random
+from lightning_pardist.trainer.sample_mixing import mixed_samples
 
 #: Default for the batches that evaluation has on their way, for each rank of a pipeline.
 _EVAL_BATCHES_A_RANK = 4
@@ -170,7 +171,8 @@ class PipelineAxis(ParallelAxis):
             else:
                 ranks, weight = dist.get_process_group_ranks(self.group), self.context.loss_weight
                 with undisturbed_random():
-                    recorder = StepRecorder(trainer, self.settings, ranks, self.context.samples, weight, found)
+                    samples, checks = self.context.samples, self.context.check_samples
+                    recorder = StepRecorder(trainer, self.settings, ranks, samples, weight, found, check_samples=checks)
                     recorded = recorder.record()
                 if found is not None:
                     found[key] = recorded
@@ -306,6 +308,8 @@ class PipelineAxis(ParallelAxis):
                     " does not go together to what it would for the batch: their mean is taken. pardist_mp, which makes"
                     " no micro-batches, does as one process does."
                 )
+            if rules.mixing is not None:
+                rank_zero_warn(mixed_samples(self._trainer.lightning_module, rules.mixing, "micro-batch"))
             if rules.untried:
                 rank_zero_warn(
                     f"{name} could not be tried on a whole batch in evaluation mode ({rules.untried}), so it is not"

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_debug
 from torch import Tensor, nn
 
 from lightning_pardist.axes.base import Samples
@@ -56,6 +57,7 @@ from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_m
 from lightning_pardist.engines.pipeline.nested import map_leaves
 from lightning_pardist.engines.pipeline.steady_buffers import really_steady
 from lightning_pardist.trainer.sample_batches import NoSampleError
+from lightning_pardist.trainer.sample_mixing import SampleMixing
 from lightning_pardist.trainer.trial_run import HOOKS
 
 STEPS = {
@@ -145,6 +147,7 @@ class StepRecorder:
         samples: Batches to run them on.
         loss_weight: How losses are weighed.
         found: See :attr:`~lightning_pardist.axes.base.RunContext.found_once`.
+        check_samples: Whether layers that mix samples are looked for.
     """
 
     def __init__(
@@ -155,7 +158,10 @@ class StepRecorder:
         samples: Samples,
         loss_weight: LossWeight,
         found: dict[Any, Any] | None = None,
+        *,
+        check_samples: bool = True,
     ) -> None:
+        self.check_samples = check_samples
         self._found: dict[Any, Any] = {} if found is None else found
         self.trainer = trainer
         self.loss_weight: LossWeight = loss_weight
@@ -216,7 +222,7 @@ class StepRecorder:
             if loss is not None and loss.numel() == 1:
                 self._loss = LossMakeup.of(loss, tried.microbatch, tried.size, self.loss_weight)
             if not way.whole or self._adds_up(tried):
-                return self._find_rules(tried), self._loss, way
+                return self._rules_of(tried), self._loss, way
         raise CannotPipelineError(f"{STEPS[sample.stage]} cannot run on parts of a batch: set batch_dim.")
 
     def _record_owners(self, samples: Sequence[_Sample], reason: str) -> Recorded:
@@ -486,9 +492,28 @@ class StepRecorder:
             # However many stages there are: they depend on the cut alone.
             key = "rules", sample.key, self.microbatching.whole, tuple(part.size for part in self._parts(sample))
             if key not in self._found:
-                self._found[key] = self._find_rules(sample), self._loss
+                self._found[key] = self._rules_of(sample), self._loss
             found[sample.key], self._loss = self._found[key]
         return found
+
+    def _rules_of(self, sample: _Sample) -> Rules:
+        return replace(self._find_rules(sample), mixing=self._find_mixing(sample))
+
+    def _find_mixing(self, sample: _Sample) -> str | None:
+        """The name of a layer that makes something else of a sample where others are missing."""
+        if not self.check_samples or len(self._parts(sample)) < 2:
+            return None
+        mixing = SampleMixing(self.module)
+        guard = ParameterWriteGuard(self.module)
+        try:
+            with self._running(sample) as run, undisturbed(self.module), torch.no_grad(), guard:
+                with mixing.noting(sample.batch, self.microbatching.cut.samples_of(sample.batch)):
+                    run(fresh_copy(sample.batch))
+                with self.trainer.precision_plugin.train_step_context():
+                    return mixing.find()
+        except Exception as error:
+            rank_zero_debug(f"Whether layers mix samples is not known ({error}).")
+            return None
 
     def _find_rules(self, sample: _Sample) -> Rules:
         """Run the step on the whole sample batch and on its micro-batches, and see how the numbers go together."""

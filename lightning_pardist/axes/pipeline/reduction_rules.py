@@ -72,6 +72,7 @@ class Rules:
         is_explained: Whether the losses of micro-batches can be weighed so that they make up the batch's.
         unexplained: Logged values, attributes and buffers of which none does.
         untried: Why the step could not be tried; empty if it was.
+        mixing: Name of a layer that mixes samples; None if none was found.
     """
 
     of: Mapping[Place, str] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class Rules:
     is_explained: bool = True
     unexplained: tuple[str, ...] = ()
     untried: str = ""
+    mixing: str | None = None
 
     def combine(self, place: Place, column: Sequence[Any], shares: Shares, otherwise: str = "mean") -> Any:
         """The batch's number.

@@ -1,0 +1,315 @@
+"""Layers that mix the samples of a batch: what they make of one depends on which others there are.
+
+An expert's capacity over all tokens of a batch, the largest of a mean over its samples: no gradient passes such a
+choice, so the loss' graph does not show it. Where ranks or micro-batches have some of the samples each, training is not
+that of one process then.
+
+[Note: how it is found]
+What modules were called with in a step is given to them again: as it was, and with copies of some samples in the place
+of the others, which change nothing for a sample that is by itself. Shapes, and so kernels and the random numbers that
+are drawn, are the same, and results have to be the same as well, to rounding. The step itself, with what a user does in
+it, is not repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning_utilities.core.rank_zero import rank_zero_debug
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pardist.compat.compilation import compiles_itself
+from lightning_pardist.compat.modules import BatchNorm
+from lightning_pardist.compat.tensors import storage_key, version_of
+from lightning_pardist.engines.common.fingerprint import fingerprint
+from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
+from lightning_pardist.engines.fsdp.fsdp_units import original_class
+from lightning_pardist.engines.pipeline.microbatch import fresh_copy
+from lightning_pardist.engines.pipeline.nested import flatten, hidden_tensor, replace_leaves, tensors_in
+from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
+from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
+
+#: Calls in a step that are looked at: the models that it calls, and not a hundred layers that it calls one by one.
+_MOST = 16
+#: Relative differences that are none.
+_CLOSE, _ROUGH = 1e-4, 2e-2
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a module was called with in a step."""
+
+    module: nn.Module
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    versions: tuple[int, ...]
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nobody has written to what it was called with."""
+        return tuple(map(version_of, tensors_in(self.given))) == self.versions
+
+
+class SampleMixing:
+    """Notes what a step calls modules with, and looks later on whether these mix samples.
+
+    Args:
+        root: The module whose step it is.
+        times: How many times as many samples modules are tried with as they had, if they take them: a batch of all
+            ranks may exceed a capacity that a rank's does not.
+    """
+
+    def __init__(self, root: nn.Module, times: int = 1) -> None:
+        self.root = root
+        self._times = times
+        self._calls: dict[nn.Module, _Call] = {}
+        self._samples = 0
+        self._own: dict[int, Tensor] = {}
+        self._depth = 0
+        self._keepsake: ModuleSnapshot
+
+    @contextmanager
+    def noting(self, batch: Any, samples: int | None) -> Iterator[None]:
+        """Around a step: the first call of each module is noted that is no part of another one's. Not collective.
+
+        Args:
+            batch: The step's.
+            samples: In the batch; None if that is not known.
+        """
+        modules = list(self.root.modules())
+        # Hooks would be traced into compiled code, and without gradients it would be compiled once more.
+        if samples is None or samples < 2 or any(map(_is_closed, modules)):
+            rank_zero_debug("Whether layers mix samples is not looked at: a batch of one, or compiled modules.")
+            yield
+            return
+        self._samples = samples
+        self._own = {storage_key(each): each for each in tensors_in(batch) if _is_plain(each)}
+        handles: list[RemovableHandle] = []
+        for module in modules:
+            handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            self._depth = 0
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._depth == 0 and module not in self._calls and len(self._calls) < _MOST:
+            versions = tuple(map(version_of, tensors_in((args, kwargs))))
+            self._calls[module] = _Call(module, fresh_copy((args, kwargs), clone=False), versions)
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+
+    def find(self) -> str | None:
+        """The name of the innermost module found to mix samples; None if there is none.
+
+        Modules are called without gradients. Collective if calls of theirs are; ranks may call different ones.
+        """
+        calls, self._calls = list(self._calls.values()), {}
+        self._keepsake = ModuleSnapshot(self.root, parameters=False)
+        names: dict[nn.Module, str] = {module: name for name, module in self.root.named_modules()}
+        with torch.no_grad(), _OwnStatistics(self.root):
+            for call in calls:
+                for times in dict.fromkeys((self._times, 1)):
+                    try:
+                        found = self._mixes(call, times)
+                    except Exception as error:
+                        rank_zero_debug(f"Whether {names[call.module]!r} mixes samples is not known ({error}).")
+                        continue
+                    if found is not None:
+                        return names[found]
+                    break
+        return None
+
+    # --- one call -----------------------------------------------------------------------------------------------
+
+    def _mixes(self, call: _Call, times: int) -> nn.Module | None:
+        leaves, _ = flatten(call.given)
+        dims = {place: dim for place, leaf in enumerate(leaves) if (dim := self._dim_of(leaf)) is not None}
+        if not dims or not call.is_fresh or hidden_tensor(call.given) is not None:
+            return None
+        count, total = self._samples, self._samples * times
+        every = [place % count for place in range(total)]
+        run = functools.partial(self._run, call, leaves, dims)
+        whole = run(every)
+        # In the place of others copies of what stays, or of one that does not: it may matter who comes first.
+        for keep, fill in ((range(count // 2), 0), (range(total - count // 2, total), total - count)):
+            other = every[fill] if total > 2 else every[keep.start]
+            some = [every[place] if place in keep else other for place in range(total)]
+            if _differ(whole, run(some), keep, total) and not _differ(whole, run(every), keep, total):
+                return _innermost(call.module, functools.partial(run, every), functools.partial(run, some), keep, total)
+        return None
+
+    def _run(self, call: _Call, leaves: Sequence[Any], dims: dict[int, int], order: Sequence[int]) -> Any:
+        """Call the module with these samples; everything else is afterwards what it was."""
+        states = rng_state()
+        given = [leaf.clone() if isinstance(leaf, Tensor) and _is_plain(leaf) else leaf for leaf in leaves]
+        for place, dim in dims.items():
+            leaf = leaves[place]
+            given[place] = leaf.detach().index_select(dim, torch.tensor(list(order), device=leaf.device))
+        args, kwargs = replace_leaves(call.given, given)
+        try:
+            with ParameterWriteGuard(self.root):
+                return call.module(*args, **kwargs)
+        finally:
+            set_rng_state(states)
+            self._keepsake.restore()
+
+    def _dim_of(self, leaf: Any) -> int | None:
+        """The dim of an argument that holds samples; None if there is none for certain."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or not _is_plain(leaf):
+            return None
+        own = self._own.get(storage_key(leaf))
+        is_own = own is not None and own.shape == leaf.shape and own.stride() == leaf.stride()
+        if is_own and leaf.shape[:1] == (self._samples,):
+            return 0
+        found = [dim for dim, size in enumerate(leaf.shape) if size == self._samples]
+        return found[0] if len(found) == 1 else None
+
+
+def _differ(whole: Any, other: Any, keep: range, total: int) -> bool:
+    """Whether results differ for samples that were kept, along every dim that may be that of the samples."""
+    pairs = zip(tensors_in(whole), tensors_in(other), strict=True)
+    return any(_differ_in(one, another, keep, total) for one, another in pairs)
+
+
+def _differ_in(one: Tensor, other: Tensor, keep: range, total: int) -> bool:
+    dims = [dim for dim, size in enumerate(one.shape) if size == total]
+    if not dims or one.shape != other.shape or not (_is_plain(one) and one.numel()):
+        return False
+    begin, length = keep.start, len(keep)
+    return all(_is_other(one.narrow(dim, begin, length), other.narrow(dim, begin, length)) for dim in dims)
+
+
+def _innermost(
+    root: nn.Module, expect: Callable[[], Any], run: Callable[[], Any], keep: range, total: int
+) -> nn.Module:
+    """The first module to end whose results differ although what it was given does not."""
+    with _prints(root, keep, total) as expected:
+        expect()
+    with _prints(root, keep, total) as found:
+        run()
+    for (module, given, result), (_, other_given, other_result) in zip(expected, found, strict=False):
+        if _are_alike(given, other_given) and not _are_alike(result, other_result):
+            return module
+    return root
+
+
+@contextmanager
+def _prints(root: nn.Module, keep: range, total: int) -> Iterator[list[tuple[nn.Module, Any, Any]]]:
+    """Every module that ends inside, and prints of the kept samples in what it was given and returned."""
+    found: list[tuple[nn.Module, Any, Any]] = []
+    given: list[Any] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given.append(_prints_of((args, kwargs), keep, total))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        found.append((module, given.pop(), _prints_of(output, keep, total)))
+
+    with ExitStack() as stack:
+        for module in root.modules():
+            stack.callback(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        yield found
+
+
+def _prints_of(tree: Any, keep: range, total: int) -> list[Tensor]:
+    found = []
+    for each in tensors_in(tree):
+        if not _is_plain(each) or each.is_complex() or not each.dim():
+            continue
+        # Tokens of all samples in a row, too.
+        a_sample, rest = divmod(each.shape[0], total)
+        if a_sample and not rest:
+            found.append(fingerprint(each.narrow(0, keep.start * a_sample, len(keep) * a_sample)))
+    return found
+
+
+class _OwnStatistics(TorchFunctionMode):
+    """Batch norms take their running statistics inside: that they take the batch's is known."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self._layers = [layer for layer in root.modules() if isinstance(layer, BatchNorm) and layer.training]
+
+    def __enter__(self) -> Any:
+        for layer in self._layers:
+            layer.training = False
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for layer in self._layers:
+            layer.training = True
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            return _normalized(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _normalized(
+    input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, *rest: Any, **others: Any
+) -> Tensor:
+    channels = input.shape[1]
+    mean = input.new_zeros(channels) if running_mean is None else running_mean
+    var = input.new_ones(channels) if running_var is None else running_var
+    return F.batch_norm(input, mean, var, weight, bias, False)
+
+
+def mixed_samples(root: nn.Module, name: str, who: str) -> str:
+    """A warning for a layer that mixes samples.
+
+    Args:
+        root: The user's module.
+        name: Of the layer in it.
+        who: Has some of the samples of a batch.
+    """
+    kind = original_class(root.get_submodule(name)).__name__
+    layer = f"{name} ({kind})" if name else f"{kind}.forward"
+    return (
+        f"{layer} makes something else of a sample if there are other samples in the batch (a choice by all of them,"
+        f" say), and each {who} has some of them only: training is not that of one process. Strategies whose ranks see"
+        " whole batches do as one process does (pardist_tp, pardist_mp). check_samples=False leaves this test out."
+    )
+
+
+def _is_closed(module: nn.Module) -> bool:
+    return compiles_itself(module) or isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its samples can be picked."""
+    kind = type(tensor) in (Tensor, nn.Parameter)
+    return kind and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
+
+
+def _is_other(one: Tensor, other: Tensor) -> bool:
+    if not (one.is_floating_point() or one.is_complex()):
+        return not torch.equal(one, other)
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    first, second = one.to(wide).nan_to_num(), other.to(wide).nan_to_num()
+    scale = max(float(first.abs().max()), float(second.abs().max()))
+    close = _ROUGH if one.dtype in (torch.float16, torch.bfloat16) else _CLOSE
+    return float((first - second).abs().max()) > close * scale
+
+
+def _are_alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(
+        torch.allclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)
+        for one, other in zip(some, others, strict=True)
+    )
