@@ -16,8 +16,9 @@ import torch.utils.checkpoint
 from lightning_pardist.compat.contract import Private
 
 NAMES = (
-    Private("torch.autograd._engine_run_backward", "activation checkpointing under tensor parallelism",
-            "refuse use_reentrant=False there"),
+    Private("torch.autograd._engine_run_backward",
+            "modes in backward: activation checkpointing under tensor parallelism, reversible layers under ZeRO-3",
+            "refuse use_reentrant=False there, and reversible layers"),
     Private("torch.utils.checkpoint._checkpoint_without_reentrant_generator",
             "activation checkpointing by the user under pipelines", "the function that checkpoint() calls",
             until="2.14"),

@@ -144,6 +144,23 @@ class DirectUse(TorchFunctionMode):
         return self._gather(unit, parameter)
 
 
+class InBackward:
+    """Lets a mode see what runs in a backward, for which it is asked, and in which it is left out. Entered repeatedly.
+
+    Args:
+        mode: It is active around the backward.
+    """
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        TorchFunctionMode.__enter__(self._mode)
+
+    def __exit__(self, *exception: Any) -> None:
+        TorchFunctionMode.__exit__(self._mode, *exception)
+
+
 #: Methods that look at a tensor's form, not at its values.
 _METADATA = frozenset(
     {

@@ -19,13 +19,14 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.dtensor import flatten_mesh
 from lightning_pardist.compat.fake_group import backend_on
+from lightning_pardist.compat.patches import backward_inside
 from lightning_pardist.compat.process_groups import timeout_of
 from lightning_pardist.engines.common.eager_runs import eagerly
 from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
 from lightning_pardist.engines.fsdp.backward import BackwardRuntime, ShardedUnit
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
 from lightning_pardist.engines.fsdp.comm import UnitCodes
-from lightning_pardist.engines.fsdp.direct_param_use import DirectUse
+from lightning_pardist.engines.fsdp.direct_param_use import DirectUse, InBackward
 from lightning_pardist.engines.fsdp.fsdp_units import Unit, format_units
 from lightning_pardist.engines.fsdp.pipeline_fsdp import FSDPMicrobatchContext, UnitForward
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
@@ -163,6 +164,18 @@ class FullySharded:
             return result
 
     @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Around a backward: what hooks and custom functions call or use in it is gathered as in a step.
+
+        A reversible layer, whose inputs are computed again from its outputs, is called by other methods than its own
+        ``forward`` there. Collective over the mesh where a unit has to be gathered.
+        """
+        with self._looking("backward") as uses, contextlib.ExitStack() as inside:
+            if uses is not None:
+                inside.enter_context(backward_inside(InBackward(uses)))
+            yield
+
+    @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
         self._enter()
         depth = self._runtime.inside
@@ -214,13 +227,13 @@ class FullySharded:
         self._leave()
 
     @contextlib.contextmanager
-    def _looking(self, name: str) -> Iterator[None]:
+    def _looking(self, name: str) -> Iterator[DirectUse | None]:
         """Watch for direct uses of parameters, where asked for."""
         seen = f"{name}, grad={torch.is_grad_enabled()}"
         if self._watch == "always" or (self._watch == "first" and seen not in self._watched):
             # A mode would be traced into compiled blocks: the run that looks is an eager one.
             with eagerly(), DirectUse(self._units, self._keep, self._runtime.tiled) as uses:
-                yield
+                yield uses
             for units in uses.together:
                 self._changed_together |= units
                 if any(unit.resident or unit is self._root for unit in units):
@@ -229,7 +242,7 @@ class FullySharded:
             self._watched.add(seen)
             return
         try:
-            yield
+            yield None
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise RuntimeError(

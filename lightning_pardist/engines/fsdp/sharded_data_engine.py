@@ -106,7 +106,8 @@ class ShardedDataEngine:
         """Around the call that runs backward from ``loss``. Collective."""
         if not self._accumulating:
             self.sharded.losses.note_loss()
-        yield
+        with self.sharded.in_backward():
+            yield
         self._is_reduced = True
 
     def reduce(self) -> None:
