@@ -26,6 +26,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pardist.compat.process_groups import Store
+from lightning_pardist.engines.common.devices import device_of_rank, rank_devices, synchronize
 from lightning_pardist.mesh import ParallelDims
 from lightning_pardist.planner.measuring import measure_alone, measure_rank
 from lightning_pardist.planner.profiles import DeviceProfile
@@ -121,8 +122,7 @@ class _Examination:
             _show([facts], {}, {}, _compare([facts]), facts.problems, self._not_examined(alone))
             if self._options.save is not None:
                 # On CPU two ranks, unless another number was asked for: one sees no link.
-                ranks = torch.cuda.device_count() if torch.cuda.is_available() else 2
-                ranks = max(self._options.devices or ranks, 1)
+                ranks = max(self._options.devices or len(rank_devices()) or 2, 1)
                 _tell_of_measuring(ranks)
                 try:
                     self._write(measure_alone(ranks))
@@ -233,9 +233,7 @@ class _Examination:
         """Seconds of a small all-reduce, and bytes a second of a large one, of the slowest group of each axis."""
         options, facts = self._options, self._facts
         dims = self._dims or options.make_strategy().resolve_dims(facts.world_size)
-        device = torch.device("cuda", facts.local_rank) if facts.device.startswith("cuda") else torch.device("cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        device = device_of_rank(facts.local_rank)
         init_process_group(
             None,
             rank=facts.rank,
@@ -327,16 +325,12 @@ def _as_the_trainer_would(options: Options) -> tuple[ParallelDims | None, Cluste
 def _seconds(tensor: torch.Tensor, group: dist.ProcessGroup, rounds: int) -> float:
     """Mean duration of an all-reduce over ``group``. Collective over it."""
 
-    def wait() -> None:
-        if tensor.is_cuda:
-            torch.cuda.synchronize()
-
     dist.all_reduce(tensor, group=group)
-    wait()
+    synchronize(tensor.device)
     started = time.perf_counter()
     for _ in range(rounds):
         dist.all_reduce(tensor, group=group)
-    wait()
+    synchronize(tensor.device)
     return (time.perf_counter() - started) / rounds
 
 

@@ -240,7 +240,7 @@ class ParallelDims:
         """Make the device mesh and its views by purpose. Collective over the world.
 
         Args:
-            device_type: ``"cpu"`` or ``"cuda"``.
+            device_type: As of :class:`torch.device`, ``"cuda"`` say.
 
         Raises:
             RuntimeError: From torch, if no default process group exists.

@@ -21,6 +21,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from lightning_pardist.compat.process_groups import FileStore
+from lightning_pardist.engines.common.devices import device_of_rank, rank_devices, synchronize
 from lightning_pardist.planner.ledger import Ledger, Operator
 from lightning_pardist.planner.profiles import DeviceProfile, Link, data_sheet_of
 
@@ -49,13 +50,11 @@ def measure_alone(num_ranks: int) -> DeviceProfile:
 
 
 def _rank(rank: int, num_ranks: int, path: str, queue: Any) -> None:
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:
+    device = device_of_rank(rank) if num_ranks <= len(rank_devices()) else torch.device("cpu")
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     store = FileStore(path, num_ranks)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
     profile = measure_rank(device, hosts=[platform.node()] * num_ranks)
     if rank == 0:
@@ -98,8 +97,8 @@ def measure_rank(device: torch.device, *, hosts: Sequence[str]) -> DeviceProfile
         inside or _of_data_sheet(sheet.inside, sheet),
         between or _of_data_sheet(sheet.between, sheet, at_most=inside),
         host_s_per_operator=-rates["operator"],
-        asynchronous=device.type == "cuda",
-        backend="nccl" if device.type == "cuda" else "gloo",
+        asynchronous=device.type != "cpu",
+        backend=dist.get_default_backend_for_device(device),
         reserved_bytes=reserved,
         matmul_efficiency=1.0,
         memory_efficiency=1.0,
@@ -165,8 +164,7 @@ def _median(run: Callable[[], Any], device: torch.device, *, repeat: int = 1) ->
         begin = time.perf_counter()
         for _ in range(repeat):
             run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         return (time.perf_counter() - begin) / repeat
 
     once()
@@ -176,7 +174,7 @@ def _median(run: Callable[[], Any], device: torch.device, *, repeat: int = 1) ->
 def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> float:
     """Floating point operations a second of a matrix product; 0 where there is none."""
     # Some dtypes have no fast product on some processors.
-    size = 8192 if device.type == "cuda" else 384
+    size = 384 if device.type == "cpu" else 8192
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -190,7 +188,7 @@ def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> f
 
 def _memory_rate(device: torch.device) -> float:
     """Bytes a second that an addition reads and writes."""
-    numel = (1 << 28) if device.type == "cuda" else (1 << 21)
+    numel = (1 << 21) if device.type == "cpu" else (1 << 28)
     left, right, out = (torch.ones(numel, device=device) for _ in range(3))
     return 3 * 4 * numel / _median(lambda: torch.add(left, right, out=out), device)
 
@@ -229,9 +227,10 @@ def _link(device: torch.device, group: dist.ProcessGroup) -> Link:
 
 def _device_facts(device: torch.device, ranks_per_node: int) -> tuple[str, float, float]:
     """Name, memory of one device in bytes, and what of it is taken before tensors are."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return torch.cuda.get_device_name(device), float(total), float(total - free)
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        free, total = module.mem_get_info(device)
+        return module.get_device_name(device), float(total), float(total - free)
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return _processor(), pages / ranks_per_node, 0.5e9
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.amp import GradScaler
 
 from lightning_pardist.compat.lightning_loops import precision_flag
+from lightning_pardist.engines.common.devices import rank_devices
 from lightning_pardist.trainer.batch_size import ExpectedBatchSize
 
 _MIB = 2**20
@@ -99,7 +99,7 @@ class DeepSpeedConfig:
             return HalfPrecision("bf16-true")
         if self.precision is None:
             return None
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = next((each.type for each in rank_devices()), "cpu")
         scaler = GradScaler(device, **self.loss_scale) if self.precision == "16-mixed" else None
         return MixedPrecision(self.precision, device, scaler)
 

@@ -15,15 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pardist import DDPStrategy, FSDPStrategy, ZeroStrategy
 from lightning_pardist.collectives import all_gather, gather_among, irecv, isend
 from lightning_pardist.engines.common import devices
 from lightning_pardist.engines.common.slice_exchange import gather_slices
 from lightning_pardist.engines.offload import HostCopies, Offload
 from lightning_pardist.engines.zero import ZeroEngine
-from lightning_pardist.local_tensors import whole_over_data
+from lightning_pardist.local_tensors import own_part, whole_over_data
 from lightning_pardist.runtime.process_group import default_backend, destroy_alone, init_process_group
+from tests.helpers.gpu import SharedGPU
 from tests.helpers.models import Base
-from tests.helpers.parity import assert_close
+from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
 
@@ -174,6 +176,56 @@ def test_the_scale_is_on_the_host_before_a_fused_step_there(alone):
         found.append(torch.stack(losses).cpu())
         engine.detach()
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+class Fused(Base):
+    """An optimizer whose kernel reads its count of steps on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, fused=True)
+
+
+def _fused(strategy, epochs, resume=None):
+    torch.manual_seed(11)
+    module = Fused()
+    trainer = quiet_trainer(accelerator="gpu", devices=1, strategy=strategy, max_epochs=epochs)
+    data = TensorDataset(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)))
+    trainer.fit(module, DataLoader(data, batch_size=8), ckpt_path=resume)
+    return trainer, {name: value.cpu() for name, value in snapshot(module).items()}
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("kind", [DDPStrategy, ZeroStrategy, functools.partial(FSDPStrategy, min_unit_size_mb=0)])
+def test_a_fused_optimizer_resumes(kind, form, tmp_path):
+    _, whole = _fused("auto", 2)
+    trainer, _ = _fused(kind(checkpoint=form), 1)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    _, resumed = _fused(kind(checkpoint=form), 2, tmp_path / "half.ckpt")
+    assert_close(resumed, whole)
+
+
+def _tiled():
+    torch.manual_seed(0)
+    strategy = FSDPStrategy(min_unit_size_mb=0, tile_linear_above_mb=0.01, offload="cpu")
+    trainer = quiet_trainer(accelerator=SharedGPU(), devices=2, strategy=strategy)
+    module = Fused()
+    found = []
+    module.on_train_batch_end = lambda *unused: found.append({own_part(p).device.type for p in module.parameters()})
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(32, 64)), batch_size=8))
+    return found
+
+
+def test_layers_in_tiles_rest_on_the_host():
+    for found in run_ranks(2, _tiled):
+        assert found
+        assert all(kinds == {"cpu"} for kinds in found)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------

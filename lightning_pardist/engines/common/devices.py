@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 #: Kinds of devices without random numbers of their own beside the host's.
@@ -26,6 +27,27 @@ def device_in_use() -> torch.device:
     if not getattr(module, "is_initialized", module.is_available)():
         return torch.device("cpu")
     return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def rank_devices() -> list[torch.device]:
+    """Accelerators of this host, one for each of its ranks; none where torch has nothing that ranks could talk through.
+
+    Leaves them untouched.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    backends = dist.Backend.default_device_backend_map
+    if found is None or backends.get(found.type, dist.Backend.GLOO) == dist.Backend.GLOO:
+        return []
+    return [torch.device(found.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def device_of_rank(local_rank: int) -> torch.device:
+    """The accelerator of a rank, current from now on; the host where there is none for it."""
+    known = rank_devices()
+    if local_rank >= len(known):
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local_rank)
+    return known[local_rank]
 
 
 def has_generator(device: torch.device) -> bool:

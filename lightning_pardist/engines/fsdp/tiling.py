@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_pardist.collectives import reduce_scatter_flat
 from lightning_pardist.compat.autograd import not_compiled
+from lightning_pardist.compat.dtensor import around, make_spec
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.slice_exchange import exchanges_directly, gather_slices, scatter_slices
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, REDUCE, CollectiveSequencer
@@ -281,4 +282,5 @@ class _Product(torch.autograd.Function):
 
 def _as_dtensor(rows: Tensor, mesh: DeviceMesh, like: Tensor) -> DTensor:
     placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
-    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    # Not from_local(), which would bring rows that rest on the host to the device.
+    return around(rows, make_spec(mesh, placements, like.shape, like.stride(), rows.dtype))

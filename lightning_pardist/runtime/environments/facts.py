@@ -7,11 +7,13 @@ import platform
 import socket
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
+from lightning_pardist.engines.common.devices import rank_devices
 from lightning_pardist.runtime.environments.external import ExternalEnvironment, check_address
 from lightning_pardist.runtime.environments.find import describe, rendezvous_endpoint
 from lightning_pardist.runtime.environments.mpi import lonely_mpi
@@ -112,12 +114,13 @@ def _where(meeting: RendezvousEndpoint | None) -> str:
 
 
 def _device(local_rank: int) -> tuple[str, str]:
-    if not torch.cuda.is_available():
+    known = rank_devices()
+    if not known:
         return "cpu", ""
-    if local_rank >= torch.cuda.device_count():
-        return f"none: {torch.cuda.device_count()} GPU(s) visible, local rank {local_rank}", ""
-    properties = torch.cuda.get_device_properties(local_rank)
-    return f"cuda:{local_rank} {properties.name}", str(getattr(properties, "uuid", local_rank))
+    if local_rank >= len(known):
+        return f"none: {len(known)} GPU(s) visible, local rank {local_rank}", ""
+    properties: Any = torch.get_device_module(known[local_rank]).get_device_properties(local_rank)
+    return f"{known[local_rank]} {properties.name}", str(getattr(properties, "uuid", local_rank))
 
 
 def _versions() -> dict[str, str]:
@@ -136,7 +139,7 @@ def _warnings(environment: ClusterEnvironment, local_rank: int) -> list[str]:
     found = []
     if torch.cuda.is_available() and not dist.is_nccl_available():
         found.append("torch was built without NCCL: GPUs would talk through gloo. Install a CUDA build of torch.")
-    if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
+    if local_rank >= len(rank_devices()) > 0:
         found.append("there are more ranks than GPUs on this host. Start fewer, or set accelerator='cpu'.")
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
     if restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
