@@ -236,7 +236,8 @@ class ParameterGroup:
         if isinstance(pending.all_gather_work, dist.Work):
             pending.all_gather_work.wait()
         if pending.all_gather_event is not None and self._private.device.type != "cpu":
-            torch.accelerator.current_stream().wait_event(pending.all_gather_event)
+            # An event of the device's own kind, which torch's general streams take, and do not wait for.
+            torch.get_device_module(self._private.device).current_stream().wait_event(pending.all_gather_event)
         self._private._all_gather_result = None
 
     def send_shard(self) -> None:

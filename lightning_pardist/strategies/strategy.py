@@ -30,7 +30,7 @@ from typing_extensions import override
 from lightning_pardist.axes.base import ParallelAxis, RunContext
 from lightning_pardist.axes.refusals import refuse_renormalized
 from lightning_pardist.axes.user_parallelized import UserParallelizedAxis, is_user_parallelized, note_user_parallelized
-from lightning_pardist.collectives import barrier, broadcast_object, reduce, world_group
+from lightning_pardist.collectives import barrier, broadcast_object, reduce, table_device, world_group
 from lightning_pardist.compat.contract import warn_if_untested
 from lightning_pardist.compat.default_group import in_step
 from lightning_pardist.compat.lightning_functions import PATH, optimizers_to_device
@@ -793,7 +793,7 @@ class PardistStrategy(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank) of the world decide so. Collective over the world."""
         self.context.before_collective()
-        flag = torch.tensor(int(decision), device=self.root_device)
+        flag = torch.tensor(int(decision), device=table_device(world_group(), self.root_device))
         return bool(reduce(flag, group=world_group(), op="min" if all else "max"))
 
     @override

@@ -130,12 +130,12 @@ class ExpertRuntime:
         wholes = []
         for layer, load in counted:
             if load is not None:
-                whole = load.new_zeros(self.peers.size, len(load))
+                whole = torch.zeros(self.peers.size, len(load), dtype=load.dtype, device=device)
                 whole[self.peers.rank] = load
                 wholes.append((layer.name, whole.flatten()))
         if not wholes:
             return {}
-        flat = torch.cat([whole for _, whole in wholes]).to(device)
+        flat = torch.cat([whole for _, whole in wholes])
         dist.all_reduce(flat, group=group)
         parts = flat.cpu().split([len(whole) for _, whole in wholes])
         return {name: part for (name, _), part in zip(wholes, parts, strict=True)}

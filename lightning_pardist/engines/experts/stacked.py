@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.autograd import current_backward
 from lightning_pardist.compat.modules import own_parameters
-from lightning_pardist.engines.common.devices import random_stays
+from lightning_pardist.engines.common.devices import numbers_on, random_stays
 from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
 from lightning_pardist.engines.experts.finding import ExpertLayer
 
@@ -218,8 +218,9 @@ class StackedExperts:
             for i in self.route.weights
         ]
         about = self.peers.all_to_all(sent.about, sent.pairs_to, pairs)
-        first = torch.tensor([0, *rows[:-1]], device=about.device).cumsum(0)
-        row = about[:, 0] + first.repeat_interleave(torch.tensor(pairs, device=about.device))
+        first = numbers_on(about.device, [sum(rows[:rank]) for rank in range(len(rows))], torch.int64)
+        of_rank = numbers_on(about.device, pairs, torch.int64)
+        row = about[:, 0] + first.repeat_interleave(of_rank, output_size=len(about))
         with form.entered(index.device.type):
             result = self._computed(call, form, row, about[:, 1], tokens, weights)
         back = travel(result, rows, sent.rows_to, self.peers)
@@ -256,7 +257,7 @@ class StackedExperts:
             return joined(out, *tokens, *weights, *parameters.values())
         if current_backward() is None:
             # A checkpointed forward runs again in backward.
-            self.load += torch.bincount(index, minlength=len(self.load)).cpu()
+            self.load = self.load.to(index.device).index_add_(0, index, torch.ones_like(index))
         of_pairs = [t[row].reshape(len(row), *shape) for t, shape in zip(tokens, shapes, strict=True)]
         result = run_pairs(self.module, self.forward, self.route, call, parameters, (index, of_pairs, weights))
         return joined(out.index_add(0, row, result.flatten(1).to(dtype)), *tokens, *weights)

@@ -69,7 +69,11 @@ class HostSlice:
         if not self.is_apart:
             return
         for begin, end in self._windows():
-            self._published = self._copies.start(self.master[begin:end], self._own[begin:end])
+            master, own = self.master[begin:end], self._own[begin:end]
+            if self.is_away and master.dtype != own.dtype:
+                # Rounded by torch, it would go through memory that the device cannot read by itself.
+                master = self._copies.buffer(len(master), own.dtype).copy_(master)
+            self._published = self._copies.start(master, own)
             self._evict(begin, end)
 
     def wait_published(self) -> None:
