@@ -129,7 +129,8 @@ class _Arrival:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the message, and copy it; as torch's own."""
         self._work.wait() if timeout is None else self._work.wait(timeout)
-        self._target.copy_(self._message)
+        # As a message lands in memory: autograd counts no write.
+        self._target.data.copy_(self._message)
         return True
 
 

@@ -50,7 +50,8 @@ def _nothing_left_behind():
         dist.destroy_process_group()
         problems.append("a process group")
     pool = {process.pid for one in ranks._pools.values() for process in one.processes}
-    servers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+    # The last compiles for inductor, and stays.
+    servers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
     left = {
         child.pid
         for child in psutil.Process().children()

@@ -306,7 +306,8 @@ def on_device(trainer: pl.Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
 
 def _are_equal(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
-        return all(_are_equal(first[key], second[key]) for key in first)
+        # A device that was not used before has drawn nothing.
+        return all(_are_equal(first[key], second[key]) for key in first.keys() & second.keys())
     if isinstance(first, (tuple, list)):
         return len(first) == len(second) and all(map(_are_equal, first, second))
     if isinstance(first, torch.Tensor):

@@ -114,14 +114,21 @@ class Large(Base):
         self.allocated.append(torch.cuda.memory_allocated())
 
 
+def clear_workspaces():
+    """cuBLAS keeps 32 MiB for each thread that multiplies."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def _memory(strategy, devices):
     module = Large()
     held = []
+    clear_workspaces()
     before = torch.cuda.memory_allocated()
     trainer = quiet_trainer(accelerator=SharedGPU(), strategy=strategy(), devices=devices)
 
     def note(optimizer):
         torch.cuda.synchronize()
+        clear_workspaces()
         held.append((torch.cuda.memory_allocated() - before, trainer.strategy.held().total))
 
     module.on_before_optimizer_step = note

@@ -211,16 +211,21 @@ class HostStep:
         for key, value in entry.items():
             if not isinstance(value, Tensor):
                 continue
-            if _is_like(value, own) and self._store is not None and not self._store.holds(value):
+            if _is_like(value, own) and (store := self._store_of(own)) is not None and not store.holds(value):
                 entry[key] = self._zeros(own, value.dtype).copy_(value)
                 self._evict([entry[key]])
             elif value.device != own.device:
                 entry[key] = value.to(own.device)
 
     def _zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
-        if self._store is None:
+        store = self._store_of(param)
+        if store is None:
             return torch.zeros_like(param, dtype=dtype, requires_grad=False)
-        return self._store.zeros(param.numel(), dtype).view(param.shape)
+        return store.zeros(param.numel(), dtype).view(param.shape)
+
+    def _store_of(self, param: Tensor) -> StateFile | None:
+        """Where a parameter's state is kept; scalars, which every rank has whole on its device, keep theirs there."""
+        return self._store if param.device.type == "cpu" else None
 
     def _prefetch(self, values: Iterable[Any]) -> None:
         if self._store is not None:
