@@ -12,7 +12,7 @@ TORCH ?= 2.13.0
 LIGHTNING ?= 2.6.6
 OTHER := .venv-torch$(TORCH)-lightning$(LIGHTNING)
 
-.PHONY: demo test test-all test-torch soak lint bench bench-gpu coverage docs dist clean
+.PHONY: demo test test-all test-gpu test-torch soak lint bench bench-gpu coverage docs dist clean
 
 # $(call run_tests,PYTHON,MARKERS): what measures time or starts clusters comes after the others, one at a time.
 define run_tests
@@ -31,6 +31,10 @@ test: lint
 test-all: lint
 	$(call run_tests,$(PY),not soak)
 
+# One GPU, a CUDA build of torch in $(VENV): ranks share the device over gloo, one rank runs over NCCL.
+test-gpu: $(INSTALLED)
+	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal tests/gpu $(ARGS)
+
 # Another torch or Lightning, in an environment of its own, without the linters: make test-torch TORCH=2.15.0
 test-torch: $(OTHER)/.installed
 	$(call run_tests,$(OTHER)/bin/python,not slow and not soak)
@@ -46,12 +50,13 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(PY) -m benchmarks $(ARGS)
 
-# One GPU: every strategy on one rank against a plain loop. SIZE=350m wants 100 GB, or fewer of them: ARGS="--only torch_loop ...".
+# One GPU: every strategy on one rank against a plain loop, all at once on the device, whose memory is cut to size for it.
+# SIZE=350m wants 100 GB, or fewer of them: ARGS="--only torch_loop ...".
 SIZE ?= 124m
 ROUNDS ?= 5
 GPU_STRATEGIES := ddp zero1 zero2 zero3 zero3_offload pp tp
 bench-gpu: $(INSTALLED)
-	$(PY) -m benchmarks --accelerator gpu --precision bf16-mixed --model gpt2-$(SIZE) --devices 1 --network shared \
+	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(PY) -m benchmarks --accelerator gpu --precision bf16-mixed --model gpt2-$(SIZE) --devices 1 --network shared \
 		--rounds $(ROUNDS) --steps 20 --warmup 5 --keep-going --strategies $(addprefix pardist_,$(GPU_STRATEGIES)) \
 		--baselines torch_loop auto ddp torch_fully_shard $(ARGS)
 

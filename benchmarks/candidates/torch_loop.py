@@ -18,16 +18,24 @@ from lightning_pardist.engines.ddp import AllReduce, GradientReducer
 
 @dataclass(frozen=True)
 class PlainLoop:
-    """One process and nothing but torch."""
+    """One process and nothing but torch.
+
+    Attributes:
+        compiled: Whether each block is compiled by hand.
+    """
 
     name: str = "torch_loop"
     title: str = "one process, torch alone, loop by hand"
+    compiled: bool = False
     single: bool = True
 
     def run(self, settings: Settings, gate: PassesBeforeSteps) -> None:
         """See :class:`Candidate`."""
         device = use_device(settings)
         net = make_net(settings).to(device)
+        if self.compiled:
+            for block in getattr(net, "blocks", (net,)):
+                block.compile()
         optimizer = make_optimizer(net, settings)
         for batch in make_loader(settings, rank=0, world_size=1):
             gate.before_step(lambda: held_by(net, [optimizer]))
@@ -98,6 +106,7 @@ _ALL: dict[str, Candidate] = {
     candidate.name: candidate
     for candidate in (
         PlainLoop(),
+        PlainLoop("torch_loop_compiled", "the same, each block compiled by hand", compiled=True),
         TorchDDP("torch_ddp", "torch DDP, loop by hand"),
         TorchDDP("torch_ddp_views", "torch DDP, loop by hand, gradients as bucket views", gradient_as_bucket_view=True),
         ReducerLoop(),
