@@ -106,10 +106,10 @@ _ALL: dict[str, Candidate] = {
     candidate.name: candidate
     for candidate in (
         PlainLoop(),
-        PlainLoop("torch_loop_compiled", "the same, each block compiled by hand", compiled=True),
         TorchDDP("torch_ddp", "torch DDP, loop by hand"),
         TorchDDP("torch_ddp_views", "torch DDP, loop by hand, gradients as bucket views", gradient_as_bucket_view=True),
         ReducerLoop(),
+        PlainLoop("torch_loop_compiled", "one process, torch alone, each block compiled by hand", compiled=True),
     )
 }
 
