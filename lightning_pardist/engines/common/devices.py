@@ -110,9 +110,9 @@ def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtyp
 
 
 def number_on(device: torch.device, value: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """A number, of the host or a device, as a tensor on a device, which nobody waits for."""
+    """A number, of the host or a device, as a tensor on a device, which nobody waits for unless it is the host."""
     if isinstance(value, Tensor):
-        return value.to(device, dtype, non_blocking=True)
+        return value.to(device, dtype, non_blocking=has_generator(device))
     return torch.full((), value, dtype=dtype, device=device)
 
 

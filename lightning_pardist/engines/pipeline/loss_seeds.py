@@ -222,7 +222,12 @@ class LossSeeds:
         """Put together what micro-batches and ranks have counted. Collective over the group."""
         found = [terms for terms in self._terms if terms]
         sizes = [part.size for part in self._parts]
-        ratios = common_ratios(zip(self._terms, sizes, strict=True)) if _are_alike(found) else None
+        ratios: list[float] | None = None
+        if _are_alike(found) and all(len(_varying(terms)) == 1 for terms in found):
+            # Each counts as itself, whatever that is: nobody has to wait for a device to say it.
+            ratios = [1.0] if found else []
+        elif _are_alike(found):
+            ratios = common_ratios(zip(self._terms, sizes, strict=True))
         mark = signature([f"{ratio:.4g}" for ratio in ratios or []])
         if not _are_alike(found):
             for terms in found:
