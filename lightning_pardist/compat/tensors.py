@@ -91,6 +91,12 @@ def is_unshared(grad: Tensor) -> bool:
     return base is None or base._use_count() <= 2
 
 
+def is_only_holder(tensor: Tensor) -> bool:
+    """Whether no other tensor shares the memory of this one, saved ones of graphs included."""
+    # Beside the tensor itself: the storage object that is asked for here.
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
+
+
 def make_subclass(cls: type[Any], data: Tensor, requires_grad: bool) -> Any:
     """A tensor of a class of one's own on the memory of another one."""
     return Tensor._make_subclass(cls, data, requires_grad)

@@ -23,7 +23,13 @@ import lightning_pardist.engines.tensor.rules_shape  # noqa: F401  (rules regist
 from lightning_pardist.compat import patches, pytree
 from lightning_pardist.compat.autograd import only_keeps_inputs
 from lightning_pardist.compat.dtensor import local_tensor_of, spec_of
-from lightning_pardist.compat.tensors import below_subclasses, below_torch_functions, is_unshared, storage_key
+from lightning_pardist.compat.tensors import (
+    below_subclasses,
+    below_torch_functions,
+    is_only_holder,
+    is_unshared,
+    storage_key,
+)
 from lightning_pardist.engines.common.settable_parameter import assign
 from lightning_pardist.engines.tensor.calls import (
     GLOBAL_PROPERTIES,
@@ -96,8 +102,8 @@ class TensorRuntime:
         self.group = TensorGroup(mesh)
         self.sequence_parallel = sequence_parallel
         self.fallbacks: dict[str, Fallback] = {}
-        # Both sides of views that became copies, by storage, until the step ends.
-        self._copied_views: dict[int, Tensor] = {}
+        # Both sides of views that became copies, by storage, until the step ends: the memory, and that of the others.
+        self._copied_views: dict[int, tuple[Tensor, set[int]]] = {}
         # What the rules answered, by call: they depend on shapes, layouts and plain values alone.
         self._known: dict[Any, Outcome] = {}
         self._depth = 0
@@ -426,19 +432,24 @@ class TensorRuntime:
     def _note_copies(self, name: str, first: Any, result: Any) -> None:
         """Remember what shares memory on one process and does not here, see :meth:`check_overwrite`."""
         if name in _VIEWS and isinstance(first, SplitTensor):
-            for tensor in (first.local, *(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))):
-                self._copied_views[storage_key(tensor)] = tensor
+            tensors = (first.local, *(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)))
+            # Tensors of our own, by which others can be told from them.
+            sides = {storage_key(tensor): tensor.detach() for tensor in tensors}
+            for key, side in sides.items():
+                others = self._copied_views.setdefault(key, (side, set()))[1]
+                others |= sides.keys() - {key}
 
     def check_overwrite(self, tensor: Any, name: str) -> None:
         """Refuse to overwrite one of two tensors that user code believes to share memory, and that do not.
 
         Raises:
-            RuntimeError: If a view of ``tensor``, or what it is a view of, was gathered in this step.
+            RuntimeError: If a view of ``tensor``, or what it is a view of, was gathered in this step and is used still.
         """
         local = tensor.local if isinstance(tensor, SplitTensor) else tensor
         if isinstance(local, DTensor) or not isinstance(local, Tensor):
             return
-        if storage_key(local) in self._copied_views:
+        _, others = self._copied_views.get(storage_key(local), (None, ()))
+        if not all(is_only_holder(self._copied_views[key][0]) for key in others):
             raise RuntimeError(
                 f"{name} overwrites a tensor of which a view exists that had to be gathered, so that the view would not"
                 f" change with it. {self.remedy}"
