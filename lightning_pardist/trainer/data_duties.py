@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among
 from lightning_pardist.engines.ddp import BufferSync
-from lightning_pardist.engines.ddp.set_parameters import SetParameters, differing_values
+from lightning_pardist.engines.ddp.set_parameters import SetParameters, cast_parameter, differing_values
 from lightning_pardist.engines.pipeline import BatchCut
 from lightning_pardist.trainer.evaluation import ExactEvaluation
 from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
@@ -62,7 +62,7 @@ class DataParallelDuties:
         #: In the first step of a run None until it runs, then what it called.
         self._looks_for_mixing = False
         self._mixing: SampleMixing | None = None
-        self._has_warned = self._watches_parameters = False
+        self._has_warned = self._watches_parameters = self._is_first = False
         self._attached = PatchStack()
 
     def attach_first(self, trainer: pl.Trainer) -> None:
@@ -103,6 +103,7 @@ class DataParallelDuties:
             self._attached.attach(no_sync_advice())
         if context.dims.batch_size == 1 or module is None:
             return
+        self._is_first = self._trains(trainer)
         # Ranks that compute a layer together meet in its calls, which nobody can try alone.
         alone = context.dims.batch_size == context.distributed.world_size and context.in_lockstep
         alone = alone and all(axis.calls_may_differ for axis in context.axes)
@@ -186,10 +187,12 @@ class DataParallelDuties:
         if self._buffers is not None:
             self._buffers.before_training_step()
         watched = self._watch_parameters()
+        dtypes = self._dtypes_before()
         even, weights = self.even_steps, self.loss_weights
         with nullcontext() if even is None else even.leaving_no_trace(), self._noting_calls(batch):
             counts = None if self.context.batch_counts is None else self.context.batch_counts()
             output = run() if weights is None else weights.training_step(run, batch, counts=counts)
+        self._refuse_casts(dtypes)
         if self._buffers is not None:
             self.context.before_collective()
             self._buffers.after_training_step()
@@ -200,6 +203,23 @@ class DataParallelDuties:
             if names := [*watched.end(), *held_in_parts]:
                 rank_zero_warn(differing_values(names))
         return output
+
+    def _dtypes_before(self) -> dict[str, torch.dtype]:
+        """Of all parameters before the first step of a run; none later."""
+        module, first = self.context.module, self._is_first
+        self._is_first = False
+        return {name: each.dtype for name, each in module.named_parameters()} if module is not None and first else {}
+
+    def _refuse_casts(self, dtypes: dict[str, torch.dtype]) -> None:
+        """Raise if a step has cast parameters (``layer.to(dtype)`` in forward), whose gradients ranks cannot average.
+
+        Raises:
+            RuntimeError: With the name of one.
+        """
+        module = self.context.module
+        for name, each in module.named_parameters() if dtypes and module is not None else ():
+            if each.dtype != dtypes.get(name, each.dtype):
+                raise RuntimeError(cast_parameter(name, dtypes[name], each.dtype))
 
     def _watch_parameters(self) -> SetParameters | None:
         if not self._watches_parameters or self.context.module is None:

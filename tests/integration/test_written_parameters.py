@@ -45,6 +45,55 @@ class ActNorm(nn.Module):
         return (x + self.shift) * self.scale.exp()
 
 
+class Clamped(nn.Linear):
+    """By an operation that autograd knows of."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+class Normalized(nn.Linear):
+    """By one that it does not know of, from the third call on, when nobody watches any more."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 2:
+            self.weight.data = F.normalize(self.weight.data, dim=1)
+            self.bias.data.mul_(0.5)
+        return super().forward(x)
+
+
+class Written(Base):
+    """Layers that set their own parameters, and hooks that set what is gathered at that moment."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first, self.second, self.last = Clamped(6, 8), Normalized(8, 8), nn.Linear(8, 1)
+        self.second.register_full_backward_hook(self.shrink)
+
+    def shrink(self, module, given, got):
+        module.bias.data.mul_(0.9)
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x).tanh()).tanh())
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        if batch_idx == 1:
+            self.last.weight.data.mul_(0.9)
+        return self.note(loss)
+
+    def on_before_zero_grad(self, optimizer):
+        for parameter in self.parameters():
+            # Between forward and backward, also of those that forward has given other memory.
+            parameter.data.clamp_(-0.3, 0.3)
+
+
 class SetByBatches(Base):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -113,6 +162,17 @@ def _fit_all(strategies, module_class):
 def _same(found, expected):
     for part in expected:
         assert_close(found[part], expected[part])
+
+
+@pytest.mark.parametrize(
+    "strategies", [("zero3", "units"), pytest.param(("kept", "hsdp"), marks=pytest.mark.slow)], ids="-".join
+)
+def test_what_layers_and_hooks_write_is_one_processs(strategies):
+    expected = _fit("auto", Written)
+    for found, said in run_ranks(2, _fit_all, strategies, Written):
+        assert said == [[]] * len(strategies)
+        for each in found:
+            _same(each, expected)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +260,13 @@ class Reshaped(Replaced):
         return super().training_step(batch, batch_idx)
 
 
+class Cast(Reshaped):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.net[0].to(torch.float64)
+        return self.note(F.mse_loss(self.net[2](self.net[0](x.double()).float()), y))
+
+
 class Hooked(Replaced):
     """Hooks on parameters' gradients, gradients that are given other data, and draws in the middle of a run."""
 
@@ -230,8 +297,8 @@ def test_hooks_on_gradients_their_data_and_draws_are_those_of_one_process():
             _same(each, expected)
 
 
-def _refused(module_class, expected):
-    for strategy in ("zero3", "units"):
+def _refused(module_class, expected, strategies=("zero3", "units")):
+    for strategy in strategies:
         with pytest.raises((RuntimeError, ValueError), match=expected):
             _fit(strategy, module_class)
 
@@ -246,3 +313,9 @@ def _refused(module_class, expected):
 )
 def test_what_cannot_be_carried_is_refused(module_class, expected):
     run_ranks(2, _refused, module_class, expected)
+
+
+def test_a_step_that_casts_parameters_is_refused():
+    run_ranks(
+        2, _refused, Cast, r"net\.0\.(weight|bias) is torch.float32 and a step casts it", ("ddp", "zero3", "units")
+    )

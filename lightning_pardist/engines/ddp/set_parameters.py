@@ -66,3 +66,11 @@ def differing_values(names: list[str]) -> str:
         " would set them by those of all. The first rank's values are taken, so that all ranks have the same."
         " Combine what they are made from in the step, by self.all_gather(...)."
     )
+
+
+def cast_parameter(name: str, before: torch.dtype, now: torch.dtype) -> str:
+    """What is to be said of a parameter that a step has cast (``layer.to(dtype)`` in ``forward``)."""
+    return (
+        f"{name} is {before} and a step casts it to {now}: ranks have agreed on memory for its gradients by then. Keep"
+        " one dtype (another precision=, or float() of the layer's inputs alone), or use pardist_tp or pardist_pp."
+    )

@@ -54,7 +54,7 @@ class ShardedUnit:
         self.whole: dict[int, GatheredParameter] = {}
         self.on_written: Callable[[ShardedParameter, GatheredParameter], None] = _nothing
         self.name_of: Callable[[ShardedParameter], str] = str
-        self._noted = False
+        self._noted = self._strays = False
         self._seen: tuple[int, ...] = ()
 
     @property
@@ -151,6 +151,14 @@ class ShardedUnit:
         with torch.inference_mode(False):
             if gathered.keep_changes():
                 self.on_written(parameter, gathered)
+        self._strays = self._strays or gathered.stray is not None
+
+    def follow(self) -> None:
+        """Before the backward of a call: let the graph see what was written since to parameters it has noted."""
+        if self._strays and self.gathered:
+            for gathered in self.whole.values():
+                gathered.follow()
+            self._strays = any(gathered.stray is not None for gathered in self.whole.values())
 
     def free(self) -> None:
         """Give the whole parameters back, and what was written to them; the shards remain."""
@@ -394,7 +402,9 @@ class BackwardRuntime:
             self.differentiated = True
             if not unit.resident:
                 unit.set_resident(True)
-        return unit.state.pre_backward(gradient)
+        gradient = unit.state.pre_backward(gradient)
+        unit.follow()
+        return gradient
 
     def _post_backward(
         self, unit: ShardedUnit, group: ParameterGroup, reduce: Callable[[], None], *unused: Any

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from lightning_pardist.compat.fsdp2 import ShardedParameter
 from lightning_pardist.compat.parameter_data import looks_at, watch_looks
-from lightning_pardist.compat.tensors import foreach_copy_, version_of
+from lightning_pardist.compat.tensors import foreach_copy_, is_only_holder, version_of
 from lightning_pardist.engines.common.fingerprint import FINGERPRINT_SIZE, fingerprint
 from lightning_pardist.engines.common.settable_parameter import changes_of
+from lightning_pardist.engines.ddp.set_parameters import cast_parameter
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
 from lightning_pardist.local_tensors import local_part, own_part, own_shape, set_own_part
 
@@ -52,6 +53,8 @@ class GatheredParameter:
         self.own: Tensor | None = None
         self.old: Tensor | None = None
         self.touched = self.escaped = False
+        #: Memory that the user gave it last (``p.data = ...``), which the step's graph may have noted.
+        self.stray: Tensor | None = None
         self._looks = watch_looks(whole)
         self._version = 0
         self._before: Tensor | None = None
@@ -127,9 +130,11 @@ class GatheredParameter:
             Whether there is a trace of some: other ranks' parts may have changed alone.
 
         Raises:
-            RuntimeError: If it was given values of another shape.
+            RuntimeError: If it was given values of another shape or dtype.
         """
         part, shard, traced = own_part(self.whole), self.parameter.sharded, self.may_be_changed
+        if part.dtype != self.home.dtype:
+            raise RuntimeError(cast_parameter(self.name, self.home.dtype, part.dtype))
         if part.shape != self.home.shape:
             raise RuntimeError(
                 f"{self.name} of shape {tuple(self.home.shape)} was given values of shape {tuple(part.shape)}."
@@ -145,10 +150,20 @@ class GatheredParameter:
         if self._before is not None:
             self._before.copy_(now)
         if part.numel() and part.data_ptr() != self.home.data_ptr():
+            # By .data: its own counter of versions, so that a copy into it is no change to what backward looks at.
+            self.stray = part.data
             self.home.copy_(part)
             set_own_part(self.whole, self.home)
         self._note_marks()
         return traced
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Before a backward: what its graph has noted of memory that the user gave gets the values of now."""
+        if self.stray is not None and is_only_holder(self.stray):
+            self.stray = None
+        if self.stray is not None:
+            self.stray.copy_(self.home)
 
     def keep_own(self) -> None:
         """Remember the whole values as this rank's own."""
