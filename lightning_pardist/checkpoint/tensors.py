@@ -342,7 +342,7 @@ def fill_optimizer(
             state = {key: settled(value, device) for key, value in small.items()}
             for key, full_key in stored.items():
                 state[key] = _filled(full_key, slot, reader, device)
-            optimizer.state[slot.param] = with_count_in_place(state, device, group)
+            optimizer.state[slot.param] = in_place(state, device, group)
 
 
 def require_same_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], wanted: Sequence[int]) -> None:
@@ -407,17 +407,20 @@ def settled(value: Any, device: torch.device) -> Any:
     return value
 
 
-def with_count_in_place(state: dict[str, Any], device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with its count of steps where kernels look for it, as ``Optimizer.load_state_dict`` has it.
+def in_place(state: dict[str, Any], device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with what has no dims where kernels look for it, as ``Optimizer.load_state_dict`` has it.
+
+    That is with the parameter, but for the count of steps, which ordinary ones have on the host.
 
     Args:
         state: Of one parameter.
         device: Of the parameter.
         settings: Of its parameter group.
     """
-    count = state.get("step")
-    if isinstance(count, Tensor) and (settings.get("fused") or settings.get("capturable")):
-        state["step"] = count.to(device, torch.float32)
+    counts_there = settings.get("fused") or settings.get("capturable")
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not value.dim() and (key != "step" or counts_there):
+            state[key] = value.to(device, torch.float32 if key == "step" else value.dtype)
     return state
 
 

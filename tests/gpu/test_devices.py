@@ -179,35 +179,41 @@ def test_the_scale_is_on_the_host_before_a_fused_step_there(alone):
 
 
 class Fused(Base):
-    """An optimizer whose kernel reads its count of steps on the device."""
+    """An optimizer whose kernel reads its count of steps on the device, and a parameter without dims."""
 
-    def __init__(self):
+    def __init__(self, fused=True):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+        self.fused = fused
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
     def training_step(self, batch, batch_idx):
-        return self.net(batch[0]).square().mean()
+        return (self.scale * self.net(batch[0])).square().mean()
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, fused=True)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, fused=self.fused)
 
 
-def _fused(strategy, epochs, resume=None):
+def _fused(strategy, epochs, resume=None, fused=True):
     torch.manual_seed(11)
-    module = Fused()
+    module = Fused(fused)
     trainer = quiet_trainer(accelerator="gpu", devices=1, strategy=strategy, max_epochs=epochs)
     data = TensorDataset(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)))
     trainer.fit(module, DataLoader(data, batch_size=8), ckpt_path=resume)
     return trainer, {name: value.cpu() for name, value in snapshot(module).items()}
 
 
+zero3 = functools.partial(FSDPStrategy, min_unit_size_mb=0)
+
+
+@pytest.mark.parametrize("fused", [True, None])
 @pytest.mark.parametrize("form", ["full", "sharded"])
-@pytest.mark.parametrize("kind", [DDPStrategy, ZeroStrategy, functools.partial(FSDPStrategy, min_unit_size_mb=0)])
-def test_a_fused_optimizer_resumes(kind, form, tmp_path):
-    _, whole = _fused("auto", 2)
-    trainer, _ = _fused(kind(checkpoint=form), 1)
+@pytest.mark.parametrize("kind", [DDPStrategy, ZeroStrategy, zero3, functools.partial(zero3, offload="cpu")])
+def test_an_optimizer_resumes_on_the_device(kind, form, fused, tmp_path):
+    _, whole = _fused("auto", 2, fused=fused)
+    trainer, _ = _fused(kind(checkpoint=form), 1, fused=fused)
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    _, resumed = _fused(kind(checkpoint=form), 2, tmp_path / "half.ckpt")
+    _, resumed = _fused(kind(checkpoint=form), 2, tmp_path / "half.ckpt", fused=fused)
     assert_close(resumed, whole)
 
 
@@ -217,7 +223,9 @@ def _tiled():
     trainer = quiet_trainer(accelerator=SharedGPU(), devices=2, strategy=strategy)
     module = Fused()
     found = []
-    module.on_train_batch_end = lambda *unused: found.append({own_part(p).device.type for p in module.parameters()})
+    module.on_train_batch_end = lambda *unused: found.append(
+        {own_part(p).device.type for name, p in module.named_parameters() if name != "scale"}
+    )
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(32, 64)), batch_size=8))
     return found
 

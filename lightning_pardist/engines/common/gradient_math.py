@@ -32,19 +32,20 @@ def sum_of_powers(grads: Sequence[Tensor], norm_type: float, *, device: torch.de
     if not grads:
         return torch.zeros((), device=device)
     widest = functools.reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads), torch.float32)
-    stacked = torch.stack([norm.to(device, widest) for norm in norms_of(grads, norm_type)])
+    # One copy a kind: each waits for a device where gradients rest on the host.
+    stacked = torch.cat([torch.stack(norms).to(device, widest) for norms in norms_of(grads, norm_type)])
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
 
-def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """The norm of each tensor, none of which is empty, in fp32 or wider; not in the order of the tensors."""
-    found: list[Tensor] = []
+def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[list[Tensor]]:
+    """The norms of tensors, none of which is empty, by device and dtype; in fp32 or wider."""
+    found: list[list[Tensor]] = []
     for members in by_kind(grads):
         wide = torch.promote_types(members[0].dtype, torch.float32)
         if run_together(members):
-            found += norms_together(members, norm_type, wide)
+            found.append(norms_together(members, norm_type, wide))
         else:
-            found += [torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in members]
+            found.append([torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in members])
     return found
 
 

@@ -28,12 +28,12 @@ from lightning_pardist.checkpoint.tensors import (
     Slots,
     TensorSlot,
     device_of_state,
+    in_place,
     require_same_groups,
     restore_shared,
     settled,
     shared_entries,
     shared_state,
-    with_count_in_place,
 )
 from lightning_pardist.collectives import table_device
 from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
@@ -259,7 +259,7 @@ class WholeUpdates:
                 if (values := state["state"].get(saved)) and self.owns(number):
                     device = device_of_state(param, self.optimizer)
                     own = {key: settled(value, device) for key, value in values.items()}
-                    self.optimizer.state[param] = with_count_in_place(own, device, group)
+                    self.optimizer.state[param] = in_place(own, device, group)
                 number += 1
 
     def _forget_others(self) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pardist.checkpoint.tensors import Slots, shared_entries, shared_state, whole_slots, with_count_in_place
+from lightning_pardist.checkpoint.tensors import Slots, in_place, shared_entries, shared_state, whole_slots
 from lightning_pardist.engines.common.gradient_math import Counts
 from lightning_pardist.engines.common.update_scope import (
     Scope,
@@ -193,7 +193,7 @@ class ShardedDataEngine:
                 if values := state["state"].get(index):
                     fitted = {key: _in_dtype_of(parameter, value) for key, value in values.items()}
                     own = own_values(parameter, fitted, local=True)
-                    optimizer.state[parameter] = with_count_in_place(own, own_part(parameter).device, group)
+                    optimizer.state[parameter] = in_place(own, own_part(parameter).device, group)
                     if host := self._hosts.get(optimizer):
                         host.settle(parameter)
 

@@ -134,9 +134,10 @@ class HostStep:
         """Step on some parts; the groups as they are afterwards, by index."""
         optimizer = self._optimizer
         params = [_twin(part) for part in window]
-        used: dict[int, dict[str, Any]] = {}
+        # Apart by device: the host's kernel takes no group that has a scalar on another one.
+        used: dict[tuple[int, torch.device], dict[str, Any]] = {}
         for part, param in zip(window, params, strict=True):
-            used.setdefault(part.group, {**settings[part.group], "params": []})["params"].append(param)
+            used.setdefault((part.group, param.device), {**settings[part.group], "params": []})["params"].append(param)
         for group in used.values():
             if self._may_fuse(group):
                 group.update(fused=True, foreach=False)
@@ -150,7 +151,7 @@ class HostStep:
             if param in optimizer.state:
                 self._keep(part, param, optimizer.state[param], state)
             self._evict([param])
-        return used
+        return {index: group for (index, _), group in used.items()}
 
     def _windows(self, groups: Sequence[dict[str, Any]]) -> Iterator[list[_Part]]:
         limit: float = float("inf")
@@ -214,7 +215,8 @@ class HostStep:
             if _is_like(value, own) and (store := self._store_of(own)) is not None and not store.holds(value):
                 entry[key] = self._zeros(own, value.dtype).copy_(value)
                 self._evict([entry[key]])
-            elif value.device != own.device:
+            elif value.device != own.device and (key != "step" or own.device.type == "cpu"):
+                # A count beside what is on a device stays on the host, as torch has it.
                 entry[key] = value.to(own.device)
 
     def _zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
