@@ -75,7 +75,8 @@ class KeptOptimizers:
         self._names = self.states.current_names()
         for optimizer in self.context.optimizers:
             if optimizer in self._kept:
-                self._states[optimizer] = self.context.broadcast(self.states.whole_optimizer(optimizer))
+                whole = apply_to_collection(self.states.whole_optimizer(optimizer), Tensor, _on_host)
+                self._states[optimizer] = self.context.broadcast(whole)
 
     def give_back(self) -> None:
         """The run has ended: where the module is whole, the optimizers that it keeps are, too. Not collective."""
@@ -101,6 +102,11 @@ class KeptOptimizers:
         now = dict(module.named_parameters(remove_duplicate=False))
         present = set(now.values())
         return present, {old: now[name] for old, name in self._names.items() if old not in present and name in now}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """On its way to ranks whose devices have other numbers."""
+    return tensor if isinstance(tensor, DTensor) else tensor.cpu()
 
 
 def _holds(optimizer: Optimizer, parameters: Container[Any]) -> bool:
