@@ -53,12 +53,13 @@ def _nothing_left_behind():
     # The last compiles for inductor, and stays.
     servers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
     left = {
-        child.pid
+        child.pid: " ".join(child.cmdline())
         for child in psutil.Process().children()
-        if not any(server in " ".join(child.cmdline()) for server in servers)
+        if child.pid not in children | pool and child.status() != psutil.STATUS_ZOMBIE
     }
-    if left - children - pool:
-        problems.append(f"processes {sorted(left - children - pool)}")
+    left = {pid: command for pid, command in left.items() if not any(server in command for server in servers)}
+    if left:
+        problems.append(f"processes {left}")
     problems += [
         f"thread {thread.name}"
         for thread in threading.enumerate()

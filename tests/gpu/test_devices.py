@@ -197,7 +197,9 @@ class Fused(Base):
 def _fused(strategy, epochs, resume=None, fused=True):
     torch.manual_seed(11)
     module = Fused(fused)
-    trainer = quiet_trainer(accelerator="gpu", devices=1, strategy=strategy, max_epochs=epochs)
+    trainer = quiet_trainer(
+        accelerator="gpu", devices=1, strategy=strategy, max_epochs=epochs, use_distributed_sampler=False
+    )
     data = TensorDataset(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)))
     trainer.fit(module, DataLoader(data, batch_size=8), ckpt_path=resume)
     return trainer, {name: value.cpu() for name, value in snapshot(module).items()}

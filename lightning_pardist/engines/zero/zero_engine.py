@@ -244,7 +244,10 @@ class ZeroEngine:
         grads = [grad for param in params if counts is None or counts(param) for grad in self._grads_of(param)]
         # A rank's slices may lack the widest dtype that there is.
         widest = functools.reduce(torch.promote_types, (param.dtype.to_real() for param in params), torch.float32)
-        total = sum_of_powers(grads, norm_type, device=self._device).to(widest)
+        # One rank has no buckets, and its device would be waited for.
+        here = (param.device for param in params if not param.is_meta)
+        device = self._device if self._buckets else next(here, self._device)
+        total = sum_of_powers(grads, norm_type, device=device).to(widest)
         if self.group.size() > 1:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
             dist.all_reduce(total, op=op, group=self.group)
