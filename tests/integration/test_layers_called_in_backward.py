@@ -6,13 +6,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_pardist import FSDPStrategy, ZeroStrategy
+from lightning_pardist import FSDPStrategy, PipelineStrategy, ZeroStrategy
+from lightning_pardist.engines.pipeline import CannotPipelineError
 from tests.helpers.models import Base, points
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, STEPS, Data, global_losses, quiet_trainer
 
 STRATEGIES = {
+    "pp": lambda: PipelineStrategy(pipeline_parallel_size=2),
     "zero2": lambda: ZeroStrategy(zero_stage=2),
     "zero3": FSDPStrategy,
     "units": lambda: FSDPStrategy(units=["Coupling"]),
@@ -100,3 +102,14 @@ def test_layers_that_a_backward_calls_are_gathered_for_it(strategies):
         for each in found:
             for part in expected:
                 assert_close(each[part], expected[part])
+
+
+def _refused():
+    with pytest.raises(
+        CannotPipelineError, match=r"Reversible, a custom autograd function, calls 3 layers \(layers\.0"
+    ):
+        _fit("pp")
+
+
+def test_a_function_over_several_layers_is_not_cut():
+    run_ranks(2, _refused)

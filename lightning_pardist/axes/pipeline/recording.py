@@ -34,6 +34,7 @@ from lightning_pardist.axes.pipeline.reduction_rules import (
     find_rules,
     relative_error,
 )
+from lightning_pardist.axes.pipeline.spanning_functions import SpanningFunctions
 from lightning_pardist.compat.lightning_loops import current_hook, set_current_hook
 from lightning_pardist.compat.tensors import version_of
 from lightning_pardist.engines.common.devices import device_in_use, is_same_state, random_state
@@ -414,7 +415,7 @@ class StepRecorder:
 
     def _traced(self, sample: _Sample) -> StepRecord:
         training = sample.stage == RunningStage.TRAINING
-        calls = CollectiveCalls(self.ranks)
+        calls, functions = CollectiveCalls(self.ranks), SpanningFunctions(self.module)
         loss: Tensor | None = None
 
         def note_loss(record: dict[str, Any]) -> Tensor | None:
@@ -422,7 +423,7 @@ class StepRecorder:
             loss = loss_of(record)
             return loss
 
-        with self._running(sample) as run, ParameterWriteGuard(self.module) as kept, calls:
+        with self._running(sample) as run, ParameterWriteGuard(self.module) as kept, calls, functions:
             recorded = record_step(self.module, run, sample.microbatch, grad=training, loss_of=note_loss)
             if kept.written:
                 self._refuse_changes(sample, run, kept.written)
@@ -434,6 +435,12 @@ class StepRecorder:
                 f"{STEPS[sample.stage]} calls a collective by itself ({', '.join(dict.fromkeys(calls.found))}): in a"
                 " pipeline it runs stage by stage, and ranks come to that line as their stages do, or not at all. Call"
                 " it in a hook (on_train_batch_end), or log with sync_dist=True."
+            )
+        if training and (found := functions.over_several(recorded.unit_names)) is not None:
+            raise CannotPipelineError(
+                f"{found[0]}, a custom autograd function, calls {len(found[1])} layers ({', '.join(found[1][:3])},"
+                " ...), and calls them again in its backward, which no rank can do that holds some of them only.",
+                ("pardist_ddp", "pardist_zero3", "pardist_tp"),
             )
         return recorded
 
