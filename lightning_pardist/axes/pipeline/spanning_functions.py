@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import Self
@@ -31,6 +32,8 @@ class SpanningFunctions:
     def __enter__(self) -> Self:
         self._entered.enter_context(custom_functions(self._call))
         for each in self._names:
+            if isinstance(each, torch.jit.ScriptModule):
+                continue
             self._entered.callback(each.register_forward_pre_hook(self._note).remove)
         return self
 
