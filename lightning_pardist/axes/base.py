@@ -268,6 +268,7 @@ class ParallelAxis:
             optimizers of each.
         in_lockstep: Whether every rank takes part in each step of the others, so that they are never far apart.
         calls_may_differ: Whether ranks may call layers in their own order between start and end of an evaluation.
+        calls_communicate: Whether calls of layers talk to other ranks by themselves.
         context: The run, shared with the other axes.
     """
 
@@ -280,6 +281,7 @@ class ParallelAxis:
     diverges: ClassVar[bool] = False
     in_lockstep: ClassVar[bool] = True
     calls_may_differ: ClassVar[bool] = True
+    calls_communicate: ClassVar[bool] = False
     context: RunContext
     #: Whether the module came without values to this run.
     _built_on_meta = False

@@ -61,6 +61,7 @@ class FSDPAxis(DataParallelAxis):
     """
 
     name = "fsdp"
+    calls_communicate = True
     creates_values = True
 
     def __init__(

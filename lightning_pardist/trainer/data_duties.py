@@ -139,7 +139,8 @@ class DataParallelDuties:
         if not self._looks_for_mixing or module is None:
             return nullcontext()
         self._looks_for_mixing = False
-        self._mixing = SampleMixing(module, times=2)
+        local = not any(axis.calls_communicate for axis in self.context.axes)
+        self._mixing = SampleMixing(module, times=2, local=local)
         return self._mixing.noting(batch, BatchCut().samples_of(batch))
 
     def before_training_step(self, trainer: pl.Trainer, run_step: Callable[[Callable[[], None]], None]) -> None:
@@ -204,13 +205,15 @@ class DataParallelDuties:
                 rank_zero_warn(differing_values(names))
         return output
 
-    def _dtypes_before(self) -> dict[str, torch.dtype]:
-        """Of all parameters before the first step of a run; none later."""
+    def _dtypes_before(self) -> dict[torch.nn.Parameter, torch.dtype]:
+        """Of all parameters that train before the first step of a run; none later."""
         module, first = self.context.module, self._is_first
         self._is_first = False
-        return {name: each.dtype for name, each in module.named_parameters()} if module is not None and first else {}
+        if module is None or not first:
+            return {}
+        return {each: each.dtype for each in module.parameters() if each.requires_grad}
 
-    def _refuse_casts(self, dtypes: dict[str, torch.dtype]) -> None:
+    def _refuse_casts(self, dtypes: dict[torch.nn.Parameter, torch.dtype]) -> None:
         """Raise if a step has cast parameters (``layer.to(dtype)`` in forward), whose gradients ranks cannot average.
 
         Raises:
@@ -218,8 +221,9 @@ class DataParallelDuties:
         """
         module = self.context.module
         for name, each in module.named_parameters() if dtypes and module is not None else ():
-            if each.dtype != dtypes.get(name, each.dtype):
-                raise RuntimeError(cast_parameter(name, dtypes[name], each.dtype))
+            # What stands in the place of a shard for a step has a dtype of its own.
+            if each.dtype != dtypes.get(each, each.dtype):
+                raise RuntimeError(cast_parameter(name, dtypes[each], each.dtype))
 
     def _watch_parameters(self) -> SetParameters | None:
         if not self._watches_parameters or self.context.module is None:

@@ -71,8 +71,9 @@ class ModuleSnapshot:
             for container, contents in self._contents:
                 _refill(container, contents)
             for tensor, values in (*self._tensors, *self._grads):
-                # What user code resized or moved is gone for good; what it overwrote is not.
-                if tensor.shape == values.shape:
+                # What user code resized or moved is gone for good; what it overwrote is not. What it left alone may be
+                # part of a graph, which a write would break.
+                if tensor.shape == values.shape and not _holds(tensor, values):
                     tensor.copy_(values)
             for param, requires_grad, grad in self._params:
                 param.requires_grad_(requires_grad)
@@ -131,6 +132,11 @@ class ModuleSnapshot:
         if len(contents) <= _LONG:
             for item in contents.values() if isinstance(contents, dict) else contents:
                 self._look_into(item)
+
+
+def _holds(tensor: Tensor, values: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    return plain and tensor.device == values.device and torch.equal(tensor, values)
 
 
 def _refill(container: Any, contents: Any) -> None:

@@ -5,7 +5,8 @@ choice, so the loss' graph does not show it. Where ranks or micro-batches have s
 that of one process then.
 
 [Note: how it is found]
-What modules were called with in a step is given to them again: as it was, and with copies of some samples in the place
+Only a step that chooses is looked at: one that sorts, ranks or counts something. What modules were called with in it is
+given to them again: as it was, and with copies of some samples in the place
 of the others, which change nothing for a sample that is by itself. Shapes, and so kernels and the random numbers that
 are drawn, are the same, and results have to be the same as well, to rounding. The step itself, with what a user does in
 it, is not repeated.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,19 +27,28 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pardist.compat.collective_waits import no_collectives
 from lightning_pardist.compat.compilation import compiles_itself
 from lightning_pardist.compat.modules import BatchNorm
 from lightning_pardist.compat.tensors import storage_key, version_of
+from lightning_pardist.engines.common.activation_checkpointing import ReplacedForward
+from lightning_pardist.engines.common.eager_runs import eagerly
 from lightning_pardist.engines.common.fingerprint import fingerprint
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
 from lightning_pardist.engines.fsdp.fsdp_units import original_class
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy
-from lightning_pardist.engines.pipeline.nested import flatten, hidden_tensor, replace_leaves, tensors_in
+from lightning_pardist.engines.pipeline.nested import flatten, hidden_tensor, map_leaves, replace_leaves, tensors_in
 from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 #: Calls in a step that are looked at: the models that it calls, and not a hundred layers that it calls one by one.
 _MOST = 16
+#: Functions by which a layer chooses, of the batch's samples or of anything else.
+_CHOICES = frozenset({
+    "__bool__", "argmax", "argmin", "argsort", "argwhere", "bincount", "bucketize", "cummax", "cummin", "cumsum",
+    "item", "kthvalue", "max", "median", "min", "mode", "msort", "multinomial", "nonzero", "one_hot", "quantile",
+    "searchsorted", "sort", "topk", "unique", "unique_consecutive",
+})  # fmt: skip
 #: Relative differences that are none.
 _CLOSE, _ROUGH = 1e-4, 2e-2
 
@@ -54,7 +64,38 @@ class _Call:
     @property
     def is_fresh(self) -> bool:
         """Whether nobody has written to what it was called with."""
-        return tuple(map(version_of, tensors_in(self.given))) == self.versions
+        return tuple(map(_version, tensors_in(self.given))) == self.versions
+
+
+class _Hook:
+    """A hook for the time of a step; copies of the module that are made meanwhile (a teacher) get one without a use."""
+
+    def __init__(self, call: Callable[..., None] | None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook(None)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (None,)
+
+
+class _Choices(TorchFunctionMode):
+    """Whether one of :data:`_CHOICES` was called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.any = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.any = self.any or getattr(func, "__name__", "") in _CHOICES
+        return func(*args, **(kwargs or {}))
 
 
 class SampleMixing:
@@ -62,13 +103,17 @@ class SampleMixing:
 
     Args:
         root: The module whose step it is.
+        local: Calls of modules talk to no other rank by themselves. Where the user's code does, nothing is looked at:
+            ranks may try different calls.
         times: How many times as many samples modules are tried with as they had, if they take them: a batch of all
             ranks may exceed a capacity that a rank's does not.
     """
 
-    def __init__(self, root: nn.Module, times: int = 1) -> None:
+    def __init__(self, root: nn.Module, times: int = 1, *, local: bool = True) -> None:
         self.root = root
         self._times = times
+        self._local = local
+        self._chooses = False
         self._calls: dict[nn.Module, _Call] = {}
         self._samples = 0
         self._own: dict[int, Tensor] = {}
@@ -92,20 +137,26 @@ class SampleMixing:
         self._samples = samples
         self._own = {storage_key(each): each for each in tensors_in(batch) if _is_plain(each)}
         handles: list[RemovableHandle] = []
+        enter, leave, choices = _Hook(self._enter), _Hook(self._leave), _Choices()
         for module in modules:
-            handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
+            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
         try:
-            yield
+            # A mode would be traced into compiled functions: the run that looks is an eager one.
+            with eagerly(), choices:
+                yield
         finally:
+            self._chooses = choices.any
             self._depth = 0
             for handle in handles:
                 handle.remove()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._depth == 0 and module not in self._calls and len(self._calls) < _MOST:
-            versions = tuple(map(version_of, tensors_in((args, kwargs))))
-            self._calls[module] = _Call(module, fresh_copy((args, kwargs), clone=False), versions)
+            versions = tuple(map(_version, tensors_in((args, kwargs))))
+            # Without the graph, which would live until the next step.
+            given = map_leaves(_detached, fresh_copy((args, kwargs), clone=False))
+            self._calls[module] = _Call(module, given, versions)
         self._depth += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -117,9 +168,12 @@ class SampleMixing:
         Modules are called without gradients. Collective if calls of theirs are; ranks may call different ones.
         """
         calls, self._calls = list(self._calls.values()), {}
-        self._keepsake = ModuleSnapshot(self.root, parameters=False)
+        if not calls or not self._chooses:
+            return None
         names: dict[nn.Module, str] = {module: name for name, module in self.root.named_modules()}
-        with torch.no_grad(), _OwnStatistics(self.root):
+        talks = no_collectives() if self._local else nullcontext()
+        with torch.no_grad(), talks, _OwnStatistics(self.root):
+            self._keepsake = ModuleSnapshot(self.root, parameters=False)
             for call in calls:
                 for times in dict.fromkeys((self._times, 1)):
                     try:
@@ -283,13 +337,26 @@ def mixed_samples(root: nn.Module, name: str, who: str) -> str:
     layer = f"{name} ({kind})" if name else f"{kind}.forward"
     return (
         f"{layer} makes something else of a sample if there are other samples in the batch (a choice by all of them,"
-        f" say), and each {who} has some of them only: training is not that of one process. Strategies whose ranks see"
+        f" say), and each {who} has some of them only: if the batch's first dim holds samples, training is not that of"
+        " one process. Strategies whose ranks see"
         " whole batches do as one process does (pardist_tp, pardist_mp). check_samples=False leaves this test out."
     )
 
 
 def _is_closed(module: nn.Module) -> bool:
-    return compiles_itself(module) or isinstance(module, torch.jit.ScriptModule)
+    # A forward of the object's own may be compiled code.
+    own = module.__dict__.get("forward")
+    replaced = own is not None and not isinstance(own, ReplacedForward)
+    return replaced or compiles_itself(module) or isinstance(module, torch.jit.ScriptModule)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _detached(leaf: Any) -> Any:
+    """A parameter stays what it is: it holds no samples."""
+    return leaf.detach() if type(leaf) is Tensor and leaf.requires_grad else leaf
 
 
 def _is_plain(tensor: Tensor) -> bool:

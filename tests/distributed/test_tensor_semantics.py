@@ -295,15 +295,26 @@ class Overwriting(Odd):
         return h.mean() + view.mean()
 
 
+class OverwritingASibling(Odd):
+    """Two views of one tensor that nobody has any more."""
+
+    def loss(self, batch):
+        h = self.up(batch).clone()
+        left, right = h[:, 4:], h.flatten()
+        del h
+        left.add_(1.0)
+        return left.mean() + right.mean()
+
+
 def overwrite(sign):
     torch.manual_seed(0)
-    model = Overwriting()
+    model = Overwriting() if sign else OverwritingASibling()
     _, runtime = split(model, 2, overrides={"up": "column"})
     with pytest.raises(RuntimeError, match="add overwrites a tensor of which a view exists"), runtime.step():
         model.loss(sign * torch.ones(4, 8))
 
 
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("sign", [1, -1, 0])
 def test_overwriting_a_view_that_became_a_copy_is_refused(sign):
     run_ranks(2, overwrite, sign)
 

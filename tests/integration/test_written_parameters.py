@@ -315,6 +315,27 @@ def test_what_cannot_be_carried_is_refused(module_class, expected):
     run_ranks(2, _refused, module_class, expected)
 
 
+class FrozenCast(Replaced):
+    """A teacher that is cast when it is first used."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.teacher = nn.Linear(6, 6).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.teacher.to(torch.float64)
+        return self.note(F.mse_loss(self.net(self.teacher(x.double()).float()), y))
+
+
+def _cast_frozen():
+    _fit("ddp", FrozenCast)
+
+
+def test_what_does_not_train_may_be_cast():
+    run_ranks(2, _cast_frozen)
+
+
 def test_a_step_that_casts_parameters_is_refused():
     run_ranks(
         2, _refused, Cast, r"net\.0\.(weight|bias) is torch.float32 and a step casts it", ("ddp", "zero3", "units")

@@ -1,5 +1,6 @@
 """Layers that mix the samples of a batch are found, others are not, and nothing is left of the search."""
 
+import copy
 import random
 
 import numpy as np
@@ -92,6 +93,7 @@ def _found(model, step=None, shape=(SAMPLES, 5, 6), times=1):
     root = nn.ModuleDict({"model": model})
     mixing = SampleMixing(root, times)
     with mixing.noting(x, shape[0]):
+        x.argmax()  # a step that chooses nothing is not looked at
         (step or (lambda root, x: root["model"](x)))(root, x)
     return mixing.find()
 
@@ -172,6 +174,39 @@ def test_nothing_is_left_of_the_search():
     assert (model.calls, heard) == ([SAMPLES], [1])
     assert hooks == sum(len(each._forward_hooks) for each in root.modules()) == 1
     assert all(each.training for each in root.modules())
+
+
+def test_a_copy_of_the_module_in_a_step_is_none_of_the_search():
+    def step(root, x):
+        hidden = root["model"].layers[0](x)
+        root["model"].layers[1](hidden)
+        root.teacher = copy.deepcopy(root["model"])
+        root.teacher.layers[0](x)
+
+    model = Wrapped(Chosen())
+    assert _found(model, step) == "model.layers.1"
+    assert model.layers[0](torch.randn(2, 6)).shape == (2, 6)
+
+
+def test_calls_in_inference_mode_are_taken_as_they_are():
+    def step(root, x):
+        with torch.inference_mode():
+            root["model"].layers[1](root["model"].layers[0](x))
+
+    assert _found(Wrapped(Chosen()), step) == "model.layers.1"
+
+
+def test_synchronized_batch_norms_take_their_statistics():
+    class Own(nn.BatchNorm1d):
+        def forward(self, x):
+            if self.training:
+                return (x - x.mean((0, 2), keepdim=True)) / x.std((0, 2), keepdim=True)
+            return super().forward(x)
+
+    def step(root, x):
+        root["model"](root["model"](x))
+
+    assert _found(nn.Sequential(Own(5)), step) is None
 
 
 def test_what_cannot_be_tried_is_left_alone():

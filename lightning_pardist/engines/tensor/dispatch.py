@@ -448,7 +448,13 @@ class TensorRuntime:
         local = tensor.local if isinstance(tensor, SplitTensor) else tensor
         if isinstance(local, DTensor) or not isinstance(local, Tensor):
             return
-        _, others = self._copied_views.get(storage_key(local), (None, ()))
+        # Views of views share memory on one process as well.
+        waiting, others = [storage_key(local)], set[int]()
+        while waiting:
+            _, partners = self._copied_views.get(waiting.pop(), (None, ()))
+            waiting += [key for key in partners if key not in others]
+            others |= set(partners)
+        others.discard(storage_key(local))
         if not all(is_only_holder(self._copied_views[key][0]) for key in others):
             raise RuntimeError(
                 f"{name} overwrites a tensor of which a view exists that had to be gathered, so that the view would not"
