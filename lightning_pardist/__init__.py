@@ -11,6 +11,7 @@ from lightning_pardist import registry
 from lightning_pardist._version import __version__
 from lightning_pardist.compat import versions
 from lightning_pardist.compat.on_import import before_import
+from lightning_pardist.compat.other_lightning import alias_if_asked, alias_pytorch_lightning
 
 if TYPE_CHECKING:
     from lightning_pardist.callbacks import GlobalBatchSize, PipelineTimeline, StepProfile
@@ -94,6 +95,7 @@ versions.require_supported()
 # Lightning imports torchmetrics, which imports torchvision.
 before_import("torchvision", _mend_torchvision)
 registry.register()
+alias_if_asked()
 
 __all__ = [
     "AutoStrategy",
@@ -124,6 +126,7 @@ __all__ = [
     "TorchrunEnvironment",
     "ZeroStrategy",
     "__version__",
+    "alias_pytorch_lightning",
     "load_from_checkpoint",
     "plan",
 ]

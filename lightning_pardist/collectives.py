@@ -145,7 +145,7 @@ def wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 def collective_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Where a collective of tensors on ``device`` takes place: NCCL alone takes none from host memory."""
-    if device.type == "cpu" and backend_on(group, device) not in (dist.Backend.GLOO, dist.Backend.MPI):
+    if device.type == "cpu" and torch.device("cpu") not in device_types(group):
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None:
             return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -19,7 +19,7 @@ def before_import(name: str, action: Callable[[], None]) -> None:
         name: Full name of the module.
         action: Called once. A second call of this function for the same name replaces the first.
     """
-    _forget(name)
+    forget(name)
     if name not in sys.modules:
         sys.meta_path.insert(0, _Before(name, action))
 
@@ -31,14 +31,15 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
         name: Full name of the module.
         action: Called once. A second call of this function for the same name replaces the first.
     """
-    _forget(name)
+    forget(name)
     if (module := sys.modules.get(name)) is not None:
         action(module)
     else:
         sys.meta_path.insert(0, _After(name, action))
 
 
-def _forget(name: str) -> None:
+def forget(name: str) -> None:
+    """Take back what was to be done at the import of module ``name``."""
     sys.meta_path[:] = [f for f in sys.meta_path if not (isinstance(f, _Before | _After) and f.name == name)]
 
 
@@ -49,7 +50,7 @@ class _Before(importlib.abc.MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname == self.name:
-            _forget(self.name)
+            forget(self.name)
             self._action()
 
 
@@ -74,7 +75,7 @@ class _After(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             execute(module)
             if self in sys.meta_path:
-                _forget(self.name)
+                forget(self.name)
                 self._action(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -154,6 +154,47 @@ def test_trainer_of_the_other_package_says_so(tmp_path, first, monkeypatch):
             del sys.modules[name]
 
 
+ALIASED = """
+import lightning_pardist
+lightning_pardist.alias_pytorch_lightning()
+import pytorch_lightning.callbacks.early_stopping
+import pytorch_lightning as pl
+from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.core import LightningModule
+import lightning.pytorch, multiprocessing
+assert pl is lightning.pytorch and LightningModule is lightning.pytorch.LightningModule
+assert pl.__spec__.name == "lightning.pytorch" and pl.callbacks.__spec__.name == "lightning.pytorch.callbacks"
+try:
+    import pytorch_lightning.missing
+except ModuleNotFoundError as error:
+    assert "lightning.pytorch.missing" in str(error)
+print(type(pl.Trainer(strategy="pardist_zero2", accelerator="cpu", devices=2, logger=False).strategy).__name__)
+"""
+
+
+def test_programs_for_the_other_package_run_under_an_alias():
+    made = _python(ALIASED)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.split()[-1] == "ZeroStrategy"
+
+
+@pytest.mark.parametrize("asked", ["variable", "function"])
+def test_alias_is_refused_once_the_other_package_is_there(asked):
+    there = "import sys, types; sys.modules['lightning_fabric'] = types.ModuleType('lightning_fabric')\n"
+    call = "" if asked == "variable" else "lightning_pardist.alias_pytorch_lightning()"
+    asks = {"PARDIST_ALIAS_PYTORCH_LIGHTNING": "1"} if asked == "variable" else {}
+    made = _python(f"{there}import lightning_pardist\n{call}", **asks)
+    assert made.returncode == 1
+    assert "lightning_fabric is imported already" in made.stderr.splitlines()[-1]
+
+
+def _python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | variables
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+
+
 def test_import_costs_little():
     """Own time of this package's modules, from bytecode as an installed package has it."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
