@@ -78,6 +78,7 @@ class RunContext:
         sample_batches: First batches of the loaders of this run.
         batch_counts: Whether the batch of a training step counts on this rank; None in place of an answer where each
             one does.
+        stopping: Exit status with which all ranks stop because of a signal; None while they go on.
         value_weights: What weighs the values that the latest training step of a pipeline has logged, by name: a count,
             or None for a sum.
         loss_count: What weighs the loss of that step: a count, or None for a sum; NaN where its graph shows it.
@@ -109,6 +110,7 @@ class RunContext:
         self.sharded_checkpoints = False
         self.sample_batches: Samples | None = None
         self.batch_counts: Callable[[], bool | None] | None = None
+        self.stopping: int | None = None
         self.value_weights: dict[str, Tensor | float | None] = {}
         self.loss_count: float | None = math.nan
         self.batches_of_own: Callable[[], list[int]] | None = None
@@ -267,6 +269,7 @@ class ParallelAxis:
         diverges: Whether its ranks train models of their own between two meetings, so that a checkpoint keeps the
             optimizers of each.
         in_lockstep: Whether every rank takes part in each step of the others, so that they are never far apart.
+        ranks_apart: How many of the job's last ranks do not train: worlds of their own, which :meth:`serve`.
         calls_may_differ: Whether ranks may call layers in their own order between start and end of an evaluation.
         calls_communicate: Whether calls of layers talk to other ranks by themselves.
         context: The run, shared with the other axes.
@@ -279,7 +282,8 @@ class ParallelAxis:
     splits_batch: ClassVar[bool] = False
     creates_values: ClassVar[bool] = False
     diverges: ClassVar[bool] = False
-    in_lockstep: ClassVar[bool] = True
+    in_lockstep: bool = True
+    ranks_apart: int = 0
     calls_may_differ: ClassVar[bool] = True
     calls_communicate: ClassVar[bool] = False
     context: RunContext
@@ -380,6 +384,14 @@ class ParallelAxis:
 
     def start_training(self) -> None:
         """The first step comes next, and everything has been loaded. Not collective."""
+
+    def serve(self) -> dict[str, Any] | None:
+        """In the place of training on a rank that is set apart: return when the others have trained. Not collective.
+
+        Returns:
+            What they have left behind, of :func:`~lightning_pardist.trainer.ranks_apart.outcome_of`.
+        """
+        return None
 
     @property
     def loss_group(self) -> dist.ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""The axis of asynchronous parameter servers: workers that go on without waiting for each other's gradients."""
+"""The axis of parameter servers: workers that go on without each other's gradients, and ranks that only serve."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.refusals import refuse_callbacks, refuse_renormalized
 from lightning_pardist.compat.lightning_loops import layer_sync
 from lightning_pardist.engines.ddp.buffers import average_tensors, tensors_of_nobody
-from lightning_pardist.engines.servers import ServedUpdates, Worker
+from lightning_pardist.engines.servers import Roles, ServedUpdates, Worker, serve
 from lightning_pardist.engines.servers.update_log import next_run
-from lightning_pardist.mesh import Degree
+from lightning_pardist.mesh import Degree, ParallelDims
 from lightning_pardist.settings import positive
+from lightning_pardist.trainer.ranks_apart import outcome_of
 
 #: A server waits for its workers' requests for as long as they live; a worker's own waits have the user's bound.
 _WHILE_THEY_LIVE = timedelta(days=30)
@@ -34,12 +35,17 @@ _LAST_WORDS_S = 1.0
 class ParameterServerAxis(ParallelAxis):
     """Every rank works with samples of its own, and some or all of them serve shares of the parameters beside that.
 
-    A worker's gradients are an update of their own: they go to the servers, which step their optimizers, and new values
-    come back (Li et al., OSDI 2014). A worker waits for others only where it would come too far ahead of the slowest
-    (stale synchronous parallel, Ho et al., NIPS 2013).
+    With ``dedicated_servers`` the last ranks of the job only serve: they are no part of the mesh.
+
+    Asynchronous: a worker's gradients are an update of their own. They go to the servers, which step their optimizers,
+    and new values come back (Li et al., OSDI 2014). A worker waits for others only where it would come too far ahead of
+    the slowest (stale synchronous parallel, Ho et al., NIPS 2013).
 
     Validation, checkpoints and the end of training are meetings: all updates have been made, parameters are those of
     the servers on all ranks, and floating-point buffers and parameters of no optimizer are averaged.
+
+    Synchronous, with ranks that only serve: the data axis averages gradients over workers; the averages go to the
+    servers, each share from one worker, and new values come back to all.
 
     The arguments are those of :class:`~lightning_pardist.ParameterServerStrategy`.
 
@@ -51,30 +57,53 @@ class ParameterServerAxis(ParallelAxis):
     name = "parameter_server"
     mesh_axes = ("outer_parallel",)
     order = 60
-    in_lockstep = False
 
     def __init__(
         self,
         *,
         max_staleness: int | None,
         num_servers: int | None = None,
+        dedicated_servers: int = 0,
         update_log: str | os.PathLike[str] | None = None,
     ) -> None:
-        if max_staleness is not None:
+        if max_staleness:
             max_staleness = int(positive("max_staleness", max_staleness, "Use updates, 0 for the synchronous form."))
         if num_servers is not None:
             num_servers = int(positive("num_servers", num_servers, "Use the ranks that serve, None for all."))
         self.max_staleness, self.num_servers = max_staleness, num_servers
+        self.ranks_apart = self.dedicated_servers = dedicated_servers
+        self.in_lockstep = max_staleness == 0
         self.update_log = update_log
         self._log_to: Path | None = None
         self._worker: Worker | None = None
         self._updates: list[ServedUpdates] = []
+        #: Whether ranks that only serve wait for this one to train, or to say that it has.
+        self._is_awaited = False
         #: Whether a sample has counted since the last step, and whether one was made since the last batch began.
         self._has_gradients, self._has_stepped = True, True
 
     @override
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
-        return {"outer_parallel": "auto"}
+        ranks = num_nodes * ranks_per_node
+        if self.dedicated_servers >= ranks:
+            raise ValueError(
+                f"dedicated_servers={self.dedicated_servers} leaves no worker among {ranks} ranks. Use fewer, or start"
+                f" {self.dedicated_servers + 1} ranks or more (devices x num_nodes)."
+            )
+        return {} if self.in_lockstep else {"outer_parallel": "auto"}
+
+    @override
+    def is_used(self, dims: ParallelDims) -> bool:
+        return self.dedicated_servers > 0 or super().is_used(dims)
+
+    @property
+    def _roles(self) -> Roles:
+        """Who works and who serves. Collective over the job, the first time."""
+        distributed, ranks = self.context.distributed, self.context.dims.world_size
+        if not self.dedicated_servers:
+            return Roles.beside_work(ranks, self.num_servers or ranks)
+        workers = distributed.messages(_WHILE_THEY_LIVE).size() - self.dedicated_servers
+        return Roles.dedicated(workers, self.dedicated_servers)
 
     @override
     def check(self, trainer: pl.Trainer) -> None:
@@ -90,6 +119,8 @@ class ParameterServerAxis(ParallelAxis):
             " that differ between workers. Remove the callback, or use pardist_ps.",
         )
         refuse_renormalized(trainer.lightning_module, name, fix="leave rows as they come, or use pardist_ps")
+        if self.in_lockstep:
+            return
         if layer_sync(trainer.strategy) is not None:  # type: ignore[arg-type]
             raise ValueError(
                 f"sync_batchnorm=True needs all workers in each forward, and workers of {name} do not wait for each"
@@ -104,31 +135,44 @@ class ParameterServerAxis(ParallelAxis):
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
         _refuse_shared(optimizers, self.context.name)
-        servers = self.num_servers or self.context.dims.world_size
-        group = self.context.batch_group
-        self._updates = [
-            ServedUpdates(optimizer, group=group, num_servers=servers, setting=self.context.update_scope)
-            for optimizer in optimizers
-        ]
-        if self.update_log is not None:
+        rank, roles = self.context.distributed.global_rank, self._roles
+        self._is_awaited = self.dedicated_servers > 0 and not self.context.distributed.is_apart
+        ways: dict[str, Any] = {"group": self.context.batch_group, "setting": self.context.update_scope}
+        self._updates = [ServedUpdates(optimizer, roles=roles, rank=rank, **ways) for optimizer in optimizers]
+        if self.update_log is not None and not self.context.distributed.is_apart:
             self._log_to = self.context.broadcast(next_run(self.update_log))
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     @override
     def start_training(self) -> None:
-        distributed = self.context.distributed
-        first = 2 * distributed.run
+        if self._worker is not None:
+            raise RuntimeError(
+                f"Training began a second time in one fit, as a LearningRateFinder or BatchSizeFinder has it, and"
+                f" servers of {self.context.name} go on from the first. Search under pardist_ddp, and set what was"
+                " found."
+            )
         self._worker = Worker(
-            self._updates,
-            group=distributed.meshes.messages(_WHILE_THEY_LIVE),
-            tags=(first, first + 1),
-            max_staleness=self.max_staleness,
-            timeout_s=distributed.timeout_s,
-            log_to=self._log_to,
-            has_gradients=lambda: self._has_gradients,
+            self._updates, **self._conversation(), log_to=self._log_to, has_gradients=lambda: self._has_gradients
         )
         self._worker.start()
+
+    def _conversation(self) -> dict[str, Any]:
+        distributed = self.context.distributed
+        first = 2 * distributed.run
+        return {
+            "group": distributed.messages(_WHILE_THEY_LIVE),
+            "roles": self._roles,
+            "tags": (first, first + 1),
+            "max_staleness": self.max_staleness,
+            "timeout_s": distributed.timeout_s,
+        }
+
+    @override
+    def serve(self) -> dict[str, Any] | None:
+        updates, self._updates = self._updates, []
+        outcome: dict[str, Any] | None = serve(updates, **self._conversation())
+        return outcome
 
     @override
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -136,6 +180,8 @@ class ParameterServerAxis(ParallelAxis):
         if worker is None or module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return step(*args, **kwargs)
         worker.go_on()
+        if self.in_lockstep:
+            return step(*args, **kwargs)
         counts = self.context.batch_counts
         is_here = counts is None or counts() is not False
         self._has_gradients = is_here or (self._has_gradients and not self._has_stepped)
@@ -149,7 +195,7 @@ class ParameterServerAxis(ParallelAxis):
     def backward(self, run: Callable[[], None]) -> None:
         """Run backward, unless the batch stands in for one that this worker does not have any more."""
         counts = self.context.batch_counts
-        if counts is None or counts() is not False:
+        if self.in_lockstep or counts is None or counts() is not False:
             run()
 
     @override
@@ -163,7 +209,9 @@ class ParameterServerAxis(ParallelAxis):
         if self._worker is None or self.context.module is None:
             return
         self.context.before_collective()
-        self._worker.meet()
+        self._worker.meet(with_state=not evaluation)
+        if self.in_lockstep:
+            return
         with torch.no_grad():
             rest = tensors_of_nobody(self.context.module, self.context.optimizers)
             average_tensors(rest, group=self.context.batch_group)
@@ -173,26 +221,39 @@ class ParameterServerAxis(ParallelAxis):
     @override
     def describe(self) -> str:
         ranks = self.context.dims.world_size
-        servers = self.num_servers or ranks
+        if self.dedicated_servers:
+            who = f"{self.dedicated_servers} more ranks only serve"
+        elif self.num_servers in (None, ranks):
+            who = "each of which serves a share of the parameters"
+        else:
+            who = f"{self.num_servers} of which serve"
+        if self.in_lockstep:
+            return f"Parameter servers: {ranks} workers, which average their gradients; {who}"
         bound = (
             "never wait for each other"
             if self.max_staleness is None
             else f"at most {self.max_staleness} updates ahead of the slowest"
         )
-        who = "each of which serves a share of the parameters" if servers == ranks else f"{servers} of which serve"
         text = f"Parameter servers, asynchronous: {ranks} workers, {who}; workers {bound}"
         return text if self.update_log is None else f"{text}; order of updates in {self._log_to}"
 
     @override
     def release(self) -> None:
-        worker, self._worker, self._updates = self._worker, None, []
+        if self._is_awaited and self._worker is None and self.context.data_axis.ended_well():
+            # Without batches no training has begun, which servers wait for.
+            self.start_training()
+        worker, self._worker, self._updates, self._is_awaited = self._worker, None, [], False
         if worker is None:
             return
-        if self.context.data_axis.ended_well():
+        module, stopping = self.context.module, self.context.stopping
+        if module is not None and (stopping is not None or self.context.data_axis.ended_well()):
+            trainer = module.trainer
+            if self.context.distributed.is_first:
+                worker.tell(lambda: outcome_of(trainer, stopping))
             worker.stop(self.context.distributed.timeout_s)
         else:
             worker.stop(_LAST_WORDS_S, RuntimeError("its training was interrupted"))
-        if histogram := worker.histogram():
+        if (histogram := worker.histogram()) and not self.in_lockstep:
             total = sum(histogram.values())
             shares = ", ".join(f"{stale}: {count / total:.1%}" for stale, count in sorted(histogram.items()))
             rank_zero_info(f"Staleness of {total} updates of the first server, in updates by others: {shares}.")

@@ -31,9 +31,13 @@ from lightning_pardist.compat.contract import Private
 
 _SEEN = "collectives of user code under tensor and pipeline parallelism"
 _C10D = "torch.distributed.distributed_c10d"
-NAMES = tuple(
-    Private(f"{_C10D}.{name}", _SEEN, "pass the group by name") for name in ("_world", "_World", "_World.default_pg")
-)
+NAMES = (
+    Private(f"{_C10D}._world", _SEEN, "pass the group by name"),
+    Private(f"{_C10D}._World", _SEEN, "pass the group by name"),
+    Private(f"{_C10D}._World.default_pg", _SEEN, "pass the group by name"),
+    Private(f"{_C10D}._update_default_pg", "ranks of a job that only serve",
+            "destroy the default group, and make one for each part of the job"),
+)  # fmt: skip
 
 #: torch's own functions between the lookup and whoever calls them.
 _API = frozenset({distributed_c10d.__file__, c10d_logger.__file__, nn_functional.__file__, __file__})
@@ -175,6 +179,16 @@ def in_step() -> Iterator[None]:
         yield
     finally:
         current.depth -= 1
+
+
+def show_as_default(group: dist.ProcessGroup) -> None:
+    """Let torch, and everybody who asks it, take a group for that of all ranks. Not collective."""
+    distributed_c10d._update_default_pg(group)
+
+
+def number_groups_from(number: int) -> None:
+    """Name further groups from a number on: ranks whose defaults differed have made different numbers of them."""
+    distributed_c10d._world.group_count = max(number, distributed_c10d._world.group_count)
 
 
 class _WorldOfRun(distributed_c10d._World):

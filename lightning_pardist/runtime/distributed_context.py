@@ -25,6 +25,7 @@ from lightning_pardist.runtime.process_group import (
     init_process_group,
     job_store,
 )
+from lightning_pardist.runtime.ranks_apart import make_whole, set_apart
 from lightning_pardist.runtime.watchdog import Watchdog
 from lightning_pardist.settings import positive
 
@@ -41,10 +42,11 @@ class DistributedContext:
 
     Attributes:
         dims: Degrees of parallelism; set when the number of ranks is known, before :meth:`open`.
-        global_rank: This rank, ``0 <= global_rank < dims.world_size``.
+        global_rank: This rank, ``0 <= global_rank < dims.world_size``, unless it :attr:`is_apart`.
         local_rank: This rank among those of its host.
         device: Where it computes.
         run: Number of the run, equal on all ranks.
+        apart: Last ranks of the job that do not train, beside those of ``dims``.
         watchdog: Ends this rank when another one fails. None on one rank, before a run, and when this rank's part of it
             is done.
 
@@ -64,7 +66,9 @@ class DistributedContext:
         self.dims = ParallelDims()
         self.global_rank = self.local_rank = 0
         self.device = torch.device("cpu")
-        self.run = 0
+        self.run = self.apart = 0
+        self.is_apart = False
+        self._messages: dist.ProcessGroup | None = None
         self.watchdog: Watchdog | None = None
         self._owns_group = False
         self._meshes: JobMeshes | None = None
@@ -73,7 +77,13 @@ class DistributedContext:
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and place of this rank, without its connections: a Trainer may be saved as a whole."""
-        return self.__dict__ | {"watchdog": None, "_meshes": None, "default_group": None, "_owns_group": False}
+        return self.__dict__ | {
+            "watchdog": None,
+            "_meshes": None,
+            "_messages": None,
+            "default_group": None,
+            "_owns_group": False,
+        }
 
     @property
     def meshes(self) -> JobMeshes:
@@ -96,42 +106,66 @@ class DistributedContext:
         """Whether this is the first rank of the job."""
         return self.global_rank == 0
 
-    def open(self, environment: ClusterEnvironment, *, global_rank: int, local_rank: int, device: torch.device) -> None:
-        """Meet the other ranks, and watch each other from then on. Collective over the world.
+    def messages(self, timeout: timedelta) -> dist.ProcessGroup:
+        """A gloo group of all ranks of the job, for messages alone. Collective over the world, the first time.
+
+        Args:
+            timeout: For which a message that nobody waits for in another way may be on its way; days, among ranks of
+                which some are set apart.
+        """
+        return self.meshes.messages(timeout) if self._messages is None else self._messages
+
+    def open(
+        self,
+        environment: ClusterEnvironment,
+        *,
+        global_rank: int,
+        local_rank: int,
+        device: torch.device,
+        apart: int = 0,
+    ) -> None:
+        """Meet the other ranks, and watch each other from then on. Collective over all ranks of the job.
 
         Args:
             environment: Says where ranks meet.
             global_rank: This rank.
             local_rank: This rank among those of its host.
             device: Where it computes.
+            apart: Ranks of the job behind those of :attr:`dims`, each of which becomes a world of its own.
 
         Raises:
             RuntimeError: If a process group of other ranks exists.
             TimeoutError: If ranks do not find each other.
         """
         self.global_rank, self.local_rank, self.device = global_rank, local_rank, device
+        job_size, timeout = self.world_size + apart, timedelta(seconds=self.timeout_s)
+        make_whole()
         self._owns_group = not dist.is_initialized()
         init_process_group(
             self.process_group_backend,
             rank=global_rank,
-            world_size=self.world_size,
+            world_size=job_size,
             meeting=rendezvous_endpoint(environment),
             device=device,
-            timeout=timedelta(seconds=self.timeout_s),
+            timeout=timeout,
         )
         self.run = count_up("runs")
         # Nobody is there to be watched in a group of torch's "fake" backend.
-        if self.world_size > 1 and dist.get_backend() != "fake":
+        if job_size > 1 and dist.get_backend() != "fake":
             self.watchdog = Watchdog(
                 job_store(),
                 rank=global_rank,
-                world_size=self.world_size,
+                world_size=job_size,
                 run=self.run,
                 heartbeat_timeout_s=self.heartbeat_timeout_s,
                 on_exit=partial(children.end, 0.0),
             )
             self.watchdog.start()
             children.report_to(self.watchdog.blame)
+        self.apart, self.is_apart = apart, global_rank >= self.world_size
+        self._messages = set_apart(apart, timeout=timeout) if apart else None
+        if self.is_apart:
+            self.dims = ParallelDims()
         self._meshes, self.default_group = _meshes_for(self.dims, device.type)
 
     def change_dims(self, dims: ParallelDims) -> None:
@@ -152,7 +186,8 @@ class DistributedContext:
             return
         self.stop_watchdog()
         forget_interface()
-        if self._owns_group:
+        # Ranks apart have one rank each, and a job around it.
+        if self._owns_group and not self.apart:
             destroy_alone()
             _forget_past_meshes()
 

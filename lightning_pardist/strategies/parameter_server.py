@@ -26,6 +26,10 @@ class ParameterServerStrategy(PardistStrategy):
     numbers are not those of one process with the same global batch: see ``update_log``. A worker sends ``Psi (N-1)/N``
     and gets as much in each step.
 
+    With ``dedicated_servers`` ranks beside the workers hold values and optimizer state. In the synchronous form workers
+    average their gradients in buckets, while backward runs, and servers get the averages: the numbers of
+    ``pardist_ddp``, and ``2 Psi (N-1)/N + Psi/N`` sent per worker and step for ``N`` workers.
+
     Validation, checkpoints and the end of training are meetings: what is evaluated and saved is the servers'
     parameters, with every worker's updates.
 
@@ -33,6 +37,8 @@ class ParameterServerStrategy(PardistStrategy):
         max_staleness: Updates that a worker may be ahead of the slowest; 0 for the synchronous form, None for any
             number.
         num_servers: The first so many ranks serve whole parameters, spread evenly by size; all ranks if None.
+        dedicated_servers: The last so many ranks of the job only serve. They take no data, and their ``fit`` returns
+            when the others have trained, with the same weights.
         update_log: Folder in which servers write down the order of updates, each run in a folder of its own, from which
             :func:`~lightning_pardist.engines.servers.replay.replay` repeats the run in one process.
         bucket_size_mb: In the synchronous form, gradients and parameters travel in buckets of this many MiB.
@@ -47,11 +53,20 @@ class ParameterServerStrategy(PardistStrategy):
         *,
         max_staleness: int | None = 0,
         num_servers: int | None = None,
+        dedicated_servers: int = 0,
         update_log: str | os.PathLike[str] | None = None,
         bucket_size_mb: float = 25.0,
         **kwargs: Any,
     ) -> None:
-        axes: list[ParallelAxis]
+        if isinstance(dedicated_servers, bool) or not isinstance(dedicated_servers, int) or dedicated_servers < 0:
+            raise ValueError(
+                f"dedicated_servers={dedicated_servers!r} is no number of ranks. Use how many only serve, 0 for none."
+            )
+        if dedicated_servers and num_servers is not None:
+            raise ValueError(
+                f"num_servers={num_servers} is for ranks that work as well, and dedicated_servers={dedicated_servers}"
+                " has others serve. Set one of them."
+            )
         if max_staleness == 0:
             for name, value in (("num_servers", num_servers), ("update_log", update_log)):
                 if value is not None:
@@ -59,8 +74,15 @@ class ParameterServerStrategy(PardistStrategy):
                         f"{name}={value!r} is of asynchronous servers: with max_staleness=0 every rank serves an equal"
                         " share, and updates have one order. Leave it out, or set max_staleness to 1 or more, or None."
                     )
+        axes: list[ParallelAxis]
+        if max_staleness == 0 and not dedicated_servers:
             axes = [ZeroAxis(zero_stage=2, bucket_size_mb=bucket_size_mb)]
         else:
-            servers = ParameterServerAxis(max_staleness=max_staleness, num_servers=num_servers, update_log=update_log)
+            servers = ParameterServerAxis(
+                max_staleness=max_staleness,
+                num_servers=num_servers,
+                dedicated_servers=dedicated_servers,
+                update_log=update_log,
+            )
             axes = [DDPAxis(bucket_size_mb=bucket_size_mb), servers]
         super().__init__(axes=axes, **kwargs)

@@ -75,6 +75,7 @@ from lightning_pardist.trainer.kept_optimizers import KeptOptimizers
 from lightning_pardist.trainer.loader_state import LoaderState
 from lightning_pardist.trainer.patch_stack import PatchStack
 from lightning_pardist.trainer.preemption import PreemptionHandler
+from lightning_pardist.trainer.ranks_apart import RanksApart
 from lightning_pardist.trainer.resumable_loaders import keep_loaders
 from lightning_pardist.trainer.sample_batches import SampleBatches
 from lightning_pardist.trainer.skipped_steps import allow_skipped_steps, skipped_if_none
@@ -83,6 +84,8 @@ from lightning_pardist.trainer.uneven_inputs import UnevenInputs
 
 T = TypeVar("T")
 A = TypeVar("A", bound=ParallelAxis)
+#: Lightning's barrier behind prepare_data.
+_DATA_IS_THERE = "pre_setup"
 
 
 class PardistStrategy(ParallelStrategy):
@@ -238,6 +241,7 @@ class PardistStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._loads_after_setup: bool | None = None
         self._attached = PatchStack()
+        self._apart: RanksApart | None = None
         #: Takes back what this run has changed in the module and its loaders, latest first.
         self._changes = ExitStack()
 
@@ -317,6 +321,17 @@ class PardistStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def ranks_apart(self) -> int:
+        """How many of the job's last ranks do not train."""
+        return sum(axis.ranks_apart for axis in self._axes_as_set)
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """Number of ranks that train."""
+        return super().world_size - self.ranks_apart
+
+    @property
     @override
     def root_device(self) -> torch.device:
         devices = self.parallel_devices or []
@@ -374,6 +389,9 @@ class PardistStrategy(ParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Replicas and rank of the batch mesh: ranks of one tensor or pipeline group see the same samples."""
+        if self.distributed.is_apart:
+            # Loaders that somebody counts there have the lengths of the others.
+            return {"num_replicas": self.resolve_dims(self.world_size).batch_size, "rank": 0}
         return {"num_replicas": self.dims.batch_size, "rank": self.dims.batch_rank(self.global_rank)}
 
     @override
@@ -385,15 +403,22 @@ class PardistStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment; construct a Trainer with it first.")
+        if self.ranks_apart:
+            # Those apart have had others since the last run.
+            self.distributed.dims = self.resolve_dims(self.world_size)
         self.distributed.open(
             self.cluster_environment,
             global_rank=self.global_rank,
             local_rank=self.local_rank,
             device=self.root_device,
+            apart=self.ranks_apart,
         )
         self._show_batch_ranks()
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
+            if self.ranks_apart:
+                self._apart = RanksApart(trainer, self.context)
+                self._attached.attach(self._apart)
             if trainer.state.fn == TrainerFn.FITTING:
                 environment = self.cluster_environment
                 resume = AutoResume(trainer, self.context, self.checkpoints, environment, self.resume)
@@ -725,6 +750,8 @@ class PardistStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PATH, storage_options: Any | None = None) -> None:
         """Write what the Trainer has put together, or begin to under ``async_save``. Collective over the world."""
+        if self.distributed.is_apart:
+            return
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
@@ -803,6 +830,8 @@ class PardistStrategy(ParallelStrategy):
             return
         self.context.before_collective()
         barrier(self.root_device)
+        if name == _DATA_IS_THERE and self._apart is not None:
+            self._apart.let_pass(name)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -879,6 +908,8 @@ class PardistStrategy(ParallelStrategy):
     def _fitted_well(self) -> bool:
         module = self.lightning_module
         if module is None or self.data_engine is None or not self.context.data_axis.ended_well():
+            return False
+        if self.distributed.is_apart:
             return False
         return module.trainer.state.fn == TrainerFn.FITTING
 

@@ -80,6 +80,7 @@ class PreemptionHandler:
         connector, loop = signal_connector(self._trainer), self._trainer.fit_loop.epoch_loop
         register, advance = connector.register_signal_handlers, loop.advance
         self._handle_until_training()
+        self._context.stopping = None
 
         @wraps(register)
         def register_signal_handlers() -> None:
@@ -180,6 +181,7 @@ class PreemptionHandler:
                     f"But it could not be sent there: {problem}. It ends with status {AGAIN_STATUS}, on which its batch"
                     " script can call `scontrol requeue $SLURM_JOB_ID`."
                 )
+        self._context.stopping = _STATUS[asked]
         # Ranks end together: the end of one could be taken for a failure by the others.
         barrier(self._context.device)
         raise SIGTERMException(_STATUS[asked])

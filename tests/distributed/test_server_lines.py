@@ -46,7 +46,7 @@ def _failing():
     if dist.get_rank() == 0:
         param = nn.Parameter(torch.zeros(2))
         share = Share(torch.optim.SGD([param], lr=1.0), [True], FoundScope("elementwise"))
-        server = ParameterServer([share], workers=range(3), max_staleness=1, timeout_s=20.0, own=0)
+        server = ParameterServer([share], workers=range(3), max_staleness=1, timeout_s=20.0)
         threads = WorkerThreads(server, group, (0, 1), 20.0)
         threads.start()
         found = _caught(lambda: server.meet(0))

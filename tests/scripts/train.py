@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import lightning_pardist  # isort: skip
@@ -19,7 +20,13 @@ class Module(pl.LightningModule):
         self.net = nn.Linear(8, 3)
         self.fault, self.fault_rank = fault, fault_rank
 
+    def on_fit_start(self):
+        if self.fault == "kill server" and self.global_rank == self.fault_rank:
+            threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
     def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.fault == "kill server":
+            time.sleep(600)
         if batch_idx == 3 and self.global_rank == self.fault_rank:
             if self.fault == "raise":
                 raise ValueError("the user's own mistake")
@@ -60,6 +67,10 @@ def main() -> None:
     if strategy == "streams":
         strategy = lightning_pardist.LocalSGDStrategy(
             sync_every=2, outer_compression="int4", fragments=2, fragment_sync_delay=1, timeout_s=timeout_s
+        )
+    if strategy == "dedicated":
+        strategy = lightning_pardist.ParameterServerStrategy(
+            max_staleness=2, dedicated_servers=1, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
         )
     pl.seed_everything(0)
     data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))

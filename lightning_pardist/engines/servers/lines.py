@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.engines.servers.messages import Kind, Line, Message, Unpacked, pack_parts, unpack_parts
+from lightning_pardist.engines.servers.plain_values import pack_plain, unpack_plain
 from lightning_pardist.engines.servers.server import Changes, ParameterServer
 from lightning_pardist.engines.servers.share import Share
 
@@ -31,6 +33,8 @@ class WorkerThreads:
         self, server: ParameterServer, group: dist.ProcessGroup, tags: tuple[int, int], timeout_s: float
     ) -> None:
         self._server = server
+        #: What a worker has left behind for servers that do nothing else.
+        self.outcome: Tensor | None = None
         self._threads = [
             threading.Thread(
                 target=self._serve,
@@ -57,6 +61,9 @@ class WorkerThreads:
     def _serve(self, worker: int, requests: Line, answers: Line) -> None:
         try:
             while (message := requests.receive()).kind not in (Kind.LEAVE, Kind.FAILED):
+                if message.kind == Kind.OUTCOME:
+                    self.outcome = message.payload
+                    continue
                 try:
                     self._answer(worker, message, answers)
                 except Exception as error:
@@ -75,8 +82,14 @@ class WorkerThreads:
         server, index = self._server, message.optimizer
         if message.kind == Kind.MEET:
             server.meet(worker)
-            for number in range(len(server.shares)):
-                answers.send(Message(Kind.VALUES, number, payload=server.take_all(worker, number, _packed)))
+            try:
+                for number in range(len(server.shares)):
+                    answers.send(Message(Kind.VALUES, number, payload=server.take_all(worker, number, _packed)))
+                    if message.numbers[0]:
+                        state = server.shares[number].state() | {"staleness": dict(server.staleness)}
+                        answers.send(Message(Kind.STATE, number, payload=pack_plain(state)))
+            finally:
+                server.release(worker)
             return
         staleness = 0
         if message.kind == Kind.UPDATE:
@@ -148,11 +161,32 @@ class RemoteServer:
         Raises:
             RuntimeError: If the server is gone, or failed, with its reason.
         """
+        message = self._received()
+        write(unpack_parts(Unpacked(message.payload), likes))
+        return message.numbers[0], 0 if message.payload is None else message.payload.numel()
+
+    def _received(self) -> Message:
         message = self._answers.receive(self._timeout_s)
         if message.kind == Kind.FAILED:
             raise RuntimeError(f"The parameter server on rank {self.rank} failed: {reason_of(message)}")
-        write(unpack_parts(Unpacked(message.payload), likes))
-        return message.numbers[0], 0 if message.payload is None else message.payload.numel()
+        return message
+
+    def begin(self, index: int, state: Any) -> None:
+        """Give a server that does nothing else what it begins with, of an optimizer."""
+        self._requests.send(Message(Kind.BEGIN, index, payload=pack_plain(state)))
+
+    def state(self) -> dict[str, Any]:
+        """Behind the new values of a meeting, the state that was asked for.
+
+        Raises:
+            RuntimeError: If the server is gone, or failed, with its reason.
+        """
+        found: dict[str, Any] = unpack_plain(self._received().payload)
+        return found
+
+    def tell(self, outcome: Tensor) -> None:
+        """Leave behind what a server that does nothing else goes on with when training has ended."""
+        self._requests.send(Message(Kind.OUTCOME, payload=outcome))
 
     def leave(self, failure: BaseException | None, timeout_s: float) -> None:
         """No further request comes.

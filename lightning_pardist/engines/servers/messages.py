@@ -36,6 +36,9 @@ class Kind(enum.IntEnum):
     LEAVE = 4
     VALUES = 5
     FAILED = 6
+    BEGIN = 7
+    STATE = 8
+    OUTCOME = 9
 
 
 @dataclass(frozen=True)

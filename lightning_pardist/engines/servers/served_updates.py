@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
 from lightning_pardist.compat.optimizers import follow_schedulers, mark_step, post_hooks, pre_hooks
 from lightning_pardist.engines.common.owner_plan import Owners
 from lightning_pardist.engines.common.update_scope import ScopeSetting, find_scope
@@ -23,6 +24,8 @@ from lightning_pardist.engines.common.whole_updates import HeldTensor, WholeUpda
 from lightning_pardist.engines.servers.foreign_writes import ForeignWrites
 from lightning_pardist.engines.servers.lines import RemoteServer, WorkerThreads, pack_update
 from lightning_pardist.engines.servers.messages import Kind, Message
+from lightning_pardist.engines.servers.plain_values import is_plain, pack_plain
+from lightning_pardist.engines.servers.roles import Roles
 from lightning_pardist.engines.servers.server import Changes, ParameterServer
 from lightning_pardist.engines.servers.share import GroupNumbers, Share, write_changes
 from lightning_pardist.engines.servers.update_log import UpdateLog
@@ -33,8 +36,9 @@ class ServedUpdates(WholeUpdates):
 
     Args:
         optimizer: The user's; holds whole parameters on every rank.
-        group: All ranks.
-        num_servers: The first so many ranks serve.
+        group: The workers; on a rank that only serves, itself.
+        roles: Who serves.
+        rank: This rank, among those of the roles.
         setting: What an update depends on; found by a trial if ``"auto"``.
 
     Raises:
@@ -42,25 +46,33 @@ class ServedUpdates(WholeUpdates):
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, group: dist.ProcessGroup, num_servers: int, setting: ScopeSetting = "auto"
+        self,
+        optimizer: Optimizer,
+        *,
+        group: dist.ProcessGroup,
+        roles: Roles,
+        rank: int,
+        setting: ScopeSetting = "auto",
     ) -> None:
         found = find_scope(optimizer, form="flat", setting=setting)
         super().__init__(optimizer, group=group, held=HeldTensor.as_it_is, found=found)
         if found.scope == "joint":
             raise ValueError(
                 f"{type(optimizer).__name__} {found.describe()}, and servers have a share of them each. Use pardist_ps"
-                " or pardist_ddp, or an optimizer such as AdamW or SGD."
+                " as it is, or pardist_ddp, or an optimizer such as AdamW or SGD."
             )
-        owners = Owners(num_servers, cost=_elements_of)
+        owners = Owners(len(roles.servers), cost=_elements_of)
         owners.assign(self._shapes())
-        self.owners = [owners.of(number) or 0 for number in range(len(self._params()))]
+        self.owners = [roles.servers[owners.of(number) or 0] for number in range(len(self._params()))]
         self.loads = owners.loads
+        self._keepers = [rank if rank in (owner, roles.keeper(owner)) else roles.keeper(owner) for owner in self.owners]
+        self._place = rank
         self._forget_others()
 
     @override
     def owns(self, number: int) -> bool:
-        """Whether this rank serves the parameter with this number."""
-        return self.owners[number] == self.rank
+        """Whether this rank serves the parameter with this number, or keeps its state for a rank that only serves."""
+        return self._keepers[number] == self._place
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -86,8 +98,10 @@ class Worker:
     Args:
         updates: Of every optimizer. They hold what has been loaded, alike on all ranks.
         group: A gloo group for messages alone, over all ranks.
+        roles: Who of them works, and who serves.
         tags: Of requests and answers, of nobody else on this group.
-        max_staleness: Updates that a worker may be ahead of the slowest, 1 or more; any number if None.
+        max_staleness: Updates that a worker may be ahead of the slowest; any number if None. With 0 workers have
+            averaged their gradients, and one of them sends them.
         timeout_s: Bound on every wait.
         log_to: Folder for the order of updates; none is kept if None.
         has_gradients: Asked in each step: False where there was no sample since the last one, whatever ``.grad`` is
@@ -104,6 +118,7 @@ class Worker:
         updates: Sequence[ServedUpdates],
         *,
         group: dist.ProcessGroup,
+        roles: Roles,
         tags: tuple[int, int],
         max_staleness: int | None,
         timeout_s: float,
@@ -118,33 +133,79 @@ class Worker:
         self._params = [each.params for each in updates]
         self._numbers = [GroupNumbers(each.optimizer) for each in updates]
         self._stepped: set[int] = set()
-        workers = range(group.size())
-        servers = sorted({owner for each in updates for owner in each.owners})
+        self._roles = roles
+        owners = [each.owners for each in updates]
+        servers = roles.in_use(owners)
         self.server: ParameterServer | None = None
         self._threads: WorkerThreads | None = None
         if self.rank in servers:
-            owners = [each.owners for each in updates]
-            self.server = ParameterServer(
-                [Share(each.optimizer, [owner == self.rank for owner in each.owners], each.found) for each in updates],
-                workers=workers,
-                max_staleness=max_staleness,
-                timeout_s=timeout_s,
-                own=self.rank,
-                log=UpdateLog(log_to, server=self.rank, owners=owners, workers=workers) if log_to is not None else None,
+            self.server = make_server(
+                updates, rank=self.rank, roles=roles, max_staleness=max_staleness, timeout_s=timeout_s, log_to=log_to
             )
             self._threads = WorkerThreads(self.server, group, tags, timeout_s)
         self._remote = [RemoteServer(group, rank, tags, timeout_s) for rank in servers if rank != self.rank]
+        #: Servers elsewhere whose state this worker keeps for checkpoints.
+        self._kept = [server for server in self._remote if roles.keeper(server.rank) == self.rank]
+        self._log_to = None if log_to is None else os.fspath(log_to)
+        self._is_synchronous = max_staleness == 0
+        self._shows_kept = True
+        self._staleness: dict[int, Counter[int]] = {}
         self._watches = [ForeignWrites(each.optimizer) for each in updates]
         #: Whether this worker has had a turn since the last meeting.
         self._has_moved = True
 
     def start(self) -> None:
-        """Serve, and let optimizers send gradients from now on. Not collective."""
+        """Serve, and let optimizers send gradients from now on. Not collective.
+
+        Raises:
+            RuntimeError: If an optimizer's state cannot be sent to a rank that only serves.
+        """
+        for index in range(len(self._updates)):
+            for server in self._kept:
+                self._begin(index, server)
+        self._forget_kept()
         if self._threads is not None:
             self._threads.start()
         for index, each in enumerate(self._updates):
             _replace_step(each.optimizer, lambda index=index: self.step(index))  # type: ignore[misc]
             self._watches[index].put_places()
+
+    def _begin(self, index: int, server: RemoteServer) -> None:
+        optimizer, params = self._updates[index].optimizer, self._of(index, server.rank)
+        places = {place: optimizer.state[param] for place, param in enumerate(params) if optimizer.state.get(param)}
+        settings = [
+            {key: value for key, value in group.items() if key != "params" and is_plain(value)}
+            for group in optimizer.param_groups
+        ]
+        values = [param.detach() for param in params]
+        try:
+            server.begin(
+                index,
+                {
+                    "values": values,
+                    "settings": settings,
+                    "state": places,
+                    "shared": shared_state(optimizer),
+                    "log_to": self._log_to,
+                },
+            )
+        except TypeError as error:
+            raise RuntimeError(
+                f"The state of {type(optimizer).__name__} has to go to a rank that only serves: {error}. Leave"
+                " dedicated_servers out, so that every rank serves."
+            ) from error
+
+    def _forget_kept(self) -> None:
+        """Let go of the state of other ranks: it is theirs again, and would take the memory of two."""
+        if not self._shows_kept:
+            return
+        self._shows_kept = False
+        for index, each in enumerate(self._updates):
+            kept = [param for server in self._kept for param in self._of(index, server.rank)]
+            for param in kept:
+                each.optimizer.state.pop(param, None)
+            if kept:
+                self._watches[index].note_states()
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -167,12 +228,15 @@ class Worker:
             return
         numbers = self._numbers[index].to_send()
         for server in self._remote:
+            if self._is_synchronous and self._roles.keeper(server.rank) != self.rank:
+                self.sent_bytes += server.ask(Message(Kind.TICK, index))
+                continue
             grads = [param.grad for param in self._of(index, server.rank)]
             self.sent_bytes += server.ask(Message(Kind.UPDATE, index, payload=pack_update(numbers, grads)))
         staleness = 0
         if self.server is not None:
             own = [None if p.grad is None else p.grad.detach().cpu() for p in self._of(index, self.rank)]
-            self.server.release()
+            self.server.release(self.rank)
             staleness = self.server.update(self.rank, index, own, numbers)
         self.staleness = max(staleness, self._take(index))
 
@@ -187,7 +251,7 @@ class Worker:
         for server in self._remote:
             self.sent_bytes += server.ask(Message(Kind.TICK, index))
         if self.server is not None:
-            self.server.release()
+            self.server.release(self.rank)
             self.server.tick(self.rank, index)
         self._take(index)
 
@@ -224,10 +288,13 @@ class Worker:
     # --- meetings and the end -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def meet(self) -> None:
+    def meet(self, *, with_state: bool = True) -> None:
         """Wait for all workers; afterwards parameters are the servers', and optimizers show the state of this rank's.
 
-        Collective over all ranks. Updates go on when this rank calls :meth:`go_on`, or takes its next step.
+        Collective over all workers. Updates go on when this rank calls :meth:`go_on`, or takes its next step.
+
+        Args:
+            with_state: Whether that includes the state that this rank keeps for ranks that only serve.
 
         Raises:
             RuntimeError: If something was changed without the servers, or a server is gone or failed.
@@ -239,7 +306,8 @@ class Worker:
         for watch in self._watches:
             watch.take_places()
         for server in self._remote:
-            self.sent_bytes += server.ask(Message(Kind.MEET))
+            wants = with_state and server in self._kept
+            self.sent_bytes += server.ask(Message(Kind.MEET, numbers=(int(wants),)))
         if self.server is not None:
             self.server.meet(self.rank)
         for index in range(len(self._updates)):
@@ -250,19 +318,47 @@ class Worker:
                 self._numbers[index].publish(share.numbers.of_server())
             for server in self._remote:
                 self._answer(index, server)
+                if with_state and server in self._kept:
+                    self._show(index, server)
             self._watches[index].note_states()
         self._has_moved = False
 
+    def _show(self, index: int, server: RemoteServer) -> None:
+        """Let an optimizer show the state of a rank that only serves."""
+        self._shows_kept = True
+        found, optimizer = server.state(), self._updates[index].optimizer
+        params = self._of(index, server.rank)
+        optimizer.state.update({params[place]: state for place, state in found["state"].items()})
+        restore_shared(optimizer, found["shared"])
+        self._numbers[index].publish(found["numbers"])
+        self._staleness[server.rank] = Counter(found["staleness"])
+
     def go_on(self) -> None:
         """Updates may be made again behind a meeting. Not collective."""
+        self._forget_kept()
         for watch in self._watches:
             watch.put_places()
         if self.server is not None:
-            self.server.release()
+            self.server.release(self.rank)
 
     def histogram(self) -> Counter[int]:
-        """How many updates of this rank's server were how stale; empty where it is none."""
-        return Counter() if self.server is None else Counter(self.server.staleness)
+        """How many updates of this rank's server, or of the first that it keeps state for, were how stale."""
+        if self.server is None:
+            return next(iter(self._staleness.values()), Counter())
+        return Counter(self.server.staleness)
+
+    def tell(self, outcome: Callable[[], Any]) -> None:
+        """Leave behind what ranks that only serve go on with when training has ended. Not collective.
+
+        Args:
+            outcome: Gives it, if there are such ranks; see
+                :func:`~lightning_pardist.engines.servers.plain_values.pack_plain`.
+        """
+        told = [server for server in self._remote if self._roles.is_dedicated(server.rank)]
+        packed = pack_plain(outcome()) if told else None
+        for server in told:
+            if packed is not None:
+                server.tell(packed)
 
     def stop(self, timeout_s: float, failure: BaseException | None = None) -> None:
         """Leave, and wait until all others have. Not collective: a rank that is gone is not waited for any longer.
@@ -281,7 +377,7 @@ class Worker:
             if failure is not None:
                 self.server.fail(failure)
             self.server.leave(self.rank)
-            self.server.release()
+            self.server.release(self.rank)
         for server in self._remote:
             # One that is gone already, or fails as well, is not told.
             with suppress(RuntimeError):
@@ -290,6 +386,29 @@ class Worker:
             self._threads.join(max(0.0, deadline - time.monotonic()))
         if self.server is not None:
             self.server.close()
+
+
+def make_server(
+    updates: Sequence[ServedUpdates],
+    *,
+    rank: int,
+    roles: Roles,
+    max_staleness: int | None,
+    timeout_s: float,
+    log_to: str | os.PathLike[str] | None,
+) -> ParameterServer:
+    """The server on this rank, with what its optimizers hold. The arguments are those of :class:`Worker`."""
+    owners, log = [each.owners for each in updates], None
+    if log_to is not None:
+        log = UpdateLog(log_to, server=rank, owners=owners, workers=roles.workers)
+    return ParameterServer(
+        [Share(each.optimizer, [owner == rank for owner in each.owners], each.found) for each in updates],
+        workers=roles.workers,
+        # In the synchronous form a worker goes on when all have had their turn.
+        max_staleness=1 if max_staleness == 0 else max_staleness,
+        timeout_s=timeout_s,
+        log=log,
+    )
 
 
 def _replace_step(optimizer: Optimizer, send: Callable[[], None]) -> None:

@@ -27,8 +27,6 @@ class ParameterServer:
         workers: Ranks of the workers.
         max_staleness: Updates that a worker may be ahead of the slowest, 1 or more; any number if None.
         timeout_s: Bound on every wait for other workers.
-        own: The worker on this rank, if there is one: behind a meeting, updates wait until it has called
-            :meth:`release`, so that it may read values and state.
         log: Where the order of updates is written.
 
     Attributes:
@@ -42,7 +40,6 @@ class ParameterServer:
         workers: Sequence[int],
         max_staleness: int | None,
         timeout_s: float,
-        own: int | None = None,
         log: UpdateLog | None = None,
     ) -> None:
         self.shares = list(shares)
@@ -56,13 +53,13 @@ class ParameterServer:
         self._held_since = [dict.fromkeys(workers, 0) for _ in shares]
         self._turns = dict.fromkeys(workers, 0)
         self._timeout_s = timeout_s
-        self._own = own
         self._log = log
         self._changed = threading.Condition()
         self._waiting: set[int] = set()
         self._left: set[int] = set()
         self._meetings = 0
-        self._is_held = False
+        #: Who still reads what there was at the last meeting.
+        self._reading: set[int] = set()
         self._failure: BaseException | None = None
 
     # --- a worker's turn ------------------------------------------------------------------------------------------
@@ -83,7 +80,7 @@ class ParameterServer:
             RuntimeError: If the worker is further ahead than allowed, or the server has failed.
         """
         with self._changed:
-            self._wait(lambda: not self._is_held, "the worker beside a server to go on behind a meeting")
+            self._wait(lambda: not self._reading, "all workers to go on behind a meeting")
             share, held = self.shares[optimizer], self._held[optimizer]
             ahead = self._clocks.tick(worker)
             self._turns[worker] += 1
@@ -145,7 +142,9 @@ class ParameterServer:
     # --- meetings -------------------------------------------------------------------------------------------------
 
     def meet(self, worker: int) -> None:
-        """Wait until all workers are here: every update has been made, and nobody makes another one.
+        """Wait until all workers are here: every update has been made.
+
+        Nobody makes another one until each of them has called :meth:`release`, so that it may read values and state.
 
         Raises:
             TimeoutError: If some do not come.
@@ -165,6 +164,7 @@ class ParameterServer:
         """A worker makes no further updates, and nobody waits for it."""
         with self._changed:
             self._left.add(worker)
+            self._reading.discard(worker)
             self._settle()
 
     def _settle(self) -> None:
@@ -172,7 +172,7 @@ class ParameterServer:
             self._clocks.rest(worker)
         if self._waiting and len(self._waiting | self._left) == len(self.workers):
             self._meetings += 1
-            self._is_held = self._own in self._waiting
+            self._reading = set(self._waiting)
             self._waiting.clear()
             self._clocks.meet()
             for worker in self._left:
@@ -181,10 +181,10 @@ class ParameterServer:
                 self._log.flush()
         self._changed.notify_all()
 
-    def release(self) -> None:
-        """The worker on this rank goes on training, and updates may."""
+    def release(self, worker: int) -> None:
+        """A worker has what it wants of a meeting, and goes on training."""
         with self._changed:
-            self._is_held = False
+            self._reading.discard(worker)
             self._changed.notify_all()
 
     # --- the end --------------------------------------------------------------------------------------------------
@@ -195,18 +195,27 @@ class ParameterServer:
             self._failure = self._failure or failure
             self._changed.notify_all()
 
+    def check(self) -> None:
+        """Raise if the server has failed.
+
+        Raises:
+            RuntimeError: With the reason.
+        """
+        with self._changed:
+            if self._failure is not None:
+                raise RuntimeError(f"The parameter server has failed: {self._failure}") from self._failure
+
     def close(self) -> None:
         """The run has ended."""
         with self._changed:
-            self._is_held = False
+            self._reading.clear()
             self._changed.notify_all()
             if self._log is not None:
                 self._log.close()
 
     def _wait(self, until: Callable[[], bool], whom: str) -> None:
         came = self._changed.wait_for(lambda: self._failure is not None or until(), self._timeout_s)
-        if self._failure is not None:
-            raise RuntimeError(f"The parameter server has failed: {self._failure}") from self._failure
+        self.check()
         if not came:
             raise TimeoutError(f"Waited {self._timeout_s:.0f} s for {whom} in vain (timeout_s).")
 

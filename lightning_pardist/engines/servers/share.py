@@ -160,6 +160,18 @@ class Share:
                 )
         return found
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the share; tensors are not copied."""
+        return {
+            "state": {
+                place: dict(self.optimizer.state[param])
+                for place, param in enumerate(self.params)
+                if param in self.optimizer.state
+            },
+            "shared": shared_state(self.optimizer),
+            "numbers": self.numbers.of_server(),
+        }
+
     def publish(self) -> None:
         """Let the user's optimizer show the share's state, without copies: nobody may update until it was read."""
         for param, original in zip(self.params, self.originals, strict=True):

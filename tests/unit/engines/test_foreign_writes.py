@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_pardist.axes.parameter_server import _refuse_shared
 from lightning_pardist.engines.ddp.buffers import tensors_of_nobody
-from lightning_pardist.engines.servers import ServedUpdates, Worker
+from lightning_pardist.engines.servers import Roles, ServedUpdates, Worker
 from lightning_pardist.engines.servers.foreign_writes import fingerprint
 
 
@@ -23,9 +23,12 @@ def run(alone):
     """One worker that serves itself, after one step."""
     param = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([param], lr=1.0, momentum=0.5)
-    updates = [ServedUpdates(optimizer, group=alone, num_servers=1, setting="elementwise")]
+    roles = Roles.beside_work(1, 1)
+    updates = [ServedUpdates(optimizer, group=alone, roles=roles, rank=0, setting="elementwise")]
     here = [True]
-    worker = Worker(updates, group=alone, tags=(0, 1), max_staleness=1, timeout_s=5.0, has_gradients=lambda: here[0])
+    worker = Worker(
+        updates, group=alone, roles=roles, tags=(0, 1), max_staleness=1, timeout_s=5.0, has_gradients=lambda: here[0]
+    )
     worker.start()
     param.grad = torch.tensor([-1.0, -2.0, -3.0])
     optimizer.step()

@@ -93,10 +93,10 @@ def test_each_update_has_the_settings_of_its_worker():
     assert other.param_groups[0]["lr"] == 0.3
 
 
-def _server(max_staleness=1, timeout_s=5.0, own=None):
+def _server(max_staleness=1, timeout_s=5.0):
     param = nn.Parameter(torch.zeros(2))
     share = _share(torch.optim.SGD([param], lr=1.0))
-    return ParameterServer([share], workers=range(2), max_staleness=max_staleness, timeout_s=timeout_s, own=own)
+    return ParameterServer([share], workers=range(2), max_staleness=max_staleness, timeout_s=timeout_s)
 
 
 def _turn(server, worker):
@@ -173,7 +173,7 @@ def test_every_wait_ends():
 
 
 def test_updates_wait_behind_a_meeting_until_the_rank_has_read():
-    server = _server(own=0)
+    server = _server()
     meeting = threading.Thread(target=server.meet, args=(0,))
     meeting.start()
     assert _turn(server, 1) == 0
@@ -184,6 +184,7 @@ def test_updates_wait_behind_a_meeting_until_the_rank_has_read():
     late.start()
     late.join(0.1)
     assert server.shares[0].version == 1
-    server.release()
+    server.release(0)
+    server.release(1)
     late.join(5)
     assert server.shares[0].version == 2

@@ -1,0 +1,93 @@
+"""A rank that does nothing but serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pardist.checkpoint.tensors import restore_shared
+from lightning_pardist.engines.servers.lines import WorkerThreads
+from lightning_pardist.engines.servers.messages import Kind, Line
+from lightning_pardist.engines.servers.plain_values import unpack_plain
+from lightning_pardist.engines.servers.roles import Roles
+from lightning_pardist.engines.servers.served_updates import ServedUpdates, make_server
+
+#: How often a server that waits for its workers looks whether it has failed.
+_LOOK_S = 0.5
+
+
+def serve(
+    updates: Sequence[ServedUpdates],
+    *,
+    group: dist.ProcessGroup,
+    roles: Roles,
+    tags: tuple[int, int],
+    max_staleness: int | None,
+    timeout_s: float,
+) -> Any:
+    """Serve until all workers have left. Values and state come from the worker that keeps them for checkpoints.
+
+    A server waits for its workers for as long as they live: whoever watches over ranks ends it where one hangs.
+
+    Args:
+        updates: Of every optimizer, over this rank's own copy of the parameters.
+        group: A gloo group for messages alone, over all ranks.
+        roles: Who of them works, and who serves.
+        tags: Of requests and answers, of nobody else on this group.
+        max_staleness: As workers have it.
+        timeout_s: Bound on every wait of a worker.
+
+    Returns:
+        What the workers have left behind, None if nothing.
+
+    Raises:
+        RuntimeError: If a worker is gone or failed, or has other parameters than this rank.
+    """
+    rank = group.rank()
+    begin = Line(group, roles.keeper(rank), tags[0], timeout_s)
+    log_to: str | None = None
+    for _ in updates:
+        message = begin.receive()
+        if message.kind != Kind.BEGIN:
+            raise RuntimeError("The parameter server has failed: training ended before it began.")
+        state = unpack_plain(message.payload)
+        log_to = state["log_to"]
+        _take(updates[message.optimizer], rank, state)
+    server = make_server(
+        updates, rank=rank, roles=roles, max_staleness=max_staleness, timeout_s=timeout_s, log_to=log_to
+    )
+    threads = WorkerThreads(server, group, tags, timeout_s)
+    threads.start()
+    try:
+        while not threads.join(_LOOK_S):
+            server.check()
+        server.check()
+    finally:
+        server.close()
+    return None if threads.outcome is None else unpack_plain(threads.outcome)
+
+
+@torch.no_grad()
+def _take(updates: ServedUpdates, rank: int, begin: dict[str, Any]) -> None:
+    """Let an optimizer, and the parameters that this rank serves, be as a worker has them."""
+    optimizer = updates.optimizer
+    params = [param for param, owner in zip(updates.params, updates.owners, strict=True) if owner == rank]
+    values: list[Tensor] = begin["values"]
+    shapes, own = [tuple(value.shape) for value in values], [tuple(param.shape) for param in params]
+    if shapes != own or len(begin["settings"]) != len(optimizer.param_groups):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has other parameters on rank {rank}, which only serves ({own}), than on its"
+            f" workers ({shapes}). Build module and optimizers alike on every rank."
+        )
+    for group, settings in zip(optimizer.param_groups, begin["settings"], strict=True):
+        group.update(settings)
+    optimizer.state.clear()
+    restore_shared(optimizer, begin["shared"])
+    for place, (param, value) in enumerate(zip(params, values, strict=True)):
+        param.copy_(value)
+        if place in begin["state"]:
+            optimizer.state[param] = begin["state"][place]

@@ -1,0 +1,159 @@
+"""What a Trainer does on ranks that do not train: their ``fit`` serves, and evaluations wait for the others' results.
+
+Such a rank builds module and optimizers as all others do, and runs the hooks around a run (``setup``,
+``configure_model``, ``on_fit_start``, ``on_fit_end``, ``teardown``), but none of a loop: it has no batches. Afterwards
+it has the others' weights, counts, logged values and paths of checkpoints, so that a script may go on alike everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from lightning_pardist.axes.base import RunContext
+from lightning_pardist.compat.lightning_loops import logger_connector
+from lightning_pardist.compat.process_groups import PrefixStore, Store
+from lightning_pardist.engines.servers.plain_values import is_plain
+from lightning_pardist.runtime.process_group import job_store
+from lightning_pardist.trainer.patch_stack import Patch, PatchStack
+
+_POLL_S = 0.1
+
+
+class RanksApart:
+    """During a run with ranks that do not train: what these do in place of loops, and what others let them know.
+
+    Args:
+        trainer: Of this rank.
+        context: Its strategy's; ranks have met.
+    """
+
+    def __init__(self, trainer: pl.Trainer, context: RunContext) -> None:
+        self._trainer, self._context = trainer, context
+        self._attached = PatchStack()
+
+    @property
+    def _store(self) -> Store:
+        return PrefixStore(f"pardist/apart/{self._context.distributed.run}", job_store())
+
+    def attach(self) -> None:
+        """Replace the loops of ranks that do not train. Not collective."""
+        trainer, is_apart = self._trainer, self._context.distributed.is_apart
+        for loop in (trainer.validate_loop, trainer.test_loop):
+            run = self._await_results if is_apart else self._and_tell(loop.run)
+            self._attached.attach(Patch(loop, "run", run))
+        if is_apart:
+            self._attached.attach(Patch(trainer.fit_loop, "run", self._serve))
+            self._attached.attach(Patch(trainer, "num_sanity_val_steps", 0))
+            self._attached.attach(Patch(trainer.predict_loop, "run", lambda: None))
+
+    def detach(self) -> None:
+        """Give the Trainer its loops back. Not collective."""
+        self._attached.detach()
+
+    def let_pass(self, what: str) -> None:
+        """Ranks that do not train wait here until the others have passed. Not collective among those.
+
+        Args:
+            what: Names the place; each is passed once a run.
+        """
+        if not self._context.distributed.is_apart:
+            if self._context.distributed.is_first:
+                self._store.set(what, "")
+            return
+        store = self._store
+        # The watchdog ends this rank if those that it waits for are gone.
+        while not store.check([what]):
+            time.sleep(_POLL_S)
+
+    def _serve(self) -> None:
+        found = [axis.serve() for axis in self._context.axes if axis.ranks_apart]
+        for outcome in found:
+            if outcome is not None:
+                take_outcome(self._trainer, outcome)
+
+    def _and_tell(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        def run_and_tell() -> Any:
+            results = run()
+            if self._context.distributed.is_first:
+                self._store.set("results", json.dumps(results, default=float))
+                self.let_pass("evaluated")
+            return results
+
+        return run_and_tell
+
+    def _await_results(self) -> Any:
+        self.let_pass("evaluated")
+        return json.loads(self._store.get("results"))
+
+
+def outcome_of(trainer: pl.Trainer, stopping: int | None) -> dict[str, Any]:
+    """What ranks that do not train go on with after a fit, as plain values. Not collective.
+
+    Args:
+        trainer: Of a rank that has trained.
+        stopping: Exit status of the job, if a signal has ended training.
+    """
+    module = trainer.lightning_module
+    return {
+        "stopping": stopping,
+        "weights": {name: value.detach() for name, value in _tensors(module).items()},
+        "metrics": {name: torch.as_tensor(value) for name, value in trainer.callback_metrics.items()},
+        "progress": [progress.state_dict() for progress in _progress(trainer)],
+        "checkpoints": [_paths(callback) for callback in trainer.checkpoint_callbacks],
+    }
+
+
+def take_outcome(trainer: pl.Trainer, outcome: dict[str, Any]) -> None:
+    """On a rank that does not train, have what the others have after a fit. Not collective.
+
+    Raises:
+        SIGTERMException: If a signal has ended training: with the status of all ranks.
+    """
+    if outcome["stopping"] is not None:
+        raise SIGTERMException(outcome["stopping"])
+    own = _tensors(trainer.lightning_module)
+    with torch.no_grad():
+        for name, value in outcome["weights"].items():
+            if name in own and own[name].shape == value.shape:
+                own[name].copy_(value)
+    logger_connector(trainer).callback_metrics.update(outcome["metrics"])
+    for progress, state in zip(_progress(trainer), outcome["progress"], strict=True):
+        progress.load_state_dict(state)
+    for callback, paths in zip(trainer.checkpoint_callbacks, outcome["checkpoints"], strict=False):
+        callback.__dict__.update(paths)
+
+
+def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _progress(trainer: pl.Trainer) -> list[Any]:
+    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    return [
+        fit.epoch_progress,
+        epoch.batch_progress,
+        epoch.automatic_optimization.optim_progress,
+        epoch.manual_optimization.optim_step_progress,
+    ]
+
+
+def _paths(callback: Any) -> dict[str, Any]:
+    """Where a callback has written checkpoints, for ``ckpt_path="best"`` and ``"last"``."""
+    names = (
+        "best_model_path",
+        "last_model_path",
+        "best_model_score",
+        "dirpath",
+        "best_k_models",
+        "kth_best_model_path",
+    )
+    found = {name: callback.__dict__[name] for name in names if name in callback.__dict__}
+    return {name: value for name, value in found.items() if is_plain(value)}
