@@ -7,11 +7,22 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lightning_pardist"
-MAY_IMPORT_LIGHTNING = ("strategies", "axes", "trainer", "runtime", "callbacks", "planner", "doctor.py", "cli")
+MAY_IMPORT_LIGHTNING = (
+    "strategies",
+    "axes",
+    "trainer",
+    "runtime",
+    "callbacks",
+    "planner",
+    "doctor.py",
+    "optim.py",
+    "cli",
+)
 #: A layer may import itself and what stands behind it; a file that is named has a place of its own.
 LAYERS = [
     "cli",
     "doctor.py",
+    "optim.py",
     "planner",
     "registry.py",
     "callbacks",

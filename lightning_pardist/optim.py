@@ -1,0 +1,163 @@
+"""Parameter groups for optimizers that treat matrices apart, found from what a step does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pardist.compat import pytree
+from lightning_pardist.compat.lightning_loops import trainer_of
+from lightning_pardist.engines.parameter_roles import Role, find_roles
+from lightning_pardist.engines.tensor.operator_trace import OperatorTrace, trace_operators
+from lightning_pardist.trainer import trial_run
+
+__all__ = ["ParameterGroups", "split_groups"]
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """A module's trainable parameters by what its step uses them for; names are kept, and looked up when asked for.
+
+    So it may be made before a strategy shards the module, and used in ``configure_optimizers``, behind that. It is
+    copied and pickled with its module.
+
+    Attributes:
+        module: Whose parameters.
+        roles: By name; tied parameters once.
+    """
+
+    module: nn.Module
+    roles: dict[str, Role]
+
+    @property
+    def matrices(self) -> list[nn.Parameter]:
+        """Weights between layers, stacks of them (experts) and filters: what Muon, Shampoo and the like are for."""
+        return self._of("matrix")
+
+    @property
+    def embeddings(self) -> list[nn.Parameter]:
+        """Tables that are looked up in, learned inputs, and weights of layers that meet the batch first; also tied."""
+        return self._of("embedding")
+
+    @property
+    def heads(self) -> list[nn.Parameter]:
+        """Weights that no other layer follows."""
+        return self._of("head")
+
+    @property
+    def vectors(self) -> list[nn.Parameter]:
+        """Biases, gains, scalars, positions that are added; filters of one channel each."""
+        return self._of("vector")
+
+    @property
+    def unused(self) -> list[nn.Parameter]:
+        """What the traced step does not use."""
+        return self._of("unused")
+
+    @property
+    def rest(self) -> list[nn.Parameter]:
+        """All but :attr:`matrices`, in the module's order."""
+        return self._of("embedding", "head", "vector", "unused")
+
+    def _of(self, *roles: Role) -> list[nn.Parameter]:
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        found = [(name, params.get(name)) for name, role in self.roles.items() if role in roles]
+        if missing := [name for name, param in found if param is None]:
+            raise RuntimeError(
+                f"{type(self.module).__name__} had a parameter {missing[0]!r} when split_groups looked at it, and has"
+                " none now. Call split_groups again after the module has changed."
+            )
+        return [param for _, param in found if param is not None and param.requires_grad]
+
+    def __str__(self) -> str:
+        """How many there are of each, and of how many elements."""
+        params = dict(self.module.named_parameters(remove_duplicate=False))
+        counts, elements = Counter(self.roles.values()), Counter[str]()
+        for name, role in self.roles.items():
+            elements[role] += params[name].numel() if name in params else 0
+        told = [f"{role}: {count} ({elements[role]:,} elements)" for role, count in sorted(counts.items())]
+        return f"{type(self.module).__name__}'s parameters by what its step uses them for: {', '.join(told)}"
+
+
+def split_groups(
+    module: nn.Module, batch: Any, *, step: Callable[[nn.Module, Any], Any] | None = None
+) -> ParameterGroups:
+    """Split parameters into matrices of hidden layers, embeddings and heads, vectors and scalars.
+
+    Needs a batch: the module's own step runs once on it, and what happens to each parameter decides, not its name, its
+    module's class or its number of dims alone. A table is what rows are looked up in, a hidden matrix multiplies a
+    layer's output on its way to another layer, a head is followed by none, and the rest is used element by element.
+    Products that are written as elementwise operators and a sum are not seen as such. The module comes out as it was;
+    what was found is logged. Not collective, and the same on every rank that has a batch of the same form.
+
+    Call it before the strategy has split the module, such as in ``setup``, and use what it returns wherever you like::
+
+        def setup(self, stage):
+            self.groups = split_groups(self, next(iter(self.trainer.datamodule.train_dataloader())))
+
+        def configure_optimizers(self):
+            return MuonAndAdamW(matrices=self.groups.matrices, rest=self.groups.rest)
+
+    Args:
+        module: Whole. A ``LightningModule``, whose ``training_step`` is run, or any other, which is called. On ``meta``
+            it is traced without values, if its step needs none.
+        batch: As ``training_step`` takes it; of another module its argument, or a tuple or dict of them. On the
+            module's device.
+        step: What to run in place of it, given the module and the batch; up to the loss. For ``training_step``s that
+            ask for their optimizers, which are not there yet.
+
+    Returns:
+        The groups. Frozen parameters are in none of them while they are frozen.
+
+    Raises:
+        ValueError: If the module is split already, or its step cannot be traced.
+    """
+    params = list(module.parameters())
+    on_meta = [param.is_meta for param in params]
+    if any(isinstance(param, DTensor) for param in params) or (any(on_meta) and not all(on_meta)):
+        raise ValueError(
+            f"split_groups runs a step of a whole module, and {type(module).__name__} is split over ranks already. Call"
+            " it earlier, such as in setup(), and use what it returned in configure_optimizers()."
+        )
+    if on_meta and all(on_meta):
+        batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), batch)
+    try:
+        found = _traced(module, batch, step)
+    except Exception as error:
+        values = ", on tensors without values since the module is on meta" if on_meta and all(on_meta) else ""
+        raise ValueError(
+            f"split_groups runs a step of {type(module).__name__} once{values}, and it failed:"
+            f" {type(error).__name__}: {error}. Give it a batch that the step takes, or step=."
+        ) from error
+    roles = find_roles(found)
+    groups = ParameterGroups(module, roles)
+    rank_zero_info(str(groups))
+    return groups
+
+
+def _traced(module: nn.Module, batch: Any, step: Callable[[nn.Module, Any], Any] | None) -> OperatorTrace:
+    def run() -> Any:
+        with torch.enable_grad():
+            if step is not None:
+                return step(module, batch)
+            if isinstance(batch, dict):
+                return module(**batch)
+            return module(*batch) if isinstance(batch, tuple) else module(batch)
+
+    if not isinstance(module, pl.LightningModule):
+        return trace_operators(module, run)
+    trainer = trainer_of(module)
+
+    def run_training_step() -> Any:
+        return trial_run.run(module, "training_step", batch, trainer)
+
+    with trial_run.without_trace(module, trainer):
+        return trace_operators(module, run_training_step if step is None else run)
