@@ -340,6 +340,39 @@ def parameter_server() -> str:
     return picture.svg()
 
 
+def dedicated_servers() -> str:
+    """Two workers and a rank that only serves: who is the world, and who sends what when."""
+    picture = Canvas(680, 300, "Two workers and a rank that only serves: what travels when, in both forms")
+    lines = {"worker 0": 60, "worker 1": 90, "server": 124}
+
+    def frame(top: int, title: str) -> None:
+        picture.text(10, top + 30, title, bold=True)
+        for name, y in lines.items():
+            picture.text(10, top + y + 4, name)
+            picture.arrow(76, top + y, 660, top + y)
+
+    frame(0, "synchronous: workers average, one of them sends the mean, all get new values")
+    for start in (90, 370):
+        for name in ("worker 0", "worker 1"):
+            picture.box(start, lines[name] - 10, 90, 20, _PARAMETERS, "step")
+            picture.box(start + 92, lines[name] - 10, 50, 20, _GRADIENTS, "mean")
+            picture.arrow(start + 202, lines["server"], start + 236, lines[name])
+        picture.arrow(start + 144, lines["worker 0"], start + 164, lines["server"])
+        picture.box(start + 164, lines["server"] - 10, 38, 20, _OPTIMIZER)
+    frame(140, "asynchronous: each worker's gradients are an update")
+    for worker, length, starts in (("worker 0", 70, (90, 240, 390)), ("worker 1", 180, (90, 350))):
+        for start in starts:
+            y, server = 140 + lines[worker], 140 + lines["server"]
+            picture.box(start, y - 10, length, 20, _PARAMETERS, "step")
+            picture.box(start + length + 30, server - 10, 18, 20, _OPTIMIZER)
+            picture.arrow(start + length + 2, y, start + length + 30, server)
+            picture.arrow(start + length + 50, server, start + length + 76, y)
+    picture.text(
+        10, 292, "For torch, Lightning and user code both workers are the world. The server is one of its own."
+    )
+    return picture.svg()
+
+
 def data_parallel() -> str:
     """Two replicas in threads of one process."""
     picture = Canvas(640, 190, "Two replicas in threads of one process, and the optimizer on the first device")
@@ -375,6 +408,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "local_sgd.svg": local_sgd,
     "outer_streams.svg": outer_streams,
     "parameter_server.svg": parameter_server,
+    "dedicated_servers.svg": dedicated_servers,
     "data_parallel.svg": data_parallel,
 }
 

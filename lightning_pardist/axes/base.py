@@ -410,6 +410,9 @@ class ParallelAxis:
         Collective over the world.
         """
 
+    def show_state(self) -> None:
+        """The state of optimizers is about to be read. Collective over the world where they do not have it."""
+
     def around_backward(self) -> AbstractContextManager[None]:
         """Around a backward pass, and what the engine of the data axis does for it. Not collective."""
         return nullcontext()

@@ -216,6 +216,11 @@ class ParameterServerAxis(ParallelAxis):
             rest = tensors_of_nobody(self.context.module, self.context.optimizers)
             average_tensors(rest, group=self.context.batch_group)
 
+    @override
+    def show_state(self) -> None:
+        if self._worker is not None and not self._worker.shows_state:
+            self.synchronize()
+
     # --- for people, and the end --------------------------------------------------------------------------------
 
     @override

@@ -786,6 +786,8 @@ class PardistStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State as one process would have it, whole at least on the first rank; in shards if so set. Collective."""
         plain = plain_optimizer(optimizer)
+        for axis in self.axes:
+            axis.show_state()
         return self.states.of_optimizer(plain)
 
     @override

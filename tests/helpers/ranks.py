@@ -197,6 +197,7 @@ def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> No
     os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
     import lightning_pardist  # noqa: F401  (first, as users are told to)
+    from lightning_pardist.runtime.ranks_apart import make_whole
 
     torch.set_num_threads(1)
     timeout = timedelta(seconds=DEFAULT_TIMEOUT_S)
@@ -213,6 +214,7 @@ def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> No
             good, result = True, pickle.dumps(function(*args))
         except BaseException:
             good, result = False, traceback.format_exc()
+        make_whole()
         # A seed that one test has set (PL_GLOBAL_SEED) is every later Trainer's seed.
         os.environ.clear()
         os.environ.update(environment)

@@ -69,7 +69,10 @@ def train(
     module_kwargs: dict,
     trainer_kwargs: dict,
 ) -> dict[str, Any]:
-    """Train and return what can be compared, on the host: global losses, weights, optimizer state, logged metrics."""
+    """Train and return what can be compared, on the host: global losses, weights, optimizer state, logged metrics.
+
+    Ranks that only serve have no losses.
+    """
     torch.manual_seed(11)
     module = MODULES[module_name](**module_kwargs)
     steps = STEPS * trainer_kwargs.get("accumulate_grad_batches", 1)
@@ -83,7 +86,7 @@ def train(
     )
     trainer.fit(module, datamodule=Data(module.dataset(BATCH * steps)))
     found = {
-        "losses": {"loss": global_losses(losses_of.losses, devices)},
+        "losses": {"loss": global_losses(losses_of.losses, devices)} if losses_of.losses else {},
         "weights": snapshot(module),
         "metrics": {k: v.clone() for k, v in trainer.callback_metrics.items() if k.endswith("_epoch")},
         "optimizer": losses_of.optimizer_state,

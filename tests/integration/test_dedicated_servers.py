@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from lightning_pardist import ParameterServerStrategy
 from lightning_pardist.engines.servers.update_log import read_logs
-from lightning_pardist.runtime.ranks_apart import make_whole
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, Data, quiet_trainer
@@ -85,13 +84,10 @@ ASYNCHRONOUS = [
 
 
 def _asynchronous(folder):
-    try:
-        return [
-            _fit({**settings, "update_log": f"{folder}/{index}"}, {**options, "callbacks": [Talks()]}, module)
-            for index, (module, settings, options) in enumerate(ASYNCHRONOUS)
-        ]
-    finally:
-        make_whole()
+    return [
+        _fit({**settings, "update_log": f"{folder}/{index}"}, {**options, "callbacks": [Talks()]}, module)
+        for index, (module, settings, options) in enumerate(ASYNCHRONOUS)
+    ]
 
 
 def test_asynchronous_updates_are_made_by_ranks_that_only_serve(tmp_path):
@@ -131,19 +127,16 @@ def _one_process(module, options, steps=STEPS):
 
 def _synchronous(form, folder):
     """Trains, saves half way, goes on from there as it was and by DDP on all ranks, and back."""
-    try:
-        half = {"max_steps": STEPS // 2}
-        found = {
-            "clip": _fit({}, CLIP)[0],
-            "half": _fit({"checkpoint": form}, half, save_to=f"{folder}/half.ckpt")[0],
-            "resumed": _fit({"checkpoint": form}, {}, ckpt_path=f"{folder}/half.ckpt")[0],
-            "ddp": _fit("pardist_ddp", {}, ckpt_path=f"{folder}/half.ckpt")[0],
-        }
-        _fit("pardist_ddp", half, save_to=f"{folder}/ddp.ckpt")
-        found["back"] = _fit({}, {}, ckpt_path=f"{folder}/ddp.ckpt")[0]
-        return found
-    finally:
-        make_whole()
+    half = {"max_steps": STEPS // 2}
+    found = {
+        "clip": _fit({}, CLIP)[0],
+        "half": _fit({"checkpoint": form}, half, save_to=f"{folder}/half.ckpt")[0],
+        "resumed": _fit({"checkpoint": form}, {}, ckpt_path=f"{folder}/half.ckpt")[0],
+        "ddp": _fit("pardist_ddp", {}, ckpt_path=f"{folder}/half.ckpt")[0],
+    }
+    _fit("pardist_ddp", half, save_to=f"{folder}/ddp.ckpt")
+    found["back"] = _fit({}, {}, ckpt_path=f"{folder}/ddp.ckpt")[0]
+    return found
 
 
 @pytest.mark.parametrize("form", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
@@ -163,16 +156,13 @@ def _afterwards(folder):
     kept = pl.callbacks.ModelCheckpoint(folder, monitor="val", save_last=True)
     options = {"callbacks": [Talks(), kept], "enable_checkpointing": True, "val_check_interval": 2, "max_epochs": 2}
     validation = DataLoader(_dataset(8), batch_size=2)
-    try:
-        trainer = _trainer({"max_staleness": 2}, options)
-        trainer.fit(module, DataLoader(_dataset(), batch_size=4), validation)
-        ends = trainer.current_epoch, trainer.global_step, float(trainer.callback_metrics["val"])
-        (tested,) = trainer.test(module, validation)
-        (best,) = trainer.test(module, validation, ckpt_path="best")
-        predicted = trainer.predict(module, validation)
-        return ends, tested, best, kept.best_model_path, None if predicted is None else len(predicted)
-    finally:
-        make_whole()
+    trainer = _trainer({"max_staleness": 2}, options)
+    trainer.fit(module, DataLoader(_dataset(), batch_size=4), validation)
+    ends = trainer.current_epoch, trainer.global_step, float(trainer.callback_metrics["val"])
+    (tested,) = trainer.test(module, validation)
+    (best,) = trainer.test(module, validation, ckpt_path="best")
+    predicted = trainer.predict(module, validation)
+    return ends, tested, best, kept.best_model_path, None if predicted is None else len(predicted)
 
 
 def test_a_script_goes_on_alike_on_all_ranks(tmp_path):
@@ -183,18 +173,14 @@ def test_a_script_goes_on_alike_on_all_ranks(tmp_path):
 
 
 def _unbatched():
-    try:
-        weights = []
-        for options in ({"limit_train_batches": 0}, {"max_steps": 1}):
-            torch.manual_seed(3 + torch.distributed.get_rank())
-            module = Words()
-            trainer = _trainer({"max_staleness": 1}, options)
-            trainer.fit(module, DataLoader(_dataset(), batch_size=4))
-            weights.append(snapshot(module))
-            make_whole()
-        return weights
-    finally:
-        make_whole()
+    weights = []
+    for options in ({"limit_train_batches": 0}, {"max_steps": 1}):
+        torch.manual_seed(3 + torch.distributed.get_rank())
+        module = Words()
+        trainer = _trainer({"max_staleness": 1}, options)
+        trainer.fit(module, DataLoader(_dataset(), batch_size=4))
+        weights.append(snapshot(module))
+    return weights
 
 
 def test_servers_end_with_a_fit_without_batches():
@@ -217,8 +203,6 @@ def _stopped(folder, settings):
         trainer.fit(Words(slow=1), datamodule=Data(_dataset()))
     except SystemExit as stopped:
         return stopped.code
-    finally:
-        make_whole()
     return None
 
 
@@ -245,12 +229,22 @@ def test_the_end_of_a_rank_ends_the_job(fault, rank, last):
 
 
 @pytest.mark.slow
-def test_a_script_starts_servers_as_it_starts_workers():
-    finished = run_script(str(ROOT / "tests" / "scripts" / "train.py"), "dedicated", "3")
+@pytest.mark.parametrize(
+    ("program", "strategy", "ends"),
+    [
+        ((), "dedicated", ["0", "1", "2"]),
+        (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"), "dedicated", ["0", "1", "2"]),
+        # Ranks end with fit, and the process that has called for them goes on.
+        ((), "dedicated by fork", ["0"]),
+    ],
+)
+def test_launchers_start_servers_as_they_start_workers(program, strategy, ends):
+    finished = run_script(*program, str(ROOT / "tests" / "scripts" / "train.py"), strategy, "3")
     done = sorted(line for line in finished.output.splitlines() if line.startswith("done"))
     assert finished.code == 0, finished.output
-    assert [line.split()[1] for line in done] == ["0", "1", "2"]
+    assert [line.split()[1] for line in done] == ends
     assert len({line.split()[2] for line in done}) == 1
+    assert not finished.left
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,13 @@ def main() -> None:
         strategy = lightning_pardist.LocalSGDStrategy(
             sync_every=2, outer_compression="int4", fragments=2, fragment_sync_delay=1, timeout_s=timeout_s
         )
-    if strategy == "dedicated":
+    if strategy in ("dedicated", "dedicated by fork"):
         strategy = lightning_pardist.ParameterServerStrategy(
-            max_staleness=2, dedicated_servers=1, timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s
+            max_staleness=2,
+            dedicated_servers=1,
+            timeout_s=timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            start_method="fork" if strategy.endswith("fork") else None,
         )
     pl.seed_everything(0)
     data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_pardist.engines.servers.roles import Roles
 from lightning_pardist.engines.servers.served_updates import ServedUpdates, make_server
 
 #: How often a server that waits for its workers looks whether it has failed.
-_LOOK_S = 0.5
+_LOOK_S = 0.1
 
 
 def serve(
@@ -63,8 +64,10 @@ def serve(
     threads = WorkerThreads(server, group, tags, timeout_s)
     threads.start()
     try:
-        while not threads.join(_LOOK_S):
+        while not threads.join(0.0):
             server.check()
+            # Here, so that whoever looks for ranks that wait for each other finds this one among them.
+            time.sleep(_LOOK_S)
         server.check()
     finally:
         server.close()

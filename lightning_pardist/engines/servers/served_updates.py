@@ -109,6 +109,7 @@ class Worker:
 
     Attributes:
         staleness: Of the latest update; None before the first.
+        shows_state: Whether optimizers have the state of a meeting, which training has not gone on from.
         sent_bytes: To servers on other ranks, so far.
         received_bytes: From them.
     """
@@ -148,7 +149,7 @@ class Worker:
         self._kept = [server for server in self._remote if roles.keeper(server.rank) == self.rank]
         self._log_to = None if log_to is None else os.fspath(log_to)
         self._is_synchronous = max_staleness == 0
-        self._shows_kept = True
+        self.shows_state = True
         self._staleness: dict[int, Counter[int]] = {}
         self._watches = [ForeignWrites(each.optimizer) for each in updates]
         #: Whether this worker has had a turn since the last meeting.
@@ -197,9 +198,9 @@ class Worker:
 
     def _forget_kept(self) -> None:
         """Let go of the state of other ranks: it is theirs again, and would take the memory of two."""
-        if not self._shows_kept:
+        if not self.shows_state:
             return
-        self._shows_kept = False
+        self.shows_state = False
         for index, each in enumerate(self._updates):
             kept = [param for server in self._kept for param in self._of(index, server.rank)]
             for param in kept:
@@ -322,10 +323,10 @@ class Worker:
                     self._show(index, server)
             self._watches[index].note_states()
         self._has_moved = False
+        self.shows_state = self.shows_state or with_state
 
     def _show(self, index: int, server: RemoteServer) -> None:
         """Let an optimizer show the state of a rank that only serves."""
-        self._shows_kept = True
         found, optimizer = server.state(), self._updates[index].optimizer
         params = self._of(index, server.rank)
         optimizer.state.update({params[place]: state for place, state in found["state"].items()})
