@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -57,20 +59,23 @@ class Move:
 def update_cost(shape: Sequence[int]) -> float:
     """Estimated cost of one tensor's update, in arbitrary units: products of matrices, if it has two dims or more.
 
-    The update of an ``m x n`` matrix by its singular vectors, by roots of its factors or by an iteration takes about
-    ``m n min(m, n)`` operations; what treats elements alike is a small part of that. Further dims in front count
-    matrices (stacked experts).
+    The update of an ``m x n`` matrix, ``m >= n``, by its singular vectors, by roots of its factors or by an iteration
+    takes about ``m n^2 + n^3 / 2`` operations (a Newton-Schulz iteration's three products); what treats elements alike
+    is a small part of that. Further dims in front count matrices (stacked experts).
     """
     numel = math.prod(shape)
-    if len(shape) < 2:
+    if len(shape) < 2 or not numel:
         return float(numel)
-    return float(numel) * (16 + min(shape[-1], numel // max(shape[-1], 1)))
+    small = min(shape[-1], numel // shape[-1])
+    return float(numel) * (16 + small + small * small / (2 * numel // small))
 
 
 class Owners:
     """Gives tensors to the ranks that update them: the costliest first, each to the rank with the least to do.
 
-    Tensors that come later are given away without a change for those before, so that state stays where it is.
+    Among tensors of one cost each goes, as far as that comes out even, to the rank that has most of its gradient
+    already, so that little travels. Tensors that come later are given away without a change for those before, so that
+    state stays where it is.
 
     Args:
         size: Number of ranks.
@@ -82,17 +87,40 @@ class Owners:
         self._cost = cost
         self._owner: dict[int, int] = {}
 
-    def assign(self, shapes: Mapping[int, Sequence[int]]) -> None:
-        """Give the tensors with new numbers away."""
-        new = sorted((n for n in shapes if n not in self._owner), key=lambda n: (-self._cost(shapes[n]), n))
-        for number in new:
-            rank = min(range(len(self.loads)), key=self.loads.__getitem__)
-            self._owner[number] = rank
-            self.loads[rank] += max(self._cost(shapes[number]), 1.0)
+    def assign(self, shapes: Mapping[int, Sequence[int]], held: Mapping[int, Mapping[int, int]] | None = None) -> None:
+        """Give the tensors with new numbers away.
+
+        Args:
+            shapes: By number.
+            held: Elements of a tensor's gradient that each rank has, by number; equal on all ranks.
+        """
+        costs = {number: max(self._cost(shape), 1.0) for number, shape in shapes.items() if number not in self._owner}
+        for cost, alike in itertools.groupby(sorted(costs, key=lambda n: (-costs[n], n)), key=costs.__getitem__):
+            numbers = list(alike)
+            room: Counter[int] = Counter()
+            for _ in numbers:
+                rank = min(range(len(self.loads)), key=self.loads.__getitem__)
+                self.loads[rank] += cost
+                room[rank] += 1
+            self._owner.update(_nearest(numbers, room, held or {}))
 
     def of(self, number: int) -> int | None:
         """The rank that updates a tensor; None if nobody of this group does."""
         return self._owner.get(number)
+
+
+def _nearest(
+    numbers: Sequence[int], room: Counter[int], held: Mapping[int, Mapping[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """Tensors with the rank that each goes to, of which every rank takes so many: those it has most of first."""
+    shares = sorted((-elements, number, rank) for number in numbers for rank, elements in held.get(number, {}).items())
+    given = set()
+    for _, number, rank in shares:
+        if room[rank] and number not in given:
+            room[rank] -= 1
+            given.add(number)
+            yield number, rank
+    yield from zip((number for number in numbers if number not in given), room.elements(), strict=True)
 
 
 class OwnerPlan:

@@ -10,6 +10,8 @@ that it is sharded over ranks by whole tensors. One that updates all tensors tog
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +49,8 @@ from lightning_pardist.local_tensors import own_part
 _MARK = "_pardist_whole_updates"
 #: MiB of whole values that an owner has at work at a time, and as much of gradients.
 ROUND_MB = 64.0
+#: Rounds that a step has at least, unless they come to less than so many bytes each.
+_ROUNDS, _MIN_ROUND_BYTES = 4, 2**20
 
 
 @dataclass(frozen=True)
@@ -196,11 +200,16 @@ class WholeUpdates:
         outgoing, incoming = [], []
         for move in moves:
             to_whole = move.kind != "writes"
-            if move.source == self.rank:
-                values = self._own_box(move) if to_whole else _box_of(wholes[move.number, move.kind], move)
+            ends = (move.source == self.rank, move.target == self.rank)
+            held = self._own_box(move) if ends[not to_whole] else None
+            whole = _box_of(wholes[move.number, move.kind], move) if ends[to_whole] else None
+            values, place = (held, whole) if to_whole else (whole, held)
+            if values is not None and place is not None and values.data_ptr() == place.data_ptr():
+                # Updated where it lies.
+                continue
+            if values is not None:
                 outgoing.append(Parcel(move.target, values))
-            if move.target == self.rank:
-                place = _box_of(wholes[move.number, move.kind], move) if to_whole else self._own_box(move)
+            if place is not None:
                 incoming.append(Parcel(move.source, place))
         exchange = PackedExchange(outgoing, incoming, group=self.group, device=self._device)
         self.sent_bytes += exchange.sent_bytes
@@ -222,6 +231,14 @@ class WholeUpdates:
         # A rank that knows none sends and receives nothing, where the others send from.
         kinds = device_types(self.group)
         return kinds[0] if kinds and torch.device("cpu") not in kinds else torch.device("cpu")
+
+    def _where_it_lies(self, number: int, kind: Kind) -> Tensor | None:
+        """A kind of values that this rank has whole, in memory of its own; None if others have parts."""
+        moves = self.plan.gather(number, kind, self.rank)
+        if len(moves) != 1 or moves[0].source != self.rank:
+            return None
+        values = self._own_box(moves[0])
+        return values if values.dtype == self.plan.dtype(number) else None
 
     def _empty(self, number: int) -> Tensor:
         return torch.empty(tuple(self._current[number].shape), dtype=self.plan.dtype(number), device=self._device)
@@ -282,19 +299,36 @@ class OwnerUpdates(WholeUpdates):
     """Steps of an optimizer that updates one tensor at a time: each is updated by one rank, its owner.
 
     In a round the owners' tensors travel, while those of the round before are updated. A rank sends less than its own
-    shards of gradients, and of values if owners lack them, and as much of new values: ``Psi/N (N-1)/N`` for each.
+    shards of gradients, and of values if owners lack them, and as much of new values: ``Psi/N (N-1)/N`` for each. What
+    the owner has whole is updated where it lies.
 
     Args:
         round_mb: MiB of whole values that a rank has at work at a time.
+        held_by_rank: Elements of a parameter's gradient that each rank of the group has, equal on all ranks, where some
+            have much more than others: owners are chosen by it.
         **kwargs: As for :class:`WholeUpdates`.
     """
 
-    def __init__(self, optimizer: Optimizer, *, round_mb: float = ROUND_MB, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        round_mb: float = ROUND_MB,
+        held_by_rank: Callable[[nn.Parameter], Mapping[int, int]] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(optimizer, **kwargs)
         self.round_bytes = round_mb * 2**20
+        self._held_by_rank = held_by_rank
         self._owners = Owners(self.group.size())
-        self._owners.assign(self._shapes())
+        self._assign()
         self._forget_others()
+
+    def _assign(self) -> None:
+        new = {number: param for number, param in enumerate(self._params()) if self._owners.of(number) is None}
+        if new:
+            by_rank = self._held_by_rank or (lambda param: {})
+            self._owners.assign(self._shapes(), {number: by_rank(param) for number, param in new.items()})
 
     def owns(self, number: int) -> bool:
         """Whether this rank updates the parameter with this number."""
@@ -329,7 +363,7 @@ class OwnerUpdates(WholeUpdates):
 
     def _update(self, kwargs: Mapping[str, Any]) -> None:
         present = self._present()
-        self._owners.assign(self._shapes())
+        self._assign()
         rounds = self._rounds(present)
         settings = group_settings(self.optimizer)
         shared = copy.deepcopy(shared_state(self.optimizer)) if len(rounds) > 1 else {}
@@ -366,8 +400,13 @@ class OwnerUpdates(WholeUpdates):
     def _rounds(self, present: Sequence[int]) -> list[list[int]]:
         owner_of = {number: self._owner(number) for number in present}
         item = max((self.plan.dtype(number).itemsize for number in present), default=4)
-        limit = self.round_bytes / item if self.found.in_rounds else float("inf")
-        return list(rounds_of(present, owner_of, self._shapes(), round_elements=limit))
+        shapes = self._shapes()
+        share = sum(math.prod(shapes[number]) for number in present) / self.group.size()
+        # Several rounds also where all would fit into one: what travels does so while others are updated.
+        limit = min(self.round_bytes / item, max(share / _ROUNDS, _MIN_ROUND_BYTES / item))
+        return list(
+            rounds_of(present, owner_of, shapes, round_elements=limit if self.found.in_rounds else float("inf"))
+        )
 
     def _fetch(self, numbers: Sequence[int]) -> _Arriving:
         moves = [
@@ -377,9 +416,11 @@ class OwnerUpdates(WholeUpdates):
             for move in self.plan.gather(number, kind, self._owner(number))
         ]
         mine = [number for number in numbers if self.owns(number)]
+        kinds: tuple[Kind, ...] = ("grads", "reads")
         wholes: dict[tuple[int, Kind], Tensor] = {}
-        for number in mine:
-            wholes[number, "grads"], wholes[number, "reads"] = self._empty(number), self._empty(number)
+        for number, kind in itertools.product(mine, kinds):
+            here = self._where_it_lies(number, kind)
+            wholes[number, kind] = self._empty(number) if here is None else here
         return _Arriving(self._exchange(moves, wholes), wholes)
 
     def _step_on(self, values: Mapping[int, Tensor], grads: Mapping[int, Tensor], kwargs: Mapping[str, Any]) -> None:

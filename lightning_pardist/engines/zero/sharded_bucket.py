@@ -231,6 +231,17 @@ class ShardedBucket(Bucket):
             offset += numel
         raise KeyError("the parameter is not in this bucket")
 
+    def elements_by_rank(self, param: nn.Parameter) -> dict[int, int]:
+        """How many elements of a parameter lie in each rank's slice, of those that have any."""
+        index = next(at for at, candidate in enumerate(self.params) if candidate is param)
+        start, found = sum(self.numels[:index]), {}
+        stop = start + self.numels[index]
+        while start < stop:
+            rank = start // self.shard_numel
+            end = min(stop, (rank + 1) * self.shard_numel)
+            found[rank], start = end - start, end
+        return found
+
     @torch.no_grad()
     def _adopt_parameters(self) -> None:
         offset = 0

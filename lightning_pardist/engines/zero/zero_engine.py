@@ -404,13 +404,25 @@ class ZeroEngine:
         has_masters = bucket is not None and bucket.has_masters
         return HeldTensor(slot, slot if has_masters else TensorSlot(param), slot)
 
+    def _held_by_rank(self, param: nn.Parameter) -> Mapping[int, int]:
+        """Elements of a parameter's gradient on each rank; none where it is not reduced yet, or by fewer ranks."""
+        bucket = self._home.get(param)
+        return {} if bucket is None or bucket.group is not self.group else bucket.elements_by_rank(param)
+
     def _step_on_wholes(
         self, optimizer: Optimizer, setting: ScopeSetting, group: Callable[[Scope], dist.ProcessGroup]
     ) -> None:
         """Let an optimizer that is not elementwise have whole tensors. Collective over the world."""
         found = find_scope(optimizer, form="flat", setting=setting)
         if found.scope == "per_tensor":
-            OwnerUpdates(optimizer, group=group(found.scope), held=self._held, found=found)
+            updaters = group(found.scope)
+            OwnerUpdates(
+                optimizer,
+                group=updaters,
+                held=self._held,
+                held_by_rank=self._held_by_rank if _same_ranks(updaters, self.group) else None,
+                found=found,
+            )
             return
         if self._gather is not None:
             raise ValueError(
@@ -523,6 +535,11 @@ class ZeroEngine:
 
 def _params(optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+    """Whether groups have the same ranks by the same numbers."""
+    return group is other or dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)
 
 
 @contextmanager

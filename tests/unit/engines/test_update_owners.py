@@ -20,6 +20,22 @@ def test_owners_are_balanced_by_cost():
     assert owners.of(5) is None
 
 
+def test_among_tensors_of_one_cost_each_stays_where_most_of_it_is():
+    owners = Owners(2)
+    shapes = dict.fromkeys(range(6), (8, 8)) | {6: (16, 16)}
+    # Four are on rank 0, which takes three; the last one of these has the least there.
+    held = {0: {0: 64}, 1: {0: 64}, 2: {0: 64}, 3: {0: 40, 1: 24}, 4: {1: 64}, 6: {1: 256}}
+    owners.assign(shapes, held)
+    plain = Owners(2)
+    plain.assign(shapes)
+    assert owners.loads == plain.loads
+    counts = [[plain.of(n) for n in range(6)].count(rank) for rank in range(2)]
+    assert [[owners.of(n) for n in range(6)].count(rank) for rank in range(2)] == counts
+    assert owners.of(6) == plain.of(6)
+    first = [n for n in range(6) if owners.of(n) == 0]
+    assert first == list(range(counts[0])) if counts[0] < 4 else set(range(4)) <= set(first)
+
+
 def _layout(*boxes):
     return TensorLayout(boxes, boxes, boxes, torch.float32)
 
