@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 from lightning_pardist import (
     FSDPStrategy,
@@ -13,8 +13,9 @@ from lightning_pardist import (
     PipelineStrategy,
     TensorParallelStrategy,
 )
+from lightning_pardist.optim import split_groups
 from tests.helpers import checkpoints
-from tests.helpers.optimizers import ELEMENTWISE, JOINT, PER_TENSOR, Trained
+from tests.helpers.optimizers import ELEMENTWISE, JOINT, PER_TENSOR, Lamb, Trained
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, STEPS, Data, Losses, global_losses, quiet_trainer
@@ -140,6 +141,41 @@ def test_some_optimizers_under_every_strategy(row):
 @pytest.mark.parametrize("row", STRATEGIES)
 def test_every_optimizer_under_every_strategy(row):
     _compare(row, (*ELEMENTWISE, *PER_TENSOR, *JOINT))
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+class Grouped(Trained):
+    """Finds its groups before it is sharded, and uses them behind that."""
+
+    def setup(self, stage):
+        self.groups = split_groups(self, next(iter(DataLoader(self.dataset(4), batch_size=4))))
+
+    def configure_optimizers(self):
+        return Lamb([{"params": self.groups.matrices, "lr": 0.05}, {"params": self.groups.rest, "lr": 0.01}])
+
+
+def _grouped(strategies, devices):
+    found = []
+    for strategy in strategies:
+        torch.manual_seed(5)
+        module, record = Grouped("LAMB (user's)"), Losses()
+        trainer = quiet_trainer(
+            strategy=strategy, devices=devices, use_distributed_sampler=False, callbacks=[record], precision="64-true"
+        )
+        trainer.fit(module, datamodule=Data(module.dataset(BATCH * STEPS)))
+        found.append((snapshot(module), sorted(module.groups.roles.items())))
+    return found
+
+
+def test_groups_are_found_before_a_module_is_sharded():
+    ((wanted, roles),) = _grouped(["auto"], 1)
+    assert {role for _, role in roles} == {"matrix", "embedding", "head", "vector"}
+    for of_rank in run_ranks(2, _grouped, ["pardist_zero2", "pardist_zero3", "pardist_pp"], 2):
+        for got, names in of_rank:
+            assert names == roles
+            assert_close(got, wanted, rtol=1e-9)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
