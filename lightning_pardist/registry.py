@@ -128,9 +128,9 @@ TABLE: tuple[Entry, ...] = (
           {"sync_every": 100, "outer_lr": 0.7, "outer_momentum": 0.9}),
     Entry("pardist_auto", "planner.auto.AutoStrategy", "whatever is fastest and fits",
           "nobody has looked yet: it plans at the start of fit, and says which name to set"),
-    Entry("pardist_ps", _SERVERS, "batch; parameters and their updates over servers, which all ranks are",
+    Entry("pardist_ps", _SERVERS, "batch; parameters and their updates over servers: all ranks, or the last few",
           "a parameter server is asked for: the numbers of pardist_ddp"),
-    Entry("pardist_ps_async", _SERVERS, "batch; parameters and their updates over servers, which all ranks are",
+    Entry("pardist_ps_async", _SERVERS, "batch; parameters and their updates over servers: all ranks, or the last few",
           "ranks are of unequal speed, and other numbers than one process's are acceptable: nobody waits long",
           {"max_staleness": 4}),
 )  # fmt: skip
