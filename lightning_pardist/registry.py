@@ -103,6 +103,8 @@ TABLE: tuple[Entry, ...] = (
           "a mixture of experts is large: a rank has some of each layer's experts"),
     Entry("pardist_ep_zero2", _EXPERT, "experts (EP) x batch, optimizer state, gradients",
           "the same, and states of the other parameters do not fit either", {"data_parallel": "zero2"}),
+    Entry("pardist_ep_zero3", _EXPERT, "experts (EP) x batch, optimizer state, gradients, parameters",
+          "the same, and the other parameters do not fit either", {"data_parallel": "zero3"}),
     Entry("pardist_mp", _PIPELINE, "layers (PP) x batch (DP)", "the model fits no device and batches cannot be divided",
           {"schedule": "mp"}),
     Entry("pardist_pp_gpipe", _PIPELINE, "layers (PP) x batch (DP)", "the simplest schedule (GPipe)",

@@ -214,6 +214,11 @@ class RunContext:
         return next((axis.boundaries for axis in self.axes if axis.boundaries is not None), None)
 
     @property
+    def closed(self) -> list[nn.Module]:
+        """Modules that an axis runs in collectives of its own, see :attr:`ParallelAxis.closed`."""
+        return [module for axis in self.axes for module in axis.closed]
+
+    @property
     def runs_a_step(self) -> int:
         """How often a training step runs forward and backward of the module."""
         return max(axis.runs_a_step for axis in self.axes)
@@ -360,6 +365,11 @@ class ParallelAxis:
         return None
 
     @property
+    def closed(self) -> Sequence[nn.Module]:
+        """Modules that this axis runs in collectives of its own, inside of which no other axis is to communicate."""
+        return ()
+
+    @property
     def runs_a_step(self) -> int:
         """How often a training step runs forward and backward of the module."""
         return 1
@@ -446,7 +456,8 @@ class ParallelAxis:
     def gradient_group(self, param: nn.Parameter) -> dist.ProcessGroup | None:
         """Ranks that hold this parameter, if not all of the gradient mesh do: its gradients are summed over them.
 
-        They are divided as all others are, by the size of the gradient mesh.
+        They are divided as all others are, by the size of the gradient mesh. A data axis that shards parameters leaves
+        these to this axis, which shards and sums them itself.
         """
         return None
 

@@ -21,14 +21,22 @@ from lightning_pardist.axes.refusals import refuse_callbacks, refuse_pruning
 from lightning_pardist.axes.together import raise_together
 from lightning_pardist.axes.zero import ZeroAxis
 from lightning_pardist.checkpoint.tensors import shared_entries
+from lightning_pardist.compat.fsdp2 import is_sharded
 from lightning_pardist.engines.common.meta_init import on_meta
 from lightning_pardist.engines.common.update_scope import find_scope, has_parameters
-from lightning_pardist.engines.experts import ExpertLayer, ExpertRuntime, HeldExperts, choose_routes, find_layers
+from lightning_pardist.engines.experts import (
+    ExpertLayer,
+    ExpertRuntime,
+    ExpertSharding,
+    HeldExperts,
+    choose_routes,
+    find_layers,
+)
 from lightning_pardist.engines.experts.trial import DISPATCHES, Choice, Dispatch
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
 from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.local_tensors import own_part
-from lightning_pardist.mesh import EXPERT_GRADIENT_AXES, Degree
+from lightning_pardist.mesh import EXPERT_AXIS, EXPERT_GRADIENT_AXES, Degree
 from lightning_pardist.settings import one_of
 from lightning_pardist.trainer import trial_run
 from lightning_pardist.trainer.sample_batches import NoSampleError
@@ -97,22 +105,24 @@ class ExpertAxis(ParallelAxis):
                     " together yet. Set one of them to 1."
                 )
         if isinstance(context.data_axis, FSDPAxis):
-            raise ValueError(
-                f"expert_parallel_size={dims.expert_parallel} and data_parallel='zero3' are not available together yet."
-                " Use data_parallel='zero2', with which parameters that are no experts stay whole."
-            )
+            _check_sharding(context.data_axis, dims.expert_parallel)
         if getattr(context.data_axis, "gradient_compression", None) is not None:
             raise ValueError(
                 f"gradient_compression is not available with expert_parallel_size={dims.expert_parallel}, where"
                 " gradients of experts are summed over other ranks than the rest. Leave it out."
             )
-        codes = context.data_axis.codes if isinstance(context.data_axis, ZeroAxis) else None
+        codes = context.data_axis.codes if isinstance(context.data_axis, ZeroAxis | FSDPAxis) else None
         if codes is not None and (codes.gather is not None or codes.reduce is not None):
             raise ValueError(
                 f"gather={codes.gather!r} and reduce={codes.reduce!r} are not available with"
                 f" expert_parallel_size={dims.expert_parallel} yet. Leave them out."
             )
         module = context.module
+        if module is not None and is_sharded(module):
+            raise ValueError(
+                f"{type(module).__name__} was left in shards by a run before, and {context.name} takes experts apart"
+                " that are whole. Build it anew, and load the last checkpoint."
+            )
         if module is not None and on_meta(module):
             raise ValueError(
                 f"{type(module).__name__} was built on the meta device, and {context.name} takes experts apart that"
@@ -138,8 +148,40 @@ class ExpertAxis(ParallelAxis):
         mesh = self.context.mesh["expert_parallel"]
         self._gradient_group = self.context.group_over(*EXPERT_GRADIENT_AXES)
         layers, choices = self.find_plan(trainer, module, size=mesh.size())
-        self.held = HeldExperts(module, layers, mesh)
+        self.held = HeldExperts(module, layers, mesh, self._sharding())
         self.runtime = ExpertRuntime(module, layers, choices, self.held, mesh.get_group())
+
+    def _sharding(self) -> ExpertSharding | None:
+        """How ranks that share experts hold them; None where the data axis keeps parameters whole."""
+        data, mesh = self.context.data_axis, self.context.mesh
+        if not isinstance(data, FSDPAxis):
+            return None
+        shared = tuple(axis for axis in EXPERT_GRADIENT_AXES if self.context.dims.size(axis) > 1)
+        names = (*shared, EXPERT_AXIS)
+        policy = data.mp_policy
+        return ExpertSharding(
+            mesh=mesh[shared] if shared else None,
+            with_experts=mesh[names],
+            average_over=self.context.gradient_group.size(),
+            compute_dtype=None if policy is None else policy.param_dtype,
+            reduce_dtype=None if policy is None else policy.reduce_dtype,
+            keep=data.reshard_after_forward is False,
+        )
+
+    @property
+    @override
+    def closed(self) -> Sequence[nn.Module]:
+        module, runtime = self.context.module, self.runtime
+        if module is None or runtime is None:
+            return ()
+        return [module.get_submodule(layer.runner) for layer in runtime.layers if layer.stacked]
+
+    @override
+    def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        data, runtime = self.context.data_axis, self.runtime
+        if isinstance(data, FSDPAxis) and runtime is not None:
+            first = data.sharded.join_beside(len(runtime.layers), runtime.answer)
+            runtime.share(data.sharded.sequencer, first)
 
     def find_plan(
         self, trainer: pl.Trainer, module: pl.LightningModule, *, size: int
@@ -285,8 +327,9 @@ class ExpertAxis(ParallelAxis):
         return {**state, "state": {**local, **shared_entries(state)}}
 
     def _local_value(self, value: Any, param: nn.Parameter) -> Any:
-        split = isinstance(param, DTensor) and isinstance(value, Tensor) and value.shape == param.shape
-        if not split or self.held is None or not isinstance(param, DTensor):
+        if self.held is None or not isinstance(param, DTensor) or not self.held.is_split(param):
+            return value
+        if not isinstance(value, Tensor) or value.shape != param.shape:
             return value
         return own_part(self.held.part(value, param))
 
@@ -317,6 +360,22 @@ class ExpertAxis(ParallelAxis):
             replaced = held.restore()
             stand_ins = {old: new for old, new in replaced.items() if old.is_meta}
             replace_in(self.context.optimizers, stand_ins)
+
+
+def _check_sharding(data: FSDPAxis, size: int) -> None:
+    """Refuse settings of a data axis that experts do not follow.
+
+    Raises:
+        ValueError: With the setting.
+    """
+    settings = {
+        "offload": (data.offload.settings is not None, "the device holds experts and steps on them"),
+        "tile_linear_above_mb": (data.tile_linear_above_mb is not None, "experts are gathered whole"),
+        "allow_divergent_forward": (data.allow_divergent_forward, "every rank has to call the same layers of experts"),
+    }
+    for name, (is_set, why) in settings.items():
+        if is_set:
+            raise ValueError(f"{name} is not available with expert_parallel_size={size}, since {why}. Leave it out.")
 
 
 def _check_names(module: nn.Module, patterns: Sequence[str]) -> None:

@@ -143,7 +143,7 @@ class FSDPAxis(DataParallelAxis):
     @property
     @override
     def broadcasts(self) -> bool:
-        return not self._pipelined
+        return not self._runs_whole_first
 
     @property
     @override
@@ -153,7 +153,7 @@ class FSDPAxis(DataParallelAxis):
     @override
     def convert_precision(self, module: pl.LightningModule) -> None:
         plugin = self.context.precision
-        if not isinstance(plugin, HalfPrecision) or self._pipelined:
+        if not isinstance(plugin, HalfPrecision) or self._runs_whole_first:
             super().convert_precision(module)
             return
         # The optimizer updates fp32 shards; what is gathered is half of that.
@@ -165,9 +165,14 @@ class FSDPAxis(DataParallelAxis):
 
     @override
     def to_device(self, module: nn.Module) -> None:
-        """Units move when they are sharded, so that no device holds the whole; a pipeline runs it before."""
-        if self._pipelined:
+        """Units move when they are sharded, so that no device holds the whole, unless another axis runs it before."""
+        if self._runs_whole_first:
             super().to_device(module)
+
+    @property
+    def _runs_whole_first(self) -> bool:
+        """Whether the module is tried in one piece before it is sharded, and starts from the first rank's values."""
+        return self.context.dims.size("pipeline_parallel", "expert_parallel") > 1
 
     @property
     def _pipelined(self) -> bool:
@@ -226,11 +231,13 @@ class FSDPAxis(DataParallelAxis):
     def _shard(self, module: nn.Module, *, is_copy: bool = False) -> FullySharded:
         plugin = self.context.precision
         policy = self.mp_policy
-        if policy is None and isinstance(plugin, HalfPrecision) and not self._pipelined:
+        if policy is None and isinstance(plugin, HalfPrecision) and not self._runs_whole_first:
             policy = MixedPrecisionPolicy(param_dtype=half_dtype(plugin), reduce_dtype=torch.float32)
         tile_bytes = None if self.tile_linear_above_mb is None else self.tile_linear_above_mb * _MIB
         tiled = {} if tile_bytes is None else find_tiled(module, tile_bytes)
-        elsewhere = {param for param in module.parameters() if param.is_meta} if self._pipelined else set()
+        # What other ranks hold, and what another axis shards itself.
+        elsewhere = {param for param in module.parameters() if param.is_meta} if self._runs_whole_first else set()
+        elsewhere |= set(self.context.narrower_groups(module))
         boundaries = self.context.boundaries
         if is_copy and boundaries is not None:
             # No pipeline runs it.
@@ -241,6 +248,7 @@ class FSDPAxis(DataParallelAxis):
             min_unit_bytes=int(self.min_unit_size_mb * _MIB),
             ignored={*weights(tiled.values()), *elsewhere},
             boundaries=None if boundaries is None else [*itertools.chain(*boundaries)],
+            closed=self.context.closed,
         )
         return shard(
             module,
@@ -253,7 +261,7 @@ class FSDPAxis(DataParallelAxis):
             init=self.init,
             ignored=elsewhere,
             boundaries=boundaries,
-            sync_values=is_copy or not self._pipelined,
+            sync_values=is_copy or self.broadcasts,
             allow_divergent_forward=self.allow_divergent_forward,
             detect_direct_param_use=self.detect_direct_param_use,
             codes=UnitCodes(
@@ -273,6 +281,8 @@ class FSDPAxis(DataParallelAxis):
             offload=self.offload.settings,
             update_group=lambda scope: self.context.update_group(scope, *SHARD_AXES),
             update_scope=self.context.update_scope,
+            group=self.context.gradient_group,
+            narrower=self.context.narrower_groups(module),
         )
 
     @property
@@ -401,7 +411,7 @@ class FSDPAxis(DataParallelAxis):
             module.__dict__.pop(name, None)
         # One rank needs nobody to be whole again, and shards over its group cannot be touched once that is gone.
         alone = self.context.distributed.world_size == 1
-        whole = self._pipelined or self._is_small(module)
+        whole = self._runs_whole_first or self._is_small(module)
         if self._sharded is not None and (alone or (self.ended_well() and whole)):
             for sharded in self._all:
                 sharded.unshard_module()

@@ -37,7 +37,10 @@ NOT_PLANNED = {
     "pardist_dp": "its devices are threads of one process, and a plan runs one device",
     **dict.fromkeys(("pardist_ddp_bf16", "pardist_ddp_fp16", "pardist_ddp_powersgd"), _COMPRESSED),
     **dict.fromkeys(("pardist_zero2_offload", "pardist_zero3_offload", "pardist_zero3_nvme"), _OFFLOADED),
-    **dict.fromkeys(("pardist_ep", "pardist_ep_zero2"), "which tokens go to which rank's experts depends on values"),
+    **dict.fromkeys(
+        ("pardist_ep", "pardist_ep_zero2", "pardist_ep_zero3"),
+        "which tokens go to which rank's experts depends on values",
+    ),
     "pardist_ps_async": "its ranks do not wait for each other, and a plan's step is one of all ranks together",
     "pardist_auto": "it is chosen by a plan",
 }

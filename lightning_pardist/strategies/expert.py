@@ -30,8 +30,8 @@ class ExpertParallelStrategy(PardistStrategy):
         log_expert_load: Whether the module logs in each training step, for each layer whose tokens travel, how many
             tokens of all ranks its most loaded expert has had, over the mean of its experts:
             ``"expert_load/<name>"``. It costs one exchange of a number for each expert.
-        data_parallel: What the data axis does: ``"ddp"`` replicates; ``"zero1"`` and ``"zero2"`` shard over all ranks,
-            and states of experts over the ranks that share them.
+        data_parallel: What the data axis does: ``"ddp"`` replicates; ``"zero1"``, ``"zero2"`` and ``"zero3"`` shard
+            over all ranks, and what is of experts over the ranks that share them.
         data_settings: Settings of the data axis' own strategy, ``{"bucket_size_mb": 50}`` say.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pardist.engines.common.activation_checkpointing import checkpoint_blocks
-from lightning_pardist.engines.experts import ExpertRuntime, HeldExperts, choose_routes, find_layers
+from lightning_pardist.engines.experts import ExpertRuntime, ExpertSharding, HeldExperts, choose_routes, find_layers
+from lightning_pardist.engines.experts.sharding import ShardedWeights
 from tests.helpers.experts import CHOSEN, EXPERTS, LAYERS, WIDTH, Expert, Listed
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import cpu_mesh, run_ranks
@@ -31,8 +32,8 @@ def _module(layer, lopsided):
     return nn.Sequential(*made).double()
 
 
-def _tokens():
-    return torch.randn(2, ROWS, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+def _tokens(ranks=2):
+    return torch.randn(ranks, ROWS, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
 
 
 def _loss(module, x, recompute=False):
@@ -97,6 +98,102 @@ def test_ranks_compute_what_one_process_does(layer, dispatch, lopsided, recomput
         seen.update(of_rank)
     # What nobody calls has no gradient on one process either.
     assert seen.keys() == grads.keys()
+
+
+class Odd(Expert):
+    """Has parameters that do not divide, and one without dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 13), nn.Linear(13, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+def _sharded_module(layer, lopsided):
+    module = _module("listed" if layer == "odd" else layer, lopsided)
+    if layer == "odd":
+        for each in module:
+            each.experts = nn.ModuleList(Odd() for _ in range(EXPERTS)).double()
+    return module
+
+
+@contextlib.contextmanager
+def _noting_whole_weights():
+    """All values that layers gather inside."""
+    taken, take = [], ShardedWeights.taken
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedWeights, "taken", lambda self: taken.append(take(self)) or taken[-1])
+        yield taken
+
+
+def _run_sharded(cases):
+    """On four ranks, of which two hold the experts together, and two share each of them."""
+    mesh, x = cpu_mesh((2, 2), ("data_shard", "expert_parallel")), _tokens(4)[dist.get_rank()]
+    found = []
+    for layer, lopsided, dispatch, recompute in cases:
+        module = _sharded_module(layer, lopsided)
+        layers = find_layers(module, functools.partial(module, x))
+        choices = choose_routes(module, layers, size=2, dispatch=dispatch)
+        sharding = ExpertSharding(mesh["data_shard"], mesh, average_over=4)
+        held = HeldExperts(module, layers, mesh["expert_parallel"], sharding)
+        runtime = ExpertRuntime(module, layers, choices, held, mesh["expert_parallel"].get_group())
+        rows = x.clone().requires_grad_()
+        with _noting_whole_weights() as taken:
+            loss = _loss(module, rows, recompute)
+        whole = sum(value.untyped_storage().nbytes() for values in taken for value in values)
+        loss.backward()
+        local = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in held.parameters)
+        grads = {}
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta or parameter.grad is None:
+                continue
+            grads[name] = grad = _whole(parameter.grad)
+            if parameter not in held.parameters:
+                dist.all_reduce(grad)
+                grad.div_(4)
+        runtime.remove()
+        held.restore()
+        state = {name: value.detach() for name, value in module.state_dict().items()}
+        found.append(({"loss": loss.detach(), "x": rows.grad}, grads, state, local, whole))
+    return found
+
+
+def test_ranks_that_share_experts_hold_shards_of_them():
+    cases = [
+        (layer, lopsided, dispatch, recompute)
+        for layer, dispatch in (
+            ("listed", "tokens"),
+            ("odd", "tokens"),
+            ("stacked", "tokens"),
+            ("odd", "weights"),
+            ("dense", "auto"),
+        )
+        for lopsided, recompute in ((False, False), (True, True))
+    ]
+    of_ranks = run_ranks(4, _run_sharded, cases)
+    for number, (layer, lopsided, dispatch, _) in enumerate(cases):
+        module, inputs = _sharded_module(layer, lopsided), [part.requires_grad_() for part in _tokens(4)]
+        losses = [_loss(module, part) for part in inputs]
+        sum(losses).backward()
+        expected = {name: p.grad / 4 for name, p in module.named_parameters() if p.grad is not None}
+        seen = {}
+        for rank, found in enumerate(of_ranks):
+            values, grads, state, local, whole = found[number]
+            assert_close(values, {"loss": losses[rank].detach(), "x": inputs[rank].grad}, EXACT)
+            assert_close(grads, {name: expected[name] for name in grads}, EXACT)
+            assert_close(state, _sharded_module(layer, lopsided).state_dict(), EXACT)
+            experts = sum(
+                p.numel() for n, p in module.named_parameters() if ".experts." in n or n.endswith((".up", ".down"))
+            )
+            # A bias of 13 is 7 and 6, a scale is whole on both.
+            assert local <= experts / 4 + 2 * 2 * (1 if layer == "odd" else 0)
+            assert dispatch != "tokens" or whole == 0
+            seen.update(grads)
+        # What nobody calls has no gradient on one process either.
+        assert seen.keys() == expected.keys()
 
 
 class Dropping(Listed):

@@ -106,7 +106,7 @@ def test_a_checkpoint_of_one_process_opens(tmp_path):
 
 
 def _evaluate(layer, strategy="auto", devices=1):
-    trainer = quiet_trainer(strategy=strategy, devices=devices)
+    trainer = quiet_trainer(strategy=strategy() if callable(strategy) else strategy, devices=devices)
     module = Mixture(layer)
     metrics = trainer.validate(module, datamodule=Data(), verbose=False)[0]
     return {k: torch.tensor(v) for k, v in metrics.items()}, trainer.predict(module, datamodule=Data())
@@ -183,6 +183,81 @@ def test_checkpoints_go_from_any_degree_to_any(layer, data_parallel, degrees, tm
     for each in found:
         assert_close(each["weights"], expected["weights"])
     assert_close(_fit(ckpt_path=path, module=module, max_epochs=4)["weights"], expected["weights"])
+
+
+_ALL_SHARDED = functools.partial(
+    HybridStrategy, expert_parallel_size=2, data_parallel="zero3", data_settings={"min_unit_size_mb": 0}
+)
+_SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("layer", "settings", "share"),
+    [
+        ("stacked", {}, 1 / 4),
+        ("listed", {}, 1 / 4),
+        *(
+            pytest.param(*cell, marks=_SLOW)
+            for cell in (
+                ("dense", {}, 1 / 4),
+                ("chain", {}, 1 / 4),
+                ("stacked", {"data_shard_size": 1}, 1 / 2),
+                ("listed", {"data_shard_size": 1}, 1 / 2),
+                ("stacked", {"data_settings": {"reshard_after_forward": False}}, 1 / 4),
+                ("listed", {"data_settings": {"reshard_after_forward": False}}, 1 / 4),
+                ("listed", {"data_settings": {"accumulate": "unsharded"}}, 1 / 4),
+                ("stacked", {"activation_checkpointing": ["StackedExperts"]}, 1 / 4),
+                ("stacked", {"activation_checkpointing": ["Stacked"]}, 1 / 4),
+                ("listed", {"activation_checkpointing": ["Listed"]}, 1 / 4),
+                ("listed", {"activation_checkpointing": ["Expert"]}, 1 / 4),
+            )
+        ),
+    ],
+)
+def test_experts_of_two_ranks_sharded_over_two_and_all_else_over_four(layer, settings, share):
+    module = functools.partial(Mixture, layer, rare=True)
+    of_trainer = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    strategy = functools.partial(_ALL_SHARDED, **settings)
+    found = run_ranks(4, functools.partial(_fit, strategy, 4, module=module, **of_trainer))
+    _compare(found, _fit(module=module, **of_trainer), share)
+
+
+@pytest.mark.parametrize("layer", ["listed", "stacked"])
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.slow
+def test_checkpoints_of_sharded_experts_open_at_any_degree(layer, form, tmp_path):
+    module = functools.partial(Mixture, layer)
+    strategy = functools.partial(_ALL_SHARDED, checkpoint=form)
+    run_ranks(4, functools.partial(_fit, strategy, 4, module=module, save=tmp_path / "four.ckpt", max_epochs=1))
+    expected = _fit(module=module, max_epochs=2)["weights"]
+    resumed = functools.partial(_fit, module=module, ckpt_path=tmp_path / "four.ckpt", max_epochs=2)
+    found = run_ranks(2, functools.partial(resumed, "pardist_ep_zero3", 2))
+    found += run_ranks(2, functools.partial(resumed, "pardist_zero3", 2))
+    found += [resumed() if form == "full" else resumed("pardist_ep", 1)]
+    _fit(module=module, save=tmp_path / "one.ckpt", max_epochs=1)
+    resumed = functools.partial(_fit, module=module, ckpt_path=tmp_path / "one.ckpt", max_epochs=2)
+    found += run_ranks(4, functools.partial(resumed, strategy, 4))
+    for each in found:
+        assert_close(each["weights"], expected)
+
+
+@pytest.mark.parametrize("layer", ["listed", pytest.param("stacked", marks=_SLOW)])
+def test_ranks_with_fewer_batches_take_part_where_all_is_sharded(layer):
+    expected, _ = _evaluate(layer)
+    for metrics, _ in run_ranks(4, _evaluate, layer, _ALL_SHARDED, 4):
+        assert_close(metrics, expected)
+
+
+@pytest.mark.slow
+def test_mixed_precision_is_that_of_whole_parameters():
+
+    for layer in ("listed", "stacked"):
+        module = functools.partial(Mixture, layer)
+        whole = functools.partial(HybridStrategy, expert_parallel_size=2, data_parallel="zero2")
+        run = functools.partial(_fit, module=module, precision="bf16-mixed", max_steps=1)
+        expected = run_ranks(4, functools.partial(run, whole, 4))[0]
+        for each in run_ranks(4, functools.partial(run, _ALL_SHARDED, 4)):
+            assert_close(each["weights"], expected["weights"])
 
 
 class Counting(Mixture):
@@ -269,7 +344,11 @@ def _refused(strategy, devices=2, module=Mixture, **kwargs):
             Mixture,
             "by the name 'head' the first batch calls no list",
         ),
-        (functools.partial(ExpertParallelStrategy, data_parallel="zero3"), Mixture, "data_parallel='zero2'"),
+        (
+            functools.partial(ExpertParallelStrategy, data_parallel="zero3", data_settings={"offload": "cpu"}),
+            Mixture,
+            "offload is not available with expert_parallel_size=2",
+        ),
         (
             functools.partial(ExpertParallelStrategy, expert_dispatch="tokens"),
             functools.partial(Mixture, "chain"),

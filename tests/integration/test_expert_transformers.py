@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_pardist import ExpertParallelStrategy
+from lightning_pardist import ExpertParallelStrategy, HybridStrategy
 from tests.helpers.experts import FAMILIES, family_model
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
@@ -54,12 +54,15 @@ class Decoder(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
 
 
-def _train(family, strategy="auto", devices=1):
+def _train(family, strategy="auto", devices=1, path=None, save=None, steps=STEPS, **kwargs):
     module = Decoder(family)
     draw = torch.Generator().manual_seed(6)
-    tokens = TensorDataset(torch.randint(3, 50, (BATCH * STEPS, 10), generator=draw))
-    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, gradient_clip_val=0.5)
-    trainer.fit(module, datamodule=Data(tokens))
+    tokens = TensorDataset(torch.randint(3, 50, (BATCH * steps, 10), generator=draw))
+    settings = {"use_distributed_sampler": False, "gradient_clip_val": 0.5, **kwargs}
+    trainer = quiet_trainer(strategy=strategy, devices=devices, **settings)
+    trainer.fit(module, datamodule=Data(tokens), ckpt_path=path)
+    if save is not None:
+        trainer.save_checkpoint(save)
     return snapshot(module), torch.stack(module.losses), module.held
 
 
@@ -75,3 +78,27 @@ def test_families_train_like_one_process(family):
         assert_close({"losses": of_rank}, {"losses": losses})
         assert_close(weights, expected)
         assert share == held / 2 > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_go_from_any_degree_to_any_with_all_parameters_sharded(family, tmp_path):
+    """One process's checkpoint through ZeRO-3 on four ranks with experts on four, two and one of them, and back."""
+    train = functools.partial(_train, family, steps=2)
+    expected, losses, held = train(max_epochs=5)
+    path = tmp_path / "one.ckpt"
+    train(save=path)
+    for epochs, degree in enumerate((4, 2, 1), 2):
+        settings = {"data_parallel": "zero3", "data_settings": {"min_unit_size_mb": 0}, "checkpoint": "full"}
+        strategy = HybridStrategy(
+            expert_parallel_size=degree, expert_settings={"expert_dispatch": "tokens"}, **settings
+        )
+        after = tmp_path / f"{epochs}.ckpt"
+        run = functools.partial(train, strategy, 4, path=path, save=after, max_epochs=epochs)
+        first = 2 * (epochs - 1)
+        for _, of_rank, share in run_ranks(4, run):
+            assert_close({"losses": of_rank}, {"losses": losses[first : first + 2]})
+            assert share == held / 4
+        path = after
+    weights, _, _ = train(path=path, max_epochs=5)
+    assert_close(weights, expected)

@@ -67,6 +67,15 @@ STRATEGIES = {
     ),
     "ep-2": ("pardist_ep", 2),
     "ep_zero2-4": (functools.partial(ExpertParallelStrategy, expert_parallel_size=2, data_parallel="zero2"), 4),
+    "ep_zero3-4": (
+        functools.partial(
+            ExpertParallelStrategy,
+            expert_parallel_size=2,
+            data_parallel="zero3",
+            data_settings={"min_unit_size_mb": 0},
+        ),
+        4,
+    ),
     "mp-2": ("pardist_mp", 2),
     "pp_tp-4": (functools.partial(HybridStrategy, pipeline_parallel_size=2, tensor_parallel_size=2), 4),
     "pp_tp_zero1-8": (
@@ -187,6 +196,7 @@ QUICK = {
     "cp-2": ("adam", "accumulate", "clip_norm"),
     "ep-2": ("adam", "clip_value"),
     "ep_zero2-4": (),
+    "ep_zero3-4": ("clip_norm",),
     "cp_ddp-4": (),
     "cp_zero3-4": (),
     "pp_gpipe-2": ("adam",),

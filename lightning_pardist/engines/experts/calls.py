@@ -20,6 +20,7 @@ from lightning_pardist.engines.common.activation_checkpointing import ReplacedFo
 from lightning_pardist.engines.common.devices import random_state, random_stays, set_random_state
 from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
 from lightning_pardist.engines.experts.finding import ExpertLayer
+from lightning_pardist.engines.experts.layer_weights import LayerWeights
 
 
 class ListedExperts:
@@ -30,13 +31,21 @@ class ListedExperts:
         layer: It.
         forward: Of the module that calls experts, as its class has it.
         experts: All of them; those of other ranks are never run.
+        weights: Of the experts of this rank.
         peers: The ranks.
     """
 
     def __init__(
-        self, number: int, layer: ExpertLayer, forward: Callable[..., Any], experts: Sequence[nn.Module], peers: Peers
+        self,
+        number: int,
+        layer: ExpertLayer,
+        forward: Callable[..., Any],
+        experts: Sequence[nn.Module],
+        weights: LayerWeights,
+        peers: Peers,
     ) -> None:
         self.number, self.layer, self.forward, self.peers = number, layer, forward, peers
+        self.weights = weights
         self.each = layer.count // peers.size
         own = range(peers.rank * self.each, (peers.rank + 1) * self.each)
         self.own = [experts[index] for index in own]
@@ -61,7 +70,8 @@ class ListedExperts:
             self.forward(*args, **kwargs)
         finally:
             self._inputs = None
-        back = self._exchanged(inputs)
+        with self.peers.turn(self.number):
+            back = self._exchanged(inputs)
         after = random_state(self._like.device)
         set_random_state(before)
         self._answers = _split(back, inputs, self._width)
@@ -125,17 +135,19 @@ class ListedExperts:
         start = anchor(like)
         rows = travel(joined(torch.cat(flat), start), send, receive, self.peers)
         blocks = [block.split(row.tolist()) for block, row in zip(rows.split(receive), sizes, strict=True)]
-        with form.entered(like.device.type):
+        values = self.weights.taken()
+        with form.entered(like.device.type), self.weights.in_modules(values):
+            dtype = self._dtype(form)
             results = [
-                self._run(index, [block[index] for block in blocks], bool((told[:, index] >= 0).any()), form)
+                self._run(index, [block[index] for block in blocks], bool((told[:, index] >= 0).any()), dtype)
                 for index in range(self.each)
             ]
         packed = torch.cat([results[index][rank] for rank in range(self.peers.size) for index in range(self.each)])
-        return travel(joined(packed, rows), receive, send, self.peers)
+        packed = self.weights.returned(joined(packed, rows), values)
+        return travel(packed, receive, send, self.peers)
 
-    def _run(self, index: int, blocks: list[Tensor], called: bool, form: Form) -> Sequence[Tensor]:
+    def _run(self, index: int, blocks: list[Tensor], called: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         sizes = [len(block) for block in blocks]
-        dtype = self._dtype(form)
         if not called:
             return [block.new_zeros((0, self._width), dtype=dtype) for block in blocks]
         if current_backward() is None:
@@ -149,7 +161,7 @@ class ListedExperts:
         """Of experts' results: ranks that run none have to know it as well. One row is run, the first time."""
         if form not in self._dtypes:
             row = self._like.new_zeros((1, self._like.shape[-1]), dtype=form.dtypes[0])
-            with random_stays(row.device):
+            with random_stays(row.device), self.weights.blank():
                 self._dtypes[form] = self._own_forwards[0](row).dtype
         return self._dtypes[form]
 

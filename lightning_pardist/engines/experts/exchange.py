@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.collectives import as_bytes
+from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, CollectiveSequencer
 
 #: Dtypes that a message can name; 0 stands for none.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -66,6 +67,8 @@ class Peers:
     Attributes:
         size: How many they are.
         rank: This one among them.
+        sequencer: Agrees on what comes next where ranks may run different layers; None where they do not.
+        first_index: Number of the first layer among all that it tells apart.
         sent_bytes: What this rank has sent to others since the start.
     """
 
@@ -73,7 +76,18 @@ class Peers:
         self.group, self.longest = group, longest
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
+        self.sequencer: CollectiveSequencer | None = None
+        self.first_index = 0
         self.sent_bytes = 0
+
+    @contextmanager
+    def turn(self, layer: int) -> Iterator[None]:
+        """Around all that a layer sends in forward. Collective over the sequencer's group while that is active."""
+        if self.sequencer is not None:
+            self.sequencer.before(GATHER, self.first_index + layer)
+        yield
+        if self.sequencer is not None:
+            self.sequencer.after()
 
     def tell(self, layer: int, numbers: Tensor, form: Form | None = None) -> tuple[Tensor, Form | None]:
         """Tell every rank some numbers of its own. Collective over the group.

@@ -15,8 +15,11 @@ from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.elementwise import marks_of
 from lightning_pardist.engines.experts.finding import ExpertLayer
+from lightning_pardist.engines.experts.layer_weights import LayerWeights, places_of
+from lightning_pardist.engines.experts.sharding import STACKED_DIM, ExpertSharding, ShardedWeights
 from lightning_pardist.engines.pipeline.remote_parameter import RemoteParameter
 from lightning_pardist.engines.tensor.parallelize import whole_tensor
+from lightning_pardist.local_tensors import own_part, own_shape, sharded_axes, tensor_axis, whole_over_data
 
 
 class HeldExperts:
@@ -29,14 +32,21 @@ class HeldExperts:
         module: The root module, whole, with the same values on every rank.
         layers: Its layers of experts; their numbers divide by that of ranks.
         mesh: One-dimensional mesh of the ranks.
+        sharding: How the ranks that share experts hold them together; whole on each if None.
 
     Attributes:
         parameters: Of experts on this rank.
         replaced: For each parameter that was whole, what stands in its place.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[ExpertLayer], mesh: DeviceMesh) -> None:
-        self.module, self.mesh = module, mesh
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[ExpertLayer],
+        mesh: DeviceMesh,
+        sharding: ExpertSharding | None = None,
+    ) -> None:
+        self.module, self.mesh, self.sharding = module, mesh, sharding
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.parameters: set[nn.Parameter] = set()
         #: For each parameter of an expert in a list, by any of its names, the rank that holds it.
@@ -53,8 +63,11 @@ class HeldExperts:
             whole = table[name]
             if whole is None:
                 continue
-            local = whole.detach().chunk(self.size)[self.rank].clone().contiguous()
-            split = DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False)
+            local = whole.detach().chunk(self.size)[self.rank]
+            if self.sharding is None:
+                split: Tensor = DTensor.from_local(local.clone().contiguous(), self.mesh, [Shard(0)], run_check=False)
+            else:
+                split = self.sharding.stacked(whole, local)
             table[name] = parameter = nn.Parameter(split, requires_grad=whole.requires_grad)
             parameter.__dict__.update(marks_of(whole))
             self.parameters.add(parameter)
@@ -68,7 +81,7 @@ class HeldExperts:
                     full = f"{prefix}.{index}.{name}"
                     self.owner[full] = owner
                     if owner == self.rank:
-                        self.parameters.add(parameter)
+                        self.parameters.add(self._shard(full, parameter))
                     else:
                         self._put(full, _stand_in(parameter, f"{full!r}, which rank {owner} of the experts' holds"))
 
@@ -76,11 +89,28 @@ class HeldExperts:
         owner, _, last = name.rpartition(".")
         own_parameters(self.module.get_submodule(owner))[last] = parameter
 
-    def local(self, layer: ExpertLayer) -> dict[str, Tensor]:
-        """Stacked parameters of this rank's experts, with gradients."""
-        table = own_parameters(self.module.get_submodule(layer.runner))
-        values: dict[str, Any] = {name: table[name] for name in layer.stacked}
-        return {name: value.to_local() for name, value in values.items()}
+    def _shard(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter of an expert that is here, or what is left of it here."""
+        split = parameter if self.sharding is None else self.sharding.listed(parameter)
+        if split is parameter:
+            return parameter
+        made = nn.Parameter(split, requires_grad=parameter.requires_grad)
+        made.__dict__.update(marks_of(parameter))
+        self._put(name, made)
+        return made
+
+    def weights(self, layer: ExpertLayer) -> LayerWeights:
+        """Parameters of this rank's experts of a layer: stacked ones by name, of lists expert by expert."""
+        each = layer.count // self.size
+        own = layer.experts(self.module)[self.rank * each : (self.rank + 1) * each]
+        places = [place for parts in own for place in places_of(parts)]
+        if layer.stacked:
+            runner = self.module.get_submodule(layer.runner)
+            places = [(runner, name) for name in layer.stacked]
+        if self.sharding is None:
+            return LayerWeights(places)
+        shapes = [own_shape(own_parameters(owner)[name]) for owner, name in places]  # type: ignore[arg-type]
+        return ShardedWeights(places, self.sharding, shapes, first_dim=STACKED_DIM if layer.stacked else 0)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -93,11 +123,16 @@ class HeldExperts:
             if isinstance(mine, RemoteParameter):
                 # Loading a stand-in into itself does nothing, and its name is not missed.
                 found[name] = mine
-            elif isinstance(mine, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            elif isinstance(mine, DTensor) and self.is_split(mine) and _is_plain(value):
                 found[name] = self.part(value, mine)
             else:
                 found[name] = value
         return found
+
+    @staticmethod
+    def is_split(parameter: Tensor) -> bool:
+        """Whether ranks have different experts of a parameter."""
+        return tensor_axis(parameter) is not None
 
     def part(self, whole: Tensor, like: DTensor) -> DTensor:
         """A whole tensor as this rank holds it of a stacked parameter.
@@ -114,17 +149,17 @@ class HeldExperts:
 
     @torch.no_grad()
     def restore(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Make the module whole again on every rank. Collective over the ranks.
+        """Make the module whole again on every rank. Collective over the ranks, and those that share experts.
 
         Returns:
             Each parameter that was in parts or elsewhere, and the whole one in its place.
         """
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
-            if isinstance(parameter, DTensor) and parameter.device_mesh == self.mesh:
-                whole = nn.Parameter(whole_tensor(parameter).clone(), parameter.requires_grad)
-            elif name in self.owner:
-                whole = self._broadcast(name, parameter)
+            if name in self.owner:
+                whole = self._broadcast(name, self._over_shards(parameter))
+            elif isinstance(parameter, DTensor) and parameter in self.parameters:
+                whole = nn.Parameter(whole_tensor(self._over_shards(parameter)).clone(), parameter.requires_grad)
             else:
                 continue
             whole.__dict__.update({mark: value for mark, value in marks_of(parameter).items() if mark != "what"})
@@ -132,6 +167,15 @@ class HeldExperts:
                 replaced[parameter] = whole
                 self._put(name, whole)
         return replaced
+
+    @staticmethod
+    def _over_shards(parameter: nn.Parameter) -> nn.Parameter:
+        """The part of a rank of the experts', whole where ranks that share it have shards."""
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if sharded_axes(parameter):
+            return nn.Parameter(whole_over_data(parameter), parameter.requires_grad)
+        return parameter if tensor_axis(parameter) is not None else nn.Parameter(own_part(parameter).detach().clone())
 
     def _broadcast(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         group = self.mesh.get_group()
@@ -147,6 +191,10 @@ class HeldExperts:
     @property
     def _device(self) -> torch.device:
         return next(parameter.device for parameter in self.module.parameters() if not parameter.is_meta)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def _stand_in(parameter: nn.Parameter, what: str) -> RemoteParameter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from lightning_pardist.engines.experts.holding import HeldExperts
 from lightning_pardist.engines.experts.stacked import StackedExperts
 from lightning_pardist.engines.experts.trial import Choice
 from lightning_pardist.engines.experts.weights import GatheredExperts
-from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, CollectiveSequencer
+from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
 
 Runner = StackedExperts | ListedExperts | GatheredExperts
 _ABSENT = object()
@@ -51,8 +50,9 @@ class ExpertRuntime:
         self.peers = Peers(group, max([3, *(layer.count // group.size() for layer in layers if not layer.stacked)]))
         self.layers, self.choices = tuple(layers), tuple(choices)
         self.runners: list[Runner] = []
-        self._sequencer = CollectiveSequencer(group, group)
-        self._sequencer.join = self._join
+        self._sequencer = self.peers.sequencer = CollectiveSequencer(group, group)
+        self._sequencer.join = lambda kind, index: self.answer(index)
+        self._is_shared = False
         self._before: list[tuple[nn.Module, Any]] = []
         for number, (layer, choice) in enumerate(zip(layers, choices, strict=True)):
             runner = module.get_submodule(layer.runner)
@@ -61,7 +61,7 @@ class ExpertRuntime:
             if isinstance(made, ListedExperts):
                 for index, expert in enumerate(layer.experts(module)):
                     self._put(expert[0], made.called(index))
-            self._put(runner, ReplacedForward(partial(self._run, number)))
+            self._put(runner, ReplacedForward(made))
             layer.forget_batch()
 
     def _runner(
@@ -73,31 +73,37 @@ class ExpertRuntime:
         runner: nn.Module,
         held: HeldExperts,
     ) -> Runner:
-        experts, local = layer.experts(module), partial(held.local, layer)
+        experts, weights = layer.experts(module), held.weights(layer)
         if choice.dispatch == "weights":
-            return GatheredExperts(number, layer, runner, runner.forward, local, experts, self.peers)
+            return GatheredExperts(number, layer, runner, runner.forward, weights, experts, self.peers)
         if choice.route is None:
-            return ListedExperts(number, layer, runner.forward, [parts[0] for parts in experts], self.peers)
-        return StackedExperts(number, layer, choice.route, runner, runner.forward, local, self.peers)
+            listed = [parts[0] for parts in experts]
+            return ListedExperts(number, layer, runner.forward, listed, weights, self.peers)
+        return StackedExperts(number, layer, choice.route, runner, runner.forward, weights, self.peers)
 
     def _put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._before.append((module, vars(module).get("forward", _ABSENT)))
         vars(module)["forward"] = forward
 
-    def _run(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        self._sequencer.before(GATHER, number)
-        output = self.runners[number](*args, **kwargs)
-        self._sequencer.after()
-        return output
-
     @torch.no_grad()
-    def _join(self, kind: int, index: int) -> None:
-        """Take part in a layer that this rank has no batch for, in evaluation."""
+    def answer(self, index: int) -> None:
+        """Take part in a layer that this rank has no batch for, in evaluation. Collective over the group."""
         self.runners[index].run_empty()
+
+    def share(self, sequencer: CollectiveSequencer, first_index: int) -> None:
+        """Another engine's sequencer tells layers apart from what that engine runs, and that engine starts and ends it.
+
+        Two would wait for each other: a rank that has nothing left to do answers one of them at a time.
+
+        Args:
+            sequencer: Of ranks that this rank's are among; it calls :meth:`answer`.
+            first_index: Number of the first layer there.
+        """
+        self.peers.sequencer, self.peers.first_index, self._is_shared = sequencer, first_index, True
 
     def start_uneven(self) -> None:
         """From here on ranks may run different layers: each says which before it does. Not collective."""
-        self._sequencer.active = True
+        self._sequencer.active = not self._is_shared
 
     def end_uneven(self) -> None:
         """Take part in what other ranks still run, until none does. Collective over the group."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,10 @@ from torch import Tensor, nn
 
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.autograd import current_backward
-from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.devices import numbers_on, random_stays
 from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
 from lightning_pardist.engines.experts.finding import ExpertLayer
+from lightning_pardist.engines.experts.layer_weights import LayerWeights, in_place
 
 
 @dataclass(frozen=True)
@@ -95,21 +94,6 @@ def routes(layer: ExpertLayer, module: nn.Module) -> Iterator[StackedRoute]:
             yield StackedRoute(number, weights, tokens, some, others)
 
 
-@contextmanager
-def in_place(module: nn.Module, values: dict[str, Tensor], attributes: dict[str, Any]) -> Iterator[None]:
-    """The module has other parameters and attributes inside."""
-    table: dict[str, Any] = own_parameters(module)
-    before = {name: table[name] for name in values}
-    kept = {name: vars(module)[name] for name in attributes}
-    table.update(values)
-    vars(module).update(attributes)
-    try:
-        yield
-    finally:
-        vars(module).update(kept)
-        table.update(before)
-
-
 def run_pairs(
     module: nn.Module,
     forward: Callable[..., Any],
@@ -166,7 +150,7 @@ class StackedExperts:
         route: What the arguments of its module are.
         module: The module.
         forward: Of the module, as its class has it.
-        parameters: Gives those of the experts of this rank, by name.
+        weights: Of the experts of this rank, in the order of the layer's names.
         peers: The ranks.
     """
 
@@ -177,11 +161,11 @@ class StackedExperts:
         route: StackedRoute,
         module: nn.Module,
         forward: Callable[..., Any],
-        parameters: Callable[[], dict[str, Tensor]],
+        weights: LayerWeights,
         peers: Peers,
     ) -> None:
         self.number, self.layer, self.route = number, layer, route
-        self.module, self.forward, self.parameters, self.peers = module, forward, parameters, peers
+        self.module, self.forward, self.weights, self.peers = module, forward, weights, peers
         leaves = pytree.tree_leaves(layer.call)
         travelling = {i: leaves[i] for i in (route.index, *route.tokens, *route.weights)}
         # New ones: a slice would keep the first batch.
@@ -197,7 +181,8 @@ class StackedExperts:
         """In the place of the module's forward. Collective over the ranks, and so is backward."""
         leaves = pytree.tree_leaves((args, kwargs))
         form = Form.here(*(leaves[i] for i in (*self.route.tokens, *self.route.weights)))
-        return self._run((args, kwargs), form)
+        with self.peers.turn(self.number):
+            return self._run((args, kwargs), form)
 
     def _run(self, call: Arguments, form: Form | None) -> Tensor:
         leaves = pytree.tree_leaves(call)
@@ -248,19 +233,21 @@ class StackedExperts:
         self, call: Arguments, form: Form, row: Tensor, index: Tensor, tokens: list[Tensor], weights: list[Tensor]
     ) -> Tensor:
         """The sum of each received token's experts, shape ``[received, ...]``."""
-        parameters = self.parameters()
+        values = self.weights.taken()
+        parameters = dict(zip(self.layer.stacked, values, strict=True))
         shapes = [pytree.tree_leaves(call)[i].shape[self._dims :] for i in self.route.tokens]
         dtype = self._dtype(call, form, parameters, shapes, index.device)
         out = tokens[0].new_zeros((len(tokens[0]), math.prod(self._tail)), dtype=dtype)
         if not len(row):
             # The experts' gradients are zeros then, as of those that no token of one process chooses.
-            return joined(out, *tokens, *weights, *parameters.values())
+            return self.weights.returned(joined(out, *tokens, *weights, *values), values)
         if current_backward() is None:
             # A checkpointed forward runs again in backward.
             self.load = self.load.to(index.device).index_add_(0, index, torch.ones_like(index))
         of_pairs = [t[row].reshape(len(row), *shape) for t, shape in zip(tokens, shapes, strict=True)]
         result = run_pairs(self.module, self.forward, self.route, call, parameters, (index, of_pairs, weights))
-        return joined(out.index_add(0, row, result.flatten(1).to(dtype)), *tokens, *weights)
+        out = joined(out.index_add(0, row, result.flatten(1).to(dtype)), *tokens, *weights)
+        return self.weights.returned(out, values)
 
     @torch.no_grad()
     def _dtype(

@@ -17,10 +17,10 @@ from lightning_pardist.engines.experts.calls import ListedExperts
 from lightning_pardist.engines.experts.exchange import Peers
 from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.footprint import Footprint
+from lightning_pardist.engines.experts.layer_weights import LayerWeights, in_place
 from lightning_pardist.engines.experts.stacked import (
     Arguments,
     StackedRoute,
-    in_place,
     replaced,
     routes,
     run_pairs,
@@ -219,7 +219,7 @@ def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None
     inside = {*runner.modules(), *(child for expert in experts for child in expert.modules())} - {runner}
     _refuse_hooks([*inside], layer.runner)
     call = pytree.tree_map(_trained, layer.call)
-    rehearsed = ListedExperts(0, layer, runner.forward, experts, Peers(None))
+    rehearsed = ListedExperts(0, layer, runner.forward, experts, LayerWeights([]), Peers(None))
     with ExitStack() as stack:
         for expert in experts:
             # Dropout inside would draw in another order.

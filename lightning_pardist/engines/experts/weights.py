@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_pardist.engines.experts.calls import behind
 from lightning_pardist.engines.experts.exchange import Peers, gathered
 from lightning_pardist.engines.experts.finding import ExpertLayer
-from lightning_pardist.engines.experts.stacked import in_place
+from lightning_pardist.engines.experts.layer_weights import LayerWeights, in_place, places_of
 
 
 class GatheredExperts:
@@ -27,7 +27,7 @@ class GatheredExperts:
         layer: It.
         module: That computes with the experts.
         forward: Of the module, as its class has it.
-        parameters: Gives stacked parameters of the experts of this rank, by name.
+        weights: Of the experts of this rank.
         experts: For lists, the modules of each expert of all ranks.
         peers: The ranks.
     """
@@ -38,18 +38,19 @@ class GatheredExperts:
         layer: ExpertLayer,
         module: nn.Module,
         forward: Callable[..., Any],
-        parameters: Callable[[], dict[str, Tensor]],
+        weights: LayerWeights,
         experts: list[list[nn.Module]],
         peers: Peers,
     ) -> None:
         self.number, self.layer, self.module, self.forward = number, layer, module, forward
-        self.parameters, self.experts, self.peers = parameters, experts, peers
+        self.weights, self.experts, self.peers = weights, experts, peers
         self.load: Tensor | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the module's forward. Collective over the ranks, and so is backward."""
         with ExitStack() as stack:
-            mark = self._put_in_place(stack)
+            with self.peers.turn(self.number):
+                mark = self._put_in_place(stack)
             return behind(self.forward(*args, **kwargs), mark)
 
     def run_empty(self) -> None:
@@ -59,30 +60,17 @@ class GatheredExperts:
 
     def _put_in_place(self, stack: ExitStack) -> Tensor:
         self.peers.tell(self.number, torch.zeros((self.peers.size, 1), dtype=torch.int64))
+        values = self.weights.taken()
         if self.layer.stacked:
-            own = self.parameters()
-            whole, mark = gathered([[value] for value in own.values()], self.peers, stacked=True)
-            stack.enter_context(in_place(self.module, {n: run[0] for n, run in zip(own, whole, strict=True)}, {}))
+            whole, mark = gathered([[value] for value in values], self.peers, stacked=True)
+            whole_by_name = {name: run[0] for name, run in zip(self.layer.stacked, whole, strict=True)}
+            stack.enter_context(in_place(self.module, whole_by_name, {}))
             return mark
-        each = self.layer.count // self.peers.size
-        own_experts = self.experts[self.peers.rank * each : (self.peers.rank + 1) * each]
-        places = [_places(parts) for parts in self.experts]
-        runs = [
-            [parameter for _, _, parameter in column]
-            for column in zip(*(_places(parts) for parts in own_experts), strict=True)
-        ]
+        places = [places_of(parts) for parts in self.experts]
+        width = len(places[0])
+        runs = [values[column::width] for column in range(width)]
         whole, mark = gathered(runs, self.peers, stacked=False)
         for index, expert in enumerate(places):
-            for column, (owner, name, _) in enumerate(expert):
+            for column, (owner, name) in enumerate(expert):
                 stack.enter_context(in_place(owner, {name: whole[column][index]}, {}))
         return mark
-
-
-def _places(parts: list[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
-    """Owner, name and value of every parameter of an expert."""
-    return [
-        (owner, name, parameter)
-        for part in parts
-        for owner in part.modules()
-        for name, parameter in owner.named_parameters(recurse=False)
-    ]

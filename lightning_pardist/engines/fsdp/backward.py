@@ -205,6 +205,9 @@ class BackwardRuntime:
         self.check = check
         self.codes = UnitCodes() if codes is None else codes
         self.tiled: list[TiledLinear] = []
+        #: Of other engines the number of the first of their collectives, and who joins them; the last ones first.
+        self.beside: list[tuple[int, Callable[[int], None]]] = []
+        self._next_beside = 0
         self.pending: list[PendingReduction] = []
         self.finalizing = False
         self.inside = 0
@@ -253,6 +256,22 @@ class BackwardRuntime:
             queue_final=self.queue_final,
         )
         self.tiled.append(tiled)
+
+    def add_beside(self, count: int, join: Callable[[int], None]) -> int:
+        """Let another engine's collectives have numbers behind those of all units and tiles.
+
+        Args:
+            count: How many there are, the same on every rank.
+            join: Takes part in one that another rank needs, by its number among them.
+
+        Returns:
+            The number of the first.
+        """
+        after_tiles = self.tiled[-1].first_index + self.tiled[-1].tiles if self.tiled else len(self.units)
+        first = self._next_beside or after_tiles
+        self._next_beside = first + count
+        self.beside.insert(0, (first, join))
+        return first
 
     def _when_replicated(self, parameter: nn.Parameter, name: str) -> None:
         handle = _when_gradient_arrives(parameter, functools.partial(self._replicated_arrived, name))
@@ -552,6 +571,10 @@ class BackwardRuntime:
 
     def answer(self, kind: int, index: int) -> None:
         """Take part in a collective that another rank needs and this one does not. Collective over the shard group."""
+        for first, join in self.beside:
+            if index >= first:
+                join(index - first)
+                return
         if index >= len(self.units):
             tiled = next(t for t in reversed(self.tiled) if t.first_index <= index)
             tiled.answer(kind, index - tiled.first_index)

@@ -53,6 +53,7 @@ def find_fsdp_units(
     max_unit_share: float = MAX_UNIT_SHARE,
     ignored: Collection[nn.Parameter] = (),
     boundaries: Collection[nn.Module] | None = None,
+    closed: Collection[nn.Module] = (),
 ) -> list[Unit]:
     """Split a module into units; what no unit owns belongs to the root, which comes last. Not collective.
 
@@ -67,6 +68,7 @@ def find_fsdp_units(
         max_unit_share: A repeated block with more than this share of all bytes is split at its inner blocks.
         ignored: Parameters that are nobody's (kept whole on every rank).
         boundaries: If given, units are these modules, or lie inside of one of them.
+        closed: Modules inside of which there are no units: what they own belongs to a unit around.
 
     Returns:
         Units in the order of ``module.named_modules()``, inner before outer, the root last.
@@ -80,8 +82,11 @@ def find_fsdp_units(
     )
     if boundaries is not None:
         _keep_inside(chosen, boundaries, skip, None if policy is not None else min_unit_bytes)
+    inside = _below(closed) - {*closed}
+    for unit in inside & {*chosen}:
+        del chosen[unit]
     _dissolve_tied(module, chosen, skip)
-    _split_dtypes(module, chosen, skip, boundaries)
+    _split_dtypes(module, chosen, skip, boundaries, inside)
     return describe_units(module, chosen, skip)
 
 
@@ -351,6 +356,7 @@ def _split_dtypes(
     chosen: dict[nn.Module, str],
     skip: set[nn.Parameter],
     boundaries: Collection[nn.Module] | None,
+    closed: Collection[nn.Module],
 ) -> None:
     """Make submodules of a unit's rarer dtypes units: ``fully_shard`` reduces one dtype a unit."""
     inside = _below([module] if boundaries is None else boundaries)
@@ -369,7 +375,7 @@ def _split_dtypes(
             tied = any(_places(module, parameter) > 1 for parameter in own)
             one_dtype = len({parameter.dtype for parameter in own}) == 1
             single = can_be_called(child) and not any(True for _ in child.children())
-            free = child is not unit and child not in chosen and child in inside
+            free = child is not unit and child not in chosen and child in inside and child not in closed
             if free and own and alone and one_dtype and not tied and single:
                 chosen[child] = "dtype"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -70,11 +70,13 @@ class FullySharded:
         mp_policy: MixedPrecisionPolicy | None,
         interleaved: bool,
         codes: UnitCodes,
+        ignored: Collection[nn.Parameter] = (),
     ) -> None:
         self.module = module
         self.mesh = mesh
         self.replicated = replicated
         self.codes = codes
+        self._ignored = {id(parameter) for parameter in ignored}
         self._units = units
         self._root = units[-1]
         self._watch = detect_direct_param_use
@@ -319,7 +321,7 @@ class FullySharded:
     def _refuse_new_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         ours = {id(p.sharded) for unit in self._units for group in unit.groups for p in group.parameters}
         tiled = [layer.layer.weight for layer in self._runtime.tiled]
-        ours |= {id(parameter) for parameter in (*self._runtime.replicated.values(), *tiled)}
+        ours |= self._ignored | {id(parameter) for parameter in (*self._runtime.replicated.values(), *tiled)}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in ours:
@@ -467,6 +469,18 @@ class FullySharded:
                 self._runtime.on_differing(names)
         finally:
             self.sequencer.active = before
+
+    def join_beside(self, count: int, join: Callable[[int], None]) -> int:
+        """Let another engine's collectives be told apart from this one's while ranks do different things. Local.
+
+        Args:
+            count: How many it has, the same on every rank.
+            join: Takes part in one of them.
+
+        Returns:
+            What to add to their numbers when they are announced to :attr:`sequencer`.
+        """
+        return self._runtime.add_beside(count, join)
 
     def meet(self) -> None:
         """Answer other ranks until all have come here; call before a collective of one's own while uneven."""

@@ -19,7 +19,6 @@ from lightning_pardist.compat.tensors import gradient_hooks_of
 from lightning_pardist.engines.common.meta_init import (
     InitFunction,
     materialize,
-    on_meta,
     restore_random_state,
     share_random_state,
     sync_from_first_rank,
@@ -118,7 +117,9 @@ def shard(
     settings.planned = {unit.module for unit in plan}
     hooks = {name: gradient_hooks_of(parameter) for name, parameter in module.named_parameters()}
     whole_names = [name for name, parameter in module.named_parameters() if any(parameter is w for w in whole)]
-    if on_meta(module) and boundaries is None:
+    elsewhere = {id(parameter) for parameter in ignored}
+    tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in elsewhere]
+    if any(tensor.is_meta for tensor in tensors) and boundaries is None:
         own_state = share_random_state(groups)
         settings.ignored_names = set(whole_names) | {
             name for name, p in module.named_parameters() if any(p is other for other in ignored)
@@ -127,8 +128,7 @@ def shard(
         restore_random_state(own_state)
     else:
         if sync_values:
-            tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
-            sync_from_first_rank(tensors, groups)
+            sync_from_first_rank([tensor for tensor in tensors if not tensor.is_meta], groups)
         for layer in tiled.values():
             settings.tile(layer)
         for unit in plan:
@@ -172,6 +172,7 @@ def shard(
         mp_policy=mp_policy,
         interleaved=boundaries is not None,
         codes=UnitCodes() if codes is None else codes,
+        ignored=ignored,
     )
 
 

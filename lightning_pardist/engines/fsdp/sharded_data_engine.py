@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -46,6 +46,9 @@ class ShardedDataEngine:
             those that hold parameters, where a tensor axis splits them as well, or all stages. Collective over the
             world.
         update_scope: What an element's update depends on; found by a trial if ``"auto"``.
+        group: Ranks whose gradients are averaged; needed where there are ``narrower`` ones.
+        narrower: Parameters that the module's handle has left alone, whose gradients another engine averages, each
+            with the ranks that hold it.
 
     Raises:
         ValueError: If an optimizer is not elementwise, and its state is offloaded; if it cannot be tried.
@@ -61,8 +64,11 @@ class ShardedDataEngine:
         offload: Offload | None = None,
         update_group: Callable[[Scope], dist.ProcessGroup] | None = None,
         update_scope: ScopeSetting = "auto",
+        group: dist.ProcessGroup | None = None,
+        narrower: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
     ) -> None:
         self.sharded = sharded
+        self._group, self._narrower = group, dict(narrower or {})
         self.accumulate = accumulate
         self._is_reduced = False
         self._accumulating = False
@@ -131,8 +137,17 @@ class ShardedDataEngine:
         self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
     ) -> Tensor:
         """Sum of powers of the gradients of some parameters over all shards. Collective."""
-        norm = sharded_grad_norm([param for param in params if counts is None or counts(param)], norm_type)
-        return norm if math.isinf(norm_type) else norm.pow(norm_type)
+        held = [param for param in params if counts is None or counts(param)]
+        largest = math.isinf(norm_type)
+        norm = sharded_grad_norm([param for param in held if param not in self._narrower], norm_type)
+        total = norm if largest else norm.pow(norm_type)
+        for group in dict.fromkeys(self._narrower.values()):
+            norm = sharded_grad_norm([param for param in held if self._narrower.get(param) is group], norm_type)
+            # Every rank of the narrower group has the same.
+            own = (norm if largest else norm.pow(norm_type) / group.size()).to(total)
+            dist.all_reduce(own, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self._group)
+            total = torch.maximum(total, own) if largest else total + own
+        return total
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's shards of the gradients of some parameters. Not collective."""
@@ -141,6 +156,8 @@ class ShardedDataEngine:
     def zero_grad(self) -> None:
         """Forget all gradients."""
         self.sharded.zero_grad()
+        for param in self._narrower:
+            param.grad = None
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of one process, put together on the first rank one tensor at a time. Collective.

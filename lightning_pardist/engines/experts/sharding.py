@@ -1,0 +1,364 @@
+"""Experts sharded once more, over the ranks that share them: whole only while their layer computes with them.
+
+[Note: why not fully_shard]
+``fully_shard`` gathers a module's parameters when the module is called. Of experts in a list, each rank calls those
+that its own tokens go to, so that ranks would wait for each other's gathers; and a layer's exchange of tokens, not the
+call of a module, is the place that all ranks come to. So a layer's experts are gathered in its exchange, in one
+message, freed when its results are there, and gathered again when backward reaches these (ZeRO, arXiv 1910.02054, stage
+3). Nodes of the autograd graph bring both about, one before and one behind what the experts compute: ranks that run the
+same layers in the same order meet in the same order in backward, whatever their tokens are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from lightning_pardist.collectives import as_bytes, reduce_scatter_flat
+from lightning_pardist.compat.autograd import current_backward
+from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.engines.common.slice_exchange import exchanges_directly, scatter_slices
+from lightning_pardist.engines.experts.layer_weights import LayerWeights, Place, in_place
+from lightning_pardist.local_tensors import own_part
+
+#: The axis over which experts are sharded; over others of the mesh they are replicated.
+SHARD_AXIS = "data_shard"
+#: The first dim along which stacked parameters are sharded: along that of experts, ranks of experts have split them.
+STACKED_DIM = 1
+
+
+@dataclass(frozen=True)
+class ExpertSharding:
+    """How the ranks that share experts hold them together.
+
+    Attributes:
+        mesh: These ranks, one axis or several, with the names of the job's; None for a rank by itself.
+        with_experts: The same, and as the last axis the ranks that hold different experts.
+        average_over: Number of ranks by which all gradients are divided, those of other experts among them.
+        compute_dtype: In which experts compute and travel; their own if None.
+        reduce_dtype: In which gradients are summed; that in which experts compute if None.
+        keep: Whether they stay whole from a layer's forward to the end of its backward.
+    """
+
+    mesh: DeviceMesh | None
+    with_experts: DeviceMesh
+    average_over: int
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    keep: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of shards."""
+        return 1 if self.shard_group is None else self.shard_group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return 0 if self.shard_group is None else self.shard_group.rank()
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """Ranks that have different shards."""
+        return self._group(True)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """Ranks that have the same shards."""
+        return self._group(False)
+
+    def _group(self, shards: bool) -> dist.ProcessGroup | None:
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        found = [axis for axis, name in enumerate(names) if (name == SHARD_AXIS) == shards]
+        return self.mesh.get_group(found[0]) if found and self.mesh is not None else None
+
+    def listed(self, local: Tensor) -> Tensor:
+        """This rank's shard of a parameter of an expert that it has. Not collective."""
+        dim = None if self.mesh is None else shard_dim(local, self.size)
+        if self.mesh is None or dim is None:
+            return local
+        placements: list[Placement] = [Shard(dim) if name == SHARD_AXIS else Replicate() for name in _names(self.mesh)]
+        return _around(self.piece(local, dim), self.mesh, placements, like=local)
+
+    def stacked(self, whole: Tensor, local: Tensor) -> Tensor:
+        """This rank's shard of a stacked parameter, as a ``DTensor`` of the whole's shape. Not collective.
+
+        Args:
+            whole: Of all experts.
+            local: Of those of this rank.
+        """
+        names = _names(self.with_experts)[:-1]
+        dim = None if self.mesh is None else shard_dim(local, self.size, STACKED_DIM)
+        placements: list[Placement] = [
+            Shard(dim) if name == SHARD_AXIS and dim is not None else Replicate() for name in names
+        ]
+        return _around(self.piece(local, dim), self.with_experts, [*placements, Shard(0)], like=whole)
+
+    def piece(self, local: Tensor, dim: int | None) -> Tensor:
+        """This rank's rows of a tensor along a dim, contiguous memory of their own; a copy of all if there is none."""
+        if dim is None:
+            return local.detach().clone(memory_format=torch.contiguous_format)
+        step = -(-local.size(dim) // self.size)
+        start = min(self.rank * step, local.size(dim))
+        rows = local.detach().narrow(dim, start, min(step, local.size(dim) - start))
+        return rows.clone(memory_format=torch.contiguous_format)
+
+
+def shard_dim(local: Tensor, size: int, first_dim: int = 0) -> int | None:
+    """The dim along which an expert's parameter is sharded: the first that divides, else the longest, if any."""
+    dims = range(first_dim, local.dim())
+    if not dims or not local.numel():
+        return None
+    return next((dim for dim in dims if local.size(dim) % size == 0), max(dims, key=local.size))
+
+
+class ShardedWeights(LayerWeights):
+    """Parameters that several ranks hold in shards.
+
+    Args:
+        places: The owner and the name of each.
+        sharding: How they are held.
+        shapes: Of each, as it is whole on a rank of the experts'.
+        first_dim: Dims before it are not split.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        sharding: ExpertSharding,
+        shapes: Sequence[torch.Size],
+        *,
+        first_dim: int = 0,
+    ) -> None:
+        super().__init__(places)
+        self.sharding = sharding
+        self._shapes = list(shapes)
+        whole = [torch.empty(shape, device="meta") for shape in shapes]
+        alone = sharding.mesh is None
+        self._dims = [None if alone else shard_dim(each, sharding.size, first_dim) for each in whole]
+        self._dtypes = [own_parameters(owner)[name].dtype for owner, name in self.places]  # type: ignore[union-attr]
+
+    def taken(self) -> list[Tensor]:
+        """Gathered over the ranks that share them."""
+        return list(_Taken.apply(self, *super().taken()))
+
+    def returned(self, result: Tensor, values: Sequence[Tensor]) -> Tensor:
+        """Free the values until backward reaches the result."""
+        if not torch.is_grad_enabled():
+            return result
+        result = _Returned.apply(self, result, *values)
+        # What a checkpointed block computes again in backward is needed at once.
+        if self.sharding.size > 1 and not self.sharding.keep and current_backward() is None:
+            for value in values:
+                value.untyped_storage().resize_(0)
+        return result
+
+    @contextmanager
+    def in_modules(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """The values stand in the parameters' places."""
+        with ExitStack() as stack:
+            for (owner, name), value in zip(self.places, values, strict=True):
+                stack.enter_context(in_place(owner, {name: value}, {}))
+            yield
+
+    @contextmanager
+    def blank(self) -> Iterator[None]:
+        """Zeros stand in the parameters' places."""
+        like = [own_part(own_parameters(owner)[name]) for owner, name in self.places]  # type: ignore[arg-type]
+        zeros = [
+            each.new_zeros(shape, dtype=self._computes(i))
+            for i, (each, shape) in enumerate(zip(like, self._shapes, strict=True))
+        ]
+        with self.in_modules(zeros):
+            yield
+
+    def _computes(self, i: int) -> torch.dtype:
+        own = self._dtypes[i]
+        wanted = self.sharding.compute_dtype
+        return wanted if wanted is not None and own.is_floating_point else own
+
+    def _sums(self, i: int) -> torch.dtype:
+        return self.sharding.reduce_dtype or self._computes(i)
+
+    def _piece_shape(self, i: int) -> list[int]:
+        """Of a shard, padded to the length of the first rank's."""
+        shape, dim = list(self._shapes[i]), self._dims[i]
+        if dim is not None:
+            shape[dim] = -(-shape[dim] // self.sharding.size)
+        return shape
+
+    # --- whole from shards ----------------------------------------------------------------------------------------
+
+    def gathered(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Whole values, each in memory of its own where ranks have shards. Collective over the shard group."""
+        group = self.sharding.shard_group
+        cast = [shard.detach().to(self._computes(i)) for i, shard in enumerate(shards)]
+        if group is None:
+            return cast
+        sent = [self._padded(i, each) for i, each in enumerate(cast) if self._dims[i] is not None]
+        packed = torch.cat([as_bytes(each) for each in sent]) if sent else torch.empty(0, dtype=torch.uint8)
+        received = packed.new_empty((group.size(), packed.numel()))
+        if sent:
+            dist.all_gather(list(received.unbind()), packed, group=group)
+        whole, at = [], 0
+        for i, each in enumerate(cast):
+            dim, shape = self._dims[i], self._piece_shape(i)
+            if dim is None:
+                whole.append(each.clone())
+                continue
+            nbytes = torch.Size(shape).numel() * each.element_size()
+            pieces = [row[at : at + nbytes].clone().view(each.dtype).view(shape) for row in received]
+            whole.append(torch.cat(pieces, dim).narrow(dim, 0, self._shapes[i][dim]).contiguous())
+            at += nbytes
+        return whole
+
+    def _padded(self, i: int, shard: Tensor) -> Tensor:
+        shape, dim = self._piece_shape(i), self._dims[i]
+        if list(shard.shape) == shape or dim is None:
+            return shard.contiguous()
+        padded = shard.new_zeros(shape)
+        padded.narrow(dim, 0, shard.size(dim)).copy_(shard)
+        return padded
+
+    @torch.no_grad()
+    def refill(self, values: Sequence[Tensor]) -> None:
+        """Gather freed values once more, into their own memory. Collective over the shard group, where they were."""
+        if self.sharding.size == 1 or all(value.untyped_storage().size() for value in values if value.numel()):
+            return
+        for value, fresh in zip(values, self.gathered(super().taken()), strict=True):
+            value.untyped_storage().resize_(fresh.untyped_storage().size())
+            # By .data: its own counter of versions, so that this is no change to what backward looks at.
+            value.data.copy_(fresh)
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    def reduced(self, gradients: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+        """This rank's shards of the mean gradients. Collective over the ranks that share the parameters.
+
+        Args:
+            gradients: Of whole values, sums over the tokens of the ranks that hold the experts together.
+            wanted: Whose, the same on all ranks.
+
+        Returns:
+            None where no rank has any.
+        """
+        numbers = [i for i, asked in enumerate(wanted) if asked]
+        used = self._used_anywhere(torch.tensor([gradients[i] is not None for i in numbers], dtype=torch.int32))
+        result: list[Tensor | None] = [None] * len(gradients)
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, any_has in zip(numbers, used, strict=True):
+            if any_has:
+                by_dtype.setdefault(self._sums(i), []).append(i)
+        for dtype, members in by_dtype.items():
+            flat = torch.cat([self._slices(i, gradients[i], dtype) for i in members], dim=1)
+            own = self._summed(flat)
+            own.div_(self.sharding.average_over)
+            for i, part in zip(members, own.split([self._slice_numel(i) for i in members]), strict=True):
+                result[i] = self._trimmed(i, part.view(self._piece_shape(i)))
+        return result
+
+    def _used_anywhere(self, flags: Tensor) -> list[int]:
+        for group in (self.sharding.shard_group, self.sharding.replicate_group):
+            if group is not None and flags.numel():
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        found: list[int] = flags.tolist()
+        return found
+
+    def _slice_numel(self, i: int) -> int:
+        return torch.Size(self._piece_shape(i)).numel()
+
+    def _slices(self, i: int, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """What each rank gets of a gradient, shape ``[ranks, slice]``: all of it, where the parameter is not split."""
+        size, dim = self.sharding.size, self._dims[i]
+        if gradient is None:
+            like = own_part(own_parameters(self.places[i][0])[self.places[i][1]])  # type: ignore[arg-type]
+            return torch.zeros((size, self._slice_numel(i)), dtype=dtype, device=like.device)
+        gradient = gradient.to(dtype)
+        if dim is None:
+            return gradient.reshape(1, -1).expand(size, -1)
+        step = self._piece_shape(i)[dim]
+        if gradient.size(dim) != step * size:
+            shape = list(gradient.shape)
+            shape[dim] = step * size
+            padded = gradient.new_zeros(shape)
+            padded.narrow(dim, 0, gradient.size(dim)).copy_(gradient)
+            gradient = padded
+        slices: Tensor = gradient.unflatten(dim, (size, step))
+        return slices.movedim(dim, 0).reshape(size, -1)
+
+    def _summed(self, flat: Tensor) -> Tensor:
+        group, copies = self.sharding.shard_group, self.sharding.replicate_group
+        flat = flat.contiguous()
+        own = flat.new_empty(flat.shape[1])
+        if group is None:
+            own.copy_(flat[0])
+        elif exchanges_directly(flat, group):
+            scatter_slices(flat.view(-1), group=group).finish(own)
+        else:
+            reduce_scatter_flat(own, flat.view(-1), group=group)
+        if copies is not None:
+            dist.all_reduce(own, group=copies)
+        return own
+
+    def _trimmed(self, i: int, part: Tensor) -> Tensor:
+        dim = self._dims[i]
+        if dim is not None:
+            step, length = part.size(dim), self._shapes[i][dim]
+            start = min(self.sharding.rank * step, length)
+            part = part.narrow(dim, 0, min(step, length - start))
+        # Memory of its own: the buffer of all would stay as long as one of them.
+        return part.to(self._dtypes[i], copy=True).contiguous()
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: ShardedWeights, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.weights = weights
+        ctx.set_materialize_grads(False)
+        # For a checkpointed block, see exchange.py.
+        ctx.save_for_backward(shards[0].new_empty(0))
+        whole = weights.gathered(shards)
+        return tuple(
+            value.view_as(value) if value.data_ptr() == shard.data_ptr() else value
+            for value, shard in zip(whole, shards, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        _ = ctx.saved_tensors
+        return None, *ctx.weights.reduced(gradients, ctx.needs_input_grad[1:])
+
+
+class _Returned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: ShardedWeights, result: Tensor, *values: Tensor) -> Tensor:
+        ctx.weights, ctx.count = weights, len(values)
+        # What backward finds here is what the layer's own nodes have saved, also of a forward that has run again.
+        ctx.save_for_backward(*values)
+        return result.view_as(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.weights.refill(ctx.saved_tensors)
+        return None, gradient, *([None] * ctx.count)
+
+
+def _around(piece: Tensor, mesh: DeviceMesh, placements: list[Placement], *, like: Tensor) -> DTensor:
+    stride = torch.empty(like.shape, device="meta").stride()
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=stride)
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()
