@@ -1,0 +1,110 @@
+"""Optimizers of whole tensors, and what modules and Trainers do besides: ties, freezing, several of them, resuming."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.helpers.models import Base, points
+from tests.helpers.optimizers import MuonAndAdam, Shampoo, Stack
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import BATCH, STEPS, Data, quiet_trainer
+
+STRATEGIES = ["pardist_zero2", "pardist_zero3", "pardist_pp"]
+
+
+class Habits(Base):
+    """Tied matrices, stacked ones, and a layer that is frozen during the first two steps."""
+
+    def __init__(self, by_hand: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+        self.layers = nn.Sequential(
+            nn.Sequential(nn.Linear(6, 16), nn.Tanh()),
+            Stack(16),
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh()),
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()),
+            nn.Linear(16, 1),
+        )
+        self.layers[3][1].weight = self.layers[2][0].weight
+        self.layers[1].weight.requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.layers[1].weight.requires_grad_(batch_idx > 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.mse_loss(self.layers(x.to(self.dtype)), y.to(self.dtype))
+        if not self.automatic_optimization:
+            optimizers = self.optimizers()
+            self.manual_backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return self.note(loss)
+
+    def configure_optimizers(self):
+        if self.automatic_optimization:
+            return MuonAndAdam(list(self.parameters()))
+        params = list(self.parameters())
+        return [
+            Shampoo([param for param in params if param.dim() > 1]),
+            torch.optim.Adam([param for param in params if param.dim() < 2], lr=0.01, eps=1e-3),
+        ]
+
+    def dataset(self, length):
+        return points(length)
+
+
+def _trained(strategies, devices, by_hand, precision):
+    found = []
+    for strategy in strategies:
+        torch.manual_seed(3)
+        module = Habits(by_hand)
+        trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, precision=precision)
+        trainer.fit(module, datamodule=Data(module.dataset(BATCH * STEPS)))
+        found.append(snapshot(module))
+    return found
+
+
+@functools.cache
+def _expected(by_hand, precision):
+    return _trained(["auto"], 1, by_hand, precision)[0]
+
+
+@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one", "two, by hand"])
+def test_tied_stacked_and_unfrozen(by_hand):
+    wanted = _expected(by_hand, "64-true")
+    strategies = STRATEGIES[:2] if by_hand else STRATEGIES
+    for of_rank in run_ranks(2, _trained, strategies, 2, by_hand, "64-true"):
+        for got in of_rank:
+            assert_close(got, wanted, rtol=1e-9)
+
+
+def _resumed(strategies, devices, folder):
+    """Whether two halves come to the bits of a run in one piece."""
+    same = []
+    for strategy in strategies:
+        ends = []
+        for halves in ([STEPS], [STEPS // 2, STEPS]):
+            path = None
+            for steps in halves:
+                torch.manual_seed(3)
+                module = Habits()
+                trainer = quiet_trainer(
+                    strategy=strategy, devices=devices, use_distributed_sampler=False, max_epochs=None, max_steps=steps
+                )
+                trainer.fit(module, datamodule=Data(module.dataset(BATCH * STEPS)), ckpt_path=path)
+                path = f"{folder}/{strategy}.ckpt"
+                trainer.save_checkpoint(path)
+            ends.append(snapshot(module))
+        same.append(all(torch.equal(ends[0][key], value) for key, value in ends[1].items()))
+    return same
+
+
+def test_resuming_is_bit_equal(tmp_path):
+    for same in run_ranks(2, _resumed, STRATEGIES[:2], 2, str(tmp_path)):
+        assert all(same)
