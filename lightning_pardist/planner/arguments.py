@@ -72,3 +72,12 @@ def _group(argument: Any) -> dist.ProcessGroup | None:
         except (RuntimeError, ValueError, LookupError):
             return None
     return None
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operator writes to, of those that it is given."""
+    found: list[Tensor] = []
+    for index, argument in enumerate(schema_of(func).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
+    return found

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_pardist.compat.fake_tensors import UncompiledMode, is_wrapper, key_of, schema_of, storage_key
 from lightning_pardist.engines.pipeline.flops import count_flops
-from lightning_pardist.planner.arguments import group_in, is_view, tensors_in
+from lightning_pardist.planner.arguments import group_in, is_view, tensors_in, written_by
 
 #: Kinds of memory, in the order in which they are shown.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
@@ -201,13 +201,18 @@ class Ledger(UncompiledMode):
     def _compute(
         self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
+        mutable = schema_of(func).is_mutable
+        if mutable:
+            # Not all of these are returned.
+            known = {id(leaf) for leaf in outputs}
+            outputs = [*outputs, *(leaf for leaf in written_by(func, args, kwargs) if id(leaf) not in known)]
         reads = tuple({storage_key(leaf): None for leaf in inputs})
         writes = tuple({storage_key(leaf): None for leaf in outputs})
-        if not schema_of(func).is_mutable and all(key in reads for key in writes):
+        if not mutable and all(key in reads for key in writes):
             return
         if func in _FREE:
             return
-        moved = sum(leaf.numel() * leaf.element_size() for leaf in (*inputs, *outputs))
+        moved = _moved(func, inputs, outputs)
         dtype = next((leaf.dtype for leaf in (*outputs, *inputs) if leaf.is_floating_point()), torch.int64)
         flops = count_flops(func, args, kwargs, result)
         self.events.append(Operator(str(func), flops, moved, dtype, reads, writes))
@@ -280,6 +285,22 @@ _FREE = (
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 )
+
+
+#: Operators that read as many rows of their first argument as they return.
+_PICKING = ("embedding", "index_select", "index", "gather")
+#: Operators that write to their first argument without reading it.
+_OVERWRITING = ("copy_", "fill_", "zero_")
+
+
+def _moved(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Bytes that an operator reads and writes."""
+    name = func.overloadpacket.__name__
+    if name in _OVERWRITING:
+        inputs = inputs[1:]
+    elif name in _PICKING:
+        inputs = [*outputs, *inputs[1:]]
+    return _bytes((*inputs, *outputs))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -12,21 +12,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from lightning_pardist.compat.process_groups import FileStore
+from lightning_pardist.engines.common.allocator import keep_freed_memory
 from lightning_pardist.engines.common.devices import device_of_rank, rank_devices, synchronize
 from lightning_pardist.planner.ledger import Ledger, Operator
+from lightning_pardist.planner.operator_rates import Rates, measure_operators
 from lightning_pardist.planner.profiles import DeviceProfile, Link, data_sheet_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_ROUNDS = 3
+_ROUNDS = 5
+#: Elements of messages that are timed.
+_MESSAGES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 _TIMEOUT = timedelta(seconds=120)
 
 
@@ -64,14 +69,18 @@ def _rank(rank: int, num_ranks: int, path: str, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-def measure_rank(device: torch.device, *, hosts: Sequence[str]) -> DeviceProfile:
+def measure_rank(device: torch.device, *, hosts: Sequence[str], keeps_memory: bool = True) -> DeviceProfile:
     """The profile of the slowest rank, measured on all at the same time. Collective over the world.
 
     Args:
         device: This rank's.
         hosts: The name of every rank's host, the same list on all ranks.
+        keeps_memory: Whether, on CPU, the allocator keeps what is freed, from now on: as strategies have it.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
+    if device.type == "cpu" and keeps_memory:
+        # Else what is large is paid for by the page.
+        keep_freed_memory()
     flops = {str(dtype).removeprefix("torch."): _flops(device, dtype) for dtype in _DTYPES}
     if device.type == "cuda":
         flops["tf32"] = _flops(device, torch.float32, tf32=True)
@@ -79,7 +88,8 @@ def measure_rank(device: torch.device, *, hosts: Sequence[str]) -> DeviceProfile
     slowest = torch.tensor(list(rates.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
     rates = dict(zip(rates, slowest.tolist(), strict=True))
-    inside, between = _links(device, hosts, rank)
+    inside, between, share, messages = _links(device, hosts, rank)
+    operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device)))
     name, memory, reserved = _smallest(_device_facts(device, hosts.count(hosts[rank])))
     sources = [f"measured by pardist doctor on {world_size} ranks of {platform.node()}, torch {torch.__version__}"]
     sheet = data_sheet_of(name)
@@ -106,6 +116,9 @@ def measure_rank(device: torch.device, *, hosts: Sequence[str]) -> DeviceProfile
         is_measured=True,
         assumed_links=assumed,
         sources=tuple(sources),
+        rates=operators,
+        message_rates=messages,
+        link_host_share=share,
     )
 
 
@@ -117,8 +130,10 @@ def nodes_of(hosts: Sequence[str]) -> list[list[int]]:
     return list(nodes.values())
 
 
-def _links(device: torch.device, hosts: Sequence[str], rank: int) -> tuple[Link | None, Link | None]:
-    """The slowest link inside a node and that between nodes; None where there is none. Collective over the world."""
+def _links(device: torch.device, hosts: Sequence[str], rank: int) -> tuple[Link | None, Link | None, float, Rates]:
+    """The slowest link inside a node and that between nodes, None where there is none; of those inside a node how busy
+    messages keep us, and rates by kind and size. Collective over the world.
+    """
     nodes = nodes_of(hosts)
     # Every rank makes every group, in one order.
     groups = [dist.new_group(ranks) for ranks in nodes]
@@ -126,8 +141,61 @@ def _links(device: torch.device, hosts: Sequence[str], rank: int) -> tuple[Link 
     node = next(number for number, ranks in enumerate(nodes) if rank in ranks)
     inside = _link(device, groups[node]) if len(nodes[node]) > 1 else None
     between = _link(device, across) if across is not None and rank == nodes[node][0] else None
-    found = _gathered((inside, between))
-    return _slowest([each for each, _ in found]), _slowest([each for _, each in found])
+    share = _busy_share(groups[node]) if device.type == "cpu" and inside is not None else 0.0
+    found = _gathered((inside, between, share))
+    insides, betweens, shares = zip(*found, strict=True)
+    rates = _message_rates(device, groups[node], inside) if inside is not None else {}
+    alike = all(len(ranks) == len(nodes[0]) for ranks in nodes)
+    return _slowest(insides), _slowest(betweens), max(shares), _slowest_rates(rates) if alike else {}
+
+
+def _message_rates(device: torch.device, group: dist.ProcessGroup, link: Link) -> Rates:
+    """Bytes a second of messages of each kind and some sizes, besides latency. Collective over ``group``."""
+    size, rank = group.size(), group.rank()
+    hops = math.ceil(math.log2(size))
+    ahead, behind = (dist.get_global_rank(group, (rank + step) % size) for step in (1, -1))
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for numel in _MESSAGES:
+        part, whole = torch.zeros(numel // size, device=device), torch.zeros(numel // size * size, device=device)
+        other = torch.empty_like(part)
+
+        def exchange(part: Tensor = part, other: Tensor = other) -> None:
+            pair = [dist.P2POp(dist.isend, part, ahead, group), dist.P2POp(dist.irecv, other, behind, group)]
+            for work in dist.batch_isend_irecv(pair):
+                work.wait()
+
+        moved = float(part.numel() * part.element_size())
+        runs: list[tuple[str, Callable[[], Any], float, int]] = [
+            ("reduce", partial(dist.all_reduce, whole, group=group), 2 * (size - 1) * moved, 2 * hops),
+            ("gather", partial(dist.all_gather, list(whole.chunk(size)), part, group=group), (size - 1) * moved, hops),
+            ("send", exchange, moved, 1),
+        ]
+        for kind, run, sent, steps in runs:
+            took = _between_products(run, device)
+            net = max(took - steps * link.latency_s, 0.1 * took)
+            found.setdefault(kind, []).append((sent, sent, sent / net))
+    return found
+
+
+def _busy_share(group: dist.ProcessGroup) -> float:
+    """Share of a message's time in which this process works for it. Collective over ``group``."""
+    large = torch.zeros(1 << 22)
+    begin = time.perf_counter(), time.process_time()
+    for _ in range(_ROUNDS):
+        dist.all_reduce(large, group=group)
+    return min(1.0, (time.process_time() - begin[1]) / max(time.perf_counter() - begin[0], 1e-9))
+
+
+def _slowest_rates(own: Rates) -> Rates:
+    """Of every operator and size the rate of the slowest rank. Collective over the world."""
+    everyone: list[Rates] = _gathered(own)
+    return {
+        name: [
+            (size, work, min(rates[name][index][2] for rates in everyone))
+            for index, (size, work, _) in enumerate(points)
+        ]
+        for name, points in everyone[0].items()
+    }
 
 
 def _gathered(own: Any) -> list[Any]:
@@ -157,7 +225,7 @@ def _of_data_sheet(link: Link, sheet: DeviceProfile, *, at_most: Link | None = N
     return link if at_most is None else _slowest([link, at_most]) or link
 
 
-def _median(run: Callable[[], Any], device: torch.device, *, repeat: int = 1) -> float:
+def _seconds(run: Callable[[], Any], device: torch.device, *, repeat: int = 1) -> float:
     """Seconds of one run, that many on every rank: ranks may wait for each other in it."""
 
     def once() -> float:
@@ -179,7 +247,7 @@ def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> f
     try:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        return 2 * size**3 / _median(lambda: left @ right, device)
+        return 2 * size**3 / _seconds(lambda: left @ right, device)
     except RuntimeError:
         return 0.0
     finally:
@@ -190,7 +258,7 @@ def _memory_rate(device: torch.device) -> float:
     """Bytes a second that an addition reads and writes."""
     numel = (1 << 21) if device.type == "cpu" else (1 << 28)
     left, right, out = (torch.ones(numel, device=device) for _ in range(3))
-    return 3 * 4 * numel / _median(lambda: torch.add(left, right, out=out), device)
+    return 3 * 4 * numel / _seconds(lambda: torch.add(left, right, out=out), device)
 
 
 def _operator_seconds(device: torch.device) -> float:
@@ -212,17 +280,37 @@ def _operator_seconds(device: torch.device) -> float:
         ledger.start()
         step()
     count = sum(isinstance(event, Operator) for event in ledger.events)
-    return _median(step, device, repeat=3) / count
+    return _seconds(step, device, repeat=3) / count
 
 
 def _link(device: torch.device, group: dist.ProcessGroup) -> Link:
-    """Latency and bandwidth of all-reduces. Collective over ``group``."""
+    """Latency and bandwidth of all-reduces. Collective over ``group``.
+
+    Small ones come between products, as in a step: threads that carry messages are not there at once then, and ranks
+    are never there at the same moment.
+    """
     size = group.size()
     small, large = torch.zeros(1, device=device), torch.zeros(1 << 22, device=device)
-    short = _median(lambda: dist.all_reduce(small, group=group), device, repeat=20)
-    long = _median(lambda: dist.all_reduce(large, group=group), device)
+    short = _between_products(lambda: dist.all_reduce(small, group=group), device)
+    long = _seconds(lambda: dist.all_reduce(large, group=group), device)
     sent = 2 * (size - 1) / size * large.numel() * large.element_size()
     return Link(short / (2 * math.ceil(math.log2(size))), sent / max(long - short, 1e-9))
+
+
+def _between_products(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds that a message adds to some products. All ranks that take part call it."""
+    work = torch.randn(192, 192, device=device)
+
+    def products() -> None:
+        for _ in range(3):
+            work @ work
+
+    def both() -> None:
+        products()
+        run()
+
+    with_it, without = _seconds(both, device, repeat=5), _seconds(products, device, repeat=5)
+    return max(with_it - without, 0.1 * with_it)
 
 
 def _device_facts(device: torch.device, ranks_per_node: int) -> tuple[str, float, float]:

@@ -172,11 +172,12 @@ def trace_ranks(
 
 
 def _knowing(strategy: Callable[[], PardistStrategy], found: dict[Any, Any] | None) -> Callable[[], PardistStrategy]:
-    """Strategies that share what they find out about the module."""
+    """Strategies that share what they find out about the module, and look at nothing once that needs values."""
 
     def make() -> PardistStrategy:
         made = strategy()
         made.context.found_once = found
+        made.context.check_samples = False
         return made
 
     return make

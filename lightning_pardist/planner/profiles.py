@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_pardist.planner.operator_rates import Rates
+
 
 class ProfileError(ValueError):
     """There is no such device, or a profile cannot be used; the message is a sentence."""
@@ -53,6 +55,11 @@ class DeviceProfile:
         is_measured: Whether rates are measured (then efficiencies are 1), and not a data sheet's.
         assumed_links: Of a measured profile those of ``"inside"`` and ``"between"`` that no ranks could measure.
         sources: Where the numbers are from.
+        rates: Of single operators, by size: see :mod:`~lightning_pardist.planner.operator_rates`. Where it is empty, an
+            operator takes what its arithmetic and its memory traffic take at the rates above.
+        message_rates: Bytes a second that a rank sends inside a node besides latencies, by bytes sent and by kind of
+            message (``"reduce"``, ``"gather"``, ``"send"``); where it is empty, those of the links.
+        link_host_share: Share of a message's time in which it keeps the processor busy that computes.
     """
 
     name: str
@@ -72,6 +79,9 @@ class DeviceProfile:
     is_measured: bool = False
     assumed_links: tuple[str, ...] = ()
     sources: tuple[str, ...] = field(default=())
+    rates: Rates = field(default_factory=dict, repr=False)
+    message_rates: Rates = field(default_factory=dict, repr=False)
+    link_host_share: float = 0.0
 
     def flops_of(self, dtype: str) -> float:
         """Operations a second of matrix products of a dtype; those of fp32 where it is not listed."""
@@ -115,16 +125,26 @@ class DeviceProfile:
             links = {name: Link(**content[name]) for name in ("inside", "between")}
             flops = {str(name): float(value) for name, value in content["flops"].items()}
             lists = {name: tuple(map(str, content.get(name, ()))) for name in ("sources", "assumed_links")}
-            made = cls(**{**content, **links, **lists, "flops": flops})
+            rates = {name: _points(content.get(name, {})) for name in ("rates", "message_rates")}
+            made = cls(**{**content, **links, **lists, **rates, "flops": flops})
             if unknown := sorted(set(made.assumed_links) - set(_LINKS)):
                 raise ValueError(f"assumed_links names {', '.join(unknown)}")
             numbers = [made.memory_bytes, made.bytes_per_s, *flops.values()]
             numbers += [made.inside.bytes_per_s, made.between.bytes_per_s]
+            numbers += [number for each in rates.values() for points in each.values() for point in points
+                        for number in point]  # fmt: skip
             if "float32" not in flops or not all(float(number) > 0 for number in numbers):
                 raise ValueError("rates and sizes must be above zero, float32 among them")
         except (TypeError, ValueError, AttributeError) as error:
             raise ProfileError(f"The device profile {path} is not one: {error}.") from None
         return made
+
+
+def _points(content: Mapping[str, Any]) -> Rates:
+    return {
+        str(name): [(float(size), float(work), float(rate)) for size, work, rate in points]
+        for name, points in content.items()
+    }
 
 
 _LINKS = {"inside": "inside a node", "between": "between nodes"}

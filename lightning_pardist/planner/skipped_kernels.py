@@ -34,7 +34,7 @@ from lightning_pardist.compat.fake_tensors import (
     schema_of,
     storage_key,
 )
-from lightning_pardist.planner.arguments import group_in, is_view, map_leaves, tensors_in
+from lightning_pardist.planner.arguments import group_in, is_view, map_leaves, tensors_in, written_by
 from lightning_pardist.planner.exchange import Exchange
 
 _aten = torch.ops.aten
@@ -149,7 +149,7 @@ class SkippedKernels(UncompiledMode):
         if form is None:
             form = self._results[key] = self._form(func, args, kwargs)
         if schema_of(func).is_mutable:
-            self.forget(_written(func, args, kwargs))
+            self.forget(written_by(func, args, kwargs))
         yes = func in _ALL
 
         def make(leaf: Any) -> Any:
@@ -258,7 +258,7 @@ class SkippedKernels(UncompiledMode):
             return result
         if name in ("allreduce_", "broadcast_", "barrier", "wait_tensor", "all_reduce", "all_reduce_", "broadcast"):
             return result
-        outputs = _written(func, args, kwargs) or tensors_in(result)
+        outputs = written_by(func, args, kwargs) or tensors_in(result)
         sources = [leaf for leaf in inputs if not any(leaf is other for other in outputs)]
         one = sources[0] if len(sources) == 1 else None
         if one is not None and (storage_key(one) in self._unknown or not one.numel()):
@@ -314,15 +314,6 @@ class _Output:
 
 
 _META = torch.device("meta")
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for index, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += tensors_in(written)
-    return found
 
 
 def _key(value: Any) -> Any:

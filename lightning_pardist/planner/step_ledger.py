@@ -1,4 +1,4 @@
-"""A callback that keeps a ledger of a Trainer's second step, whether its tensors have values or not."""
+"""A callback that keeps a ledger of one of a Trainer's steps, whether its tensors have values or not."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from lightning_pardist.planner.ledger import Event, Held, Ledger
 
 
 class StepLedger(pl.Callback):
-    """Counts from the start of a run, and keeps what happens in its second step: by then optimizer state exists.
+    """Counts from the start of a run, and keeps what happens in one step of an optimizer.
 
     Args:
         ends: Whether the module is not used after the run.
+        step: Which step, from 1. In the second optimizer state exists; what strategies look at once, when the first
+            is over, comes before the third.
 
     Attributes:
         held: Bytes by kind when they were most in that step, once it is over.
@@ -29,8 +31,8 @@ class StepLedger(pl.Callback):
         before_optimizer: How much of that before the optimizer's step.
     """
 
-    def __init__(self, *, ends: bool = False) -> None:
-        self._ends = ends
+    def __init__(self, *, ends: bool = False, step: int = 2) -> None:
+        self._ends, self._step = ends, step
         self.held: Held | None = None
         self.peak_in = ""
         self.events: list[Event] = []
@@ -57,7 +59,7 @@ class StepLedger(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._batches += 1
-        if self._ledger is None or self._batches != trainer.accumulate_grad_batches + 1:
+        if self._ledger is None or self._batches != (self._step - 1) * trainer.accumulate_grad_batches + 1:
             return
         self._name(trainer)
         self._ledger.rest_is("other")
@@ -79,7 +81,7 @@ class StepLedger(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._ledger is None or self._batches != 2 * trainer.accumulate_grad_batches:
+        if self._ledger is None or self._batches != self._step * trainer.accumulate_grad_batches:
             return
         self._ledger.stop()
         self._name(trainer)

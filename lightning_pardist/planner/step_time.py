@@ -23,6 +23,7 @@ import torch
 
 from lightning_pardist.planner.errors import PlanError
 from lightning_pardist.planner.ledger import Event, Message, Operator
+from lightning_pardist.planner.operator_rates import rate_near, rate_of
 from lightning_pardist.planner.profiles import DeviceProfile, Link
 
 
@@ -110,6 +111,16 @@ def time_ranks(
     return {rank: player.result(end) for rank, player in players.items()}
 
 
+@dataclass(slots=True)
+class _OnWay:
+    """A message that keeps a processor busy from its beginning to its end."""
+
+    begin: float
+    end: float
+    stream: object
+    touches: tuple[int, ...]
+
+
 class _Player:
     """One rank: see :func:`time_ranks`."""
 
@@ -127,6 +138,9 @@ class _Player:
         self._host = self._device = self._compute = self._waited = self._for_stages = self._on_wire = 0.0
         self._groups: dict[object, float] = {}
         self._done: dict[int, float] = {}
+        #: What messages keep the processor busy that computes: see :meth:`_stolen`.
+        self._share = 0.0 if profile.asynchronous else profile.link_host_share
+        self._on_way: list[_OnWay] = []
         #: Memory that a message of another stage was last written to.
         self._received: set[int] = set()
         self._spans: list[Span] = []
@@ -181,14 +195,38 @@ class _Player:
                 self._waited += ready - start
             self._note("wait", start, ready)
         start = max(start, ready)
-        self._device = start + took
+        stolen = self._stolen(start, took) if self._on_way else 0.0
+        self._device = start + took + stolen
         self._compute += took
+        self._waited += stolen
         self._note("compute", start, self._device)
         for key in event.writes:
             self._done[key] = self._device
             self._received.discard(key)
         if not profile.asynchronous:
             self._host = self._device
+
+    def _stolen(self, start: float, took: float) -> float:
+        """Seconds that messages take from an operator, where both need one processor.
+
+        It is shared evenly: while both are there, each has half of it, so that a message comes as much later.
+        """
+        self._on_way = [each for each in self._on_way if each.end > start]
+        needs = [self._share * (each.end - max(start, each.begin)) for each in self._on_way]
+        needs = [need if each.begin < start + took else 0.0 for need, each in zip(needs, self._on_way, strict=True)]
+        stolen = left = min(took, sum(needs))
+        for need, each in zip(needs, self._on_way, strict=True):
+            got = min(need, left)
+            left -= got
+            if got < need:
+                each.end = start + took + stolen + (need - got) / self._share
+                self._arrives(each)
+        return stolen
+
+    def _arrives(self, message: _OnWay) -> None:
+        for key in message.touches:
+            self._done[key] = max(self._done.get(key, 0.0), message.end)
+        self._groups[message.stream] = max(self._groups.get(message.stream, 0.0), message.end)
 
     def _send(self, event: Message) -> bool:
         """Play a message; False if it waits for its sender."""
@@ -206,6 +244,9 @@ class _Player:
         if wire is not None:
             start = max(start, wire.popleft())
         end = start + took
+        if self._share and took:
+            touches = () if single and not receives else event.touches
+            self._on_way.append(_OnWay(start, end, stream, touches))
         if single and not receives:
             if (out := self._wires.get((self._rank, other))) is not None:
                 out.append(start)
@@ -241,12 +282,17 @@ def mixed(usual: StepTime, other: StepTime, share: float) -> StepTime:
 
 def operator_seconds(operator: Operator, profile: DeviceProfile) -> float:
     """Seconds of one operator on the device."""
-    moving = profile.operator_s + operator.moved / (profile.bytes_per_s * profile.memory_efficiency)
-    if not operator.flops:
-        return moving
     dtype = str(operator.dtype).removeprefix("torch.")
     if dtype == "float32" and torch.get_float32_matmul_precision() != "highest" and "tf32" in profile.flops:
         dtype = "tf32"
+    if (rate := rate_of(operator, profile.rates)) is not None:
+        if not operator.flops:
+            return profile.operator_s + operator.moved / rate
+        # Rates by size are those of fp32.
+        return profile.operator_s + operator.flops / rate * profile.flops_of("float32") / profile.flops_of(dtype)
+    moving = profile.operator_s + operator.moved / (profile.bytes_per_s * profile.memory_efficiency)
+    if not operator.flops:
+        return moving
     return max(moving, profile.operator_s + operator.flops / profile.flops_of(dtype))
 
 
@@ -271,7 +317,11 @@ def message_seconds(message: Message, profile: DeviceProfile, *, ranks_per_node:
     if "reduce" in message.name and not _halves(message):
         hops *= 2
     sent = float(message.size) if single else sent_bytes(message)
-    return hops * link.latency_s + sent / (link.bytes_per_s * profile.link_efficiency)
+    rate = link.bytes_per_s * profile.link_efficiency
+    kind = "send" if single else "gather" if _halves(message) else "reduce" if "reduce" in message.name else "send"
+    if points := profile.message_rates.get(kind):
+        rate = rate_near(points, sent, sent) * link.bytes_per_s / profile.inside.bytes_per_s
+    return hops * link.latency_s + sent / rate
 
 
 def sent_bytes(message: Message) -> float:

@@ -16,11 +16,12 @@ from lightning_pardist.cli import main
 from lightning_pardist.compat.fake_group import alone_among
 from lightning_pardist.planner import DeviceProfile, PlanError, ProfileError, find_profile, measuring, plan, search
 from lightning_pardist.planner.candidates import DEFAULT, Candidate, enumerate_candidates
-from lightning_pardist.planner.ledger import Message, Operator
+from lightning_pardist.planner.ledger import Ledger, Message, Operator
 from lightning_pardist.planner.measuring import measure_alone, measure_rank, nodes_of
+from lightning_pardist.planner.operator_rates import measure_operators, rate_near, size_of
 from lightning_pardist.planner.profiles import Link, data_sheet_of
 from lightning_pardist.planner.skipped_kernels import SkippedKernels
-from lightning_pardist.planner.step_time import message_seconds, time_ranks, time_step
+from lightning_pardist.planner.step_time import message_seconds, operator_seconds, time_ranks, time_step
 from lightning_pardist.registry import TABLE
 from lightning_pardist.runtime import job_counts
 from tests.helpers.models import MODULES, Classifier
@@ -269,6 +270,72 @@ def test_messages_overlap_with_what_does_not_need_them():
     assert across > alone
 
 
+def test_messages_slow_what_computes_where_both_need_one_processor():
+    profile = replace(find_profile("cpu"), host_s_per_operator=0.0, link_host_share=1.0)
+    message = Message("allreduce_", (0, 1), 10_000_000, (1,))
+    long = Operator("mm", int(1e9), 0, torch.float32, (2,), (2,))
+    needs = Operator("add", 0, 0, torch.float32, (1,), (1,))
+    sends = message_seconds(message, profile, ranks_per_node=2)
+    computes = time_step([long], profile, ranks_per_node=2).step
+    together = time_step([message, long, needs], profile, ranks_per_node=2)
+    assert together.step == pytest.approx(sends + computes, rel=0.01)
+    assert together.compute == pytest.approx(computes)
+    half = replace(profile, link_host_share=0.5)
+    assert time_step([message, long, needs], half, ranks_per_node=2).step < together.step
+
+
+def test_rates_of_single_operators_count_where_they_were_measured():
+    profile = replace(
+        find_profile("cpu"), rates={"mm": [(16.0, 1e4, 1e9), (256.0, 1e8, 1e11)], "exp": [(1e6, 1e6, 1e9)]}
+    )
+    thin = Operator("aten.mm.default", 10_000, 3750, torch.float32, (), ())
+    assert size_of(thin) == 16.0
+    assert operator_seconds(thin, profile) == pytest.approx(1e-5)
+    assert operator_seconds(replace_name(thin, "aten.addmm.default"), profile) == pytest.approx(1e-5)
+    assert 1e9 < rate_near(profile.rates["mm"], 64.0, 1e6) < 1e11
+    assert operator_seconds(Operator("aten.tanh_.default", 0, 10**6, torch.float32, (), ()), profile) == pytest.approx(
+        1e-3
+    )
+    # What is like nothing that was measured takes what its traffic takes.
+    other = Operator("aten.add.Tensor", 0, 10**6, torch.float32, (), ())
+    assert operator_seconds(other, profile) == operator_seconds(other, replace(profile, rates={}))
+
+
+def replace_name(operator, name):
+    return Operator(name, operator.flops, operator.moved, operator.dtype, operator.reads, operator.writes)
+
+
+def test_every_probe_measures_what_it_is_named_for():
+    rates = measure_operators(torch.device("cpu"), lambda run: (run(), 1e-3)[1])
+    assert {"mm", "convolution", "convolution_backward", "gelu_backward", "embedding", "_fused_adamw"} <= set(rates)
+    assert all(rate > 0 for points in rates.values() for _, _, rate in points)
+
+
+def test_a_step_is_planned_without_what_is_looked_at_once():
+    """Whether layers mix samples is tried in the second step of a run, of tokens too: with values, and never again."""
+    module = MODULES["gpt"]()
+    batch = next(iter(DataLoader(module.dataset(8), batch_size=8)))
+    alone, ranks = (
+        search.trace_rank(module, batch, Candidate("pardist_ddp").make, search.Place(0, count, 1, "nccl"))
+        for count in (1, 2)
+    )
+    flops = [sum(each.flops for each in trace.events if isinstance(each, Operator)) for trace in (alone, ranks)]
+    assert flops[0] == flops[1] > 0
+
+
+def test_an_operator_moves_what_it_picks_and_what_it_writes():
+    ledger, weight, row = Ledger(), torch.zeros(1000, 8), torch.zeros(8)
+    with ledger:
+        ledger.start()
+        nn.functional.embedding(torch.tensor([1, 2]), weight)
+        row.copy_(torch.ones(8))
+        torch._foreach_add_([row], 1.0)
+    moved = {each.name.split(".")[1]: each.moved for each in ledger.events if isinstance(each, Operator)}
+    assert moved["embedding"] == 2 * 2 * 8 * 4 + 2 * 8
+    assert moved["copy_"] == 2 * 8 * 4
+    assert moved["_foreach_add_"] == 2 * 8 * 4
+
+
 def test_stages_of_a_pipeline_run_together_and_wait_for_each_other():
     found = make_plan(devices=2, strategies=["pardist_pp", "pardist_pp_gpipe"])
     by_name = {row.candidate.strategy: row for row in found.rows}
@@ -373,6 +440,7 @@ def one_rank(monkeypatch):
     """A world of one, whose rates are not measured."""
     for name in ("_flops", "_memory_rate", "_operator_seconds"):
         monkeypatch.setattr(measuring, name, lambda *_, **__: 1e9)
+    monkeypatch.setattr(measuring, "measure_operators", lambda *_: {"mm": [(64.0, 1e6, 1e10)]})
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield torch.device("cpu")
     torch.distributed.destroy_process_group()

@@ -34,9 +34,20 @@ def _attention(args: tuple[Any, ...]) -> int:
     return int(2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1]))
 
 
+def _attention_backward(args: tuple[Any, ...]) -> int:
+    """Five products where forward has two: it makes the scores again."""
+    return 5 * _attention(args[1:]) // 2
+
+
 def _rnn_layer(args: tuple[Any, ...]) -> int:
     inputs, weight_input, weight_hidden = args[:3]
     return int(2 * inputs.shape[:-1].numel() * (weight_input.numel() + weight_hidden.numel()))
+
+
+def _rnn_layer_backward(args: tuple[Any, ...]) -> int:
+    inputs, weights = args[0], args[1:5]
+    # Biases are no products.
+    return int(4 * inputs.shape[:-1].numel() * sum(each.numel() for each in weights if each.dim() > 1))
 
 
 def _grouped(args: tuple[Any, ...]) -> int:
@@ -52,6 +63,8 @@ def _fused_rnn(args: tuple[Any, ...]) -> int:
 _EXTRA = {
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten._scaled_dot_product_attention_math": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten.mkldnn_rnn_layer_backward": _rnn_layer_backward,
     "aten.mkldnn_rnn_layer": _rnn_layer,
     "aten._cudnn_rnn": _fused_rnn,
     "aten._grouped_mm": _grouped,

@@ -1,0 +1,192 @@
+"""Small modules of many kinds, with data, that plans are compared with real runs on."""
+
+from __future__ import annotations
+
+import lightning_pardist  # noqa: F401  (before lightning)
+
+# isort: split
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.workloads import GPTLoss
+
+
+class _Module(pl.LightningModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class GPTModule(_Module):
+    """A decoder of 3 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = GPTLoss(dim=192, layers=4, heads=4, context=128, vocab_size=4096)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(*batch)
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        tokens = torch.randint(4096, (count, 129), generator=torch.Generator().manual_seed(1))
+        return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+class ResNetModule(_Module):
+    """ResNet-18 on images of 64 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchvision.models import resnet18
+
+        self.net = resnet18(num_classes=10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randn(count, 3, 64, 64), torch.randint(10, (count,)))
+
+
+class LSTMModule(_Module):
+    """Two LSTM layers over text, 2 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2000, 256)
+        self.lstm = nn.LSTM(256, 256, num_layers=2, batch_first=True)
+        self.head = nn.Linear(256, 2000)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out, _ = self.lstm(self.embed(batch[0]))
+        return F.cross_entropy(self.head(out).flatten(0, 1), batch[1].flatten())
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        tokens = torch.randint(2000, (count, 65), generator=torch.Generator().manual_seed(1))
+        return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+class MLPModule(_Module):
+    """Wide layers on few samples: much to send and to update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [256, 1024, 1024, 1024, 1024, 10]
+        stack: list[nn.Module] = []
+        for before, after in pairwise(widths):
+            stack += [nn.Linear(before, after), nn.GELU()]
+        self.net = nn.Sequential(*stack[:-1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randn(count, 256), torch.randint(10, (count,)))
+
+
+class BertModule(_Module):
+    """transformers' BERT, 4 layers, predicting masked tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForMaskedLM
+
+        config = BertConfig(vocab_size=2000, hidden_size=192, num_hidden_layers=4, num_attention_heads=4,
+                            intermediate_size=768, max_position_embeddings=128)  # fmt: skip
+        self.net = BertForMaskedLM(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch[0], labels=batch[1]).loss
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(*(torch.randint(2000, (count, 64)) for _ in range(2)))
+
+
+class T5Module(_Module):
+    """transformers' T5, 3 layers each way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        config = T5Config(vocab_size=2000, d_model=192, d_kv=48, d_ff=512, num_layers=3, num_heads=4,
+                          decoder_start_token_id=0)  # fmt: skip
+        self.net = T5ForConditionalGeneration(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch[0], labels=batch[1]).loss
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randint(2000, (count, 48)), torch.randint(2000, (count, 32)))
+
+
+class MixtralModule(_Module):
+    """transformers' Mixtral: a decoder of 3 layers with 4 experts each, of which a token takes 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        config = MixtralConfig(vocab_size=2000, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+                               num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+                               max_position_embeddings=128)  # fmt: skip
+        self.net = MixtralForCausalLM(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch[0], labels=batch[0]).loss
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randint(2000, (count, 64)))
+
+
+class UNetModule(_Module):
+    """Two levels down and up again, with skips, on images of 32 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down, self.low = _convolutions(3, 32), _convolutions(32, 64), _convolutions(64, 128)
+        self.up, self.last = _convolutions(192, 64), _convolutions(96, 32)
+        self.head = nn.Conv2d(32, 3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = self.first(batch[0])
+        down = self.down(F.max_pool2d(first, 2))
+        low = self.low(F.max_pool2d(down, 2))
+        up = self.up(torch.cat([F.interpolate(low, scale_factor=2), down], 1))
+        last = self.last(torch.cat([F.interpolate(up, scale_factor=2), first], 1))
+        return F.mse_loss(self.head(last), batch[0])
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randn(count, 3, 32, 32))
+
+
+def _convolutions(inside: int, outside: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Conv2d(inside, outside, 3, padding=1), nn.GroupNorm(8, outside), nn.SiLU()),
+        *(nn.Conv2d(outside, outside, 3, padding=1), nn.GroupNorm(8, outside), nn.SiLU()),
+    )
+
+
+MODELS: dict[str, Any] = {
+    "gpt": GPTModule,
+    "resnet18": ResNetModule,
+    "lstm": LSTMModule,
+    "mlp": MLPModule,
+    "bert": BertModule,
+    "t5": T5Module,
+    "mixtral": MixtralModule,
+    "unet": UNetModule,
+}
