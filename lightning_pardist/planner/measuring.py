@@ -89,7 +89,7 @@ def measure_rank(device: torch.device, *, hosts: Sequence[str], keeps_memory: bo
     dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
     rates = dict(zip(rates, slowest.tolist(), strict=True))
     inside, between, share, messages = _links(device, hosts, rank)
-    operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device)))
+    operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device, rounds=3)))
     name, memory, reserved = _smallest(_device_facts(device, hosts.count(hosts[rank])))
     sources = [f"measured by pardist doctor on {world_size} ranks of {platform.node()}, torch {torch.__version__}"]
     sheet = data_sheet_of(name)
@@ -225,7 +225,7 @@ def _of_data_sheet(link: Link, sheet: DeviceProfile, *, at_most: Link | None = N
     return link if at_most is None else _slowest([link, at_most]) or link
 
 
-def _seconds(run: Callable[[], Any], device: torch.device, *, repeat: int = 1) -> float:
+def _seconds(run: Callable[[], Any], device: torch.device, *, repeat: int = 1, rounds: int = _ROUNDS) -> float:
     """Seconds of one run, that many on every rank: ranks may wait for each other in it."""
 
     def once() -> float:
@@ -236,7 +236,7 @@ def _seconds(run: Callable[[], Any], device: torch.device, *, repeat: int = 1) -
         return (time.perf_counter() - begin) / repeat
 
     once()
-    return statistics.median(once() for _ in range(_ROUNDS))
+    return statistics.median(once() for _ in range(rounds))
 
 
 def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> float:
