@@ -93,6 +93,15 @@ class Candidate:
         coded = any({**self.entry.preset, **self.settings}.get(name) is not None for name in ("gather", "reduce"))
         return not coded and (made.axis(ZeroAxis) is not None or made.axis(FSDPAxis) is not None)
 
+    @property
+    def takes_microbatches(self) -> bool:
+        """Whether the number of micro-batches is a setting of the class itself, and not fixed by the name."""
+        return self.strategy.startswith("pardist_pp") and "num_microbatches" not in self.entry.preset
+
+    def with_settings(self, **settings: Any) -> Candidate:
+        """The same with further settings."""
+        return Candidate(self.strategy, {**self.settings, **settings})
+
     def microbatches(self, num_ranks: int, batch: Any) -> int:
         """Micro-batches that a pipeline makes of a batch; 1 where it is not known before a trial.
 
@@ -186,4 +195,4 @@ def _inside(name: str, size_setting: str, devices: int, world_size: int) -> Iter
 def with_checkpointing(candidate: Candidate, setting: Checkpointing = "auto") -> Candidate:
     """The same, keeping the inputs of some blocks only: by default, of those that the model repeats."""
     blocks = setting if isinstance(setting, str) else tuple(sorted(setting))
-    return Candidate(candidate.strategy, {**candidate.settings, "activation_checkpointing": blocks})
+    return candidate.with_settings(activation_checkpointing=blocks)

@@ -193,9 +193,30 @@ class Search:
             return
         self._traced.append(traced)
         self._rows.append(row)
+        self._vary_microbatches(bound, row)
         may_fit = _may_fit_with_checkpointing(row, self._profile) or not self._leave_out
         if not row.fits and may_fit and "activation_checkpointing" not in candidate.settings:
             self.add(with_checkpointing(candidate))
+
+    def _vary_microbatches(self, bound: _Bound, row: Row) -> None:
+        """Try twice and half as many micro-batches as a pipeline takes by itself, and go on where that is faster.
+
+        More of them leave ranks idle for less, and issue more operators that are smaller: only a step shows what wins.
+        """
+        stages = bound.dims.pipeline_parallel
+        if stages == 1 or "num_microbatches" in bound.candidate.settings or not bound.candidate.takes_microbatches:
+            return
+        usual, samples = bound.candidate.microbatches(stages, self._resized(bound.share)), round(row.samples)
+        for factor in (2.0, 0.5):
+            count, best = int(usual * factor), row
+            while stages <= count <= samples and samples % count == 0:
+                tried = bound.candidate.with_settings(num_microbatches=count)
+                before = len(self._rows)
+                self.add(tried)
+                found = self._rows[before] if len(self._rows) > before else None
+                if found is None or found.samples_per_s <= best.samples_per_s:
+                    break
+                count, best = int(count * factor), found
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Say of names that nobody asked for that they are not planned, and why."""

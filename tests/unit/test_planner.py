@@ -201,6 +201,11 @@ def test_a_plan_has_the_form_that_is_promised(planned, tmp_path):
     assert len(found) == len(planned.rows) >= 4
     for row in found:
         assert {"strategy", "settings", "degrees", "memory", "sent", "seconds", "fits", "reason"} <= set(row)
+        assert all(isinstance(size, int) for size in (*row["memory"].values(), *row["sent"].values()))
+        assert row["seconds"]["step"] == pytest.approx(
+            sum(row["seconds"][part] for part in ("compute", "communication", "idle"))
+        )
+        assert isinstance(row["fits"], bool)
         assert {"parameters", "gradients", "optimizer", "activations", "other", "peak"} == set(row["memory"])
         assert {"compute", "communication", "idle", "step"} == set(row["seconds"])
     assert planned.best is planned.rows[0]
@@ -348,7 +353,20 @@ def test_stages_of_a_pipeline_run_together_and_wait_for_each_other():
         assert row.sent["pipeline_parallel"] > 0
         assert row.memory["parameters"] < psi
         assert row.memory["optimizer"] == pytest.approx(2 * row.memory["parameters"], rel=0.05)
+    by_name = {row.candidate.strategy: row for row in found.rows if "num_microbatches" not in row.candidate.settings}
     assert by_name["pardist_pp_gpipe"].memory["activations"] >= by_name["pardist_pp"].memory["activations"]
+
+
+def test_micro_batches_are_chosen_by_what_a_step_takes():
+    slow = replace(find_profile("h100"), host_s_per_operator=1e-3)
+    found = make_plan(devices=2, strategies=["pardist_pp"], device=slow)
+    counts = {row.candidate.settings.get("num_microbatches"): row.samples_per_s for row in found.rows}
+    # The host issues every micro-batch again, which rules here: two are the fewest that two stages can work on at once.
+    assert found.best.candidate.settings["num_microbatches"] == 2
+    assert counts[2] > counts[4] > counts[None]
+    usual = Candidate("pardist_pp", {"pipeline_parallel_size": 2}).microbatches(2, BATCH)
+    assert usual == 8
+    assert 16 not in counts
 
 
 def test_three_axes_at_once():
