@@ -47,6 +47,8 @@ _PART = 64
 _QUESTIONS = {_aten.equal.default: True, _aten.allclose.default: True, _aten.is_nonzero.default: False}
 _ALL = (_aten.all.default, _aten.all.dim, _aten.isclose.default, _aten.isfinite.default)
 _OVERWRITING = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default)
+#: Operators that take the answers along that are written into small tensors.
+_CARRYING = (_aten.cat.default, _aten.stack.default, _aten._to_copy.default, _aten.clone.default)
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 #: Sizes and strides of what operators return, by operator and arguments.
 Forms = dict[Any, Any]
@@ -125,6 +127,10 @@ class SkippedKernels(UncompiledMode):
         if overwritten and not any(storage_key(leaf) in self._unknown for leaf in inputs[1:]):
             self._unknown.pop(storage_key(inputs[0]), None)
             return func(*args, **kwargs)
+        if func in _CARRYING and sum(leaf.numel() for leaf in inputs) <= _FILLED:
+            result = func(*args, **kwargs)
+            self.forget([result])
+            return result
         return self._skip(func, args, kwargs, inputs)
 
     @staticmethod
@@ -184,9 +190,18 @@ class SkippedKernels(UncompiledMode):
                 return made
             return leaf
 
-        # Fake tensors do not know of the workspace that this one keeps for backward, so it runs once.
-        with no_modes(), nullcontext() if asked else self._fake_mode:
-            result = func(*map_leaves(fake, args), **map_leaves(fake, kwargs))
+        # Fake tensors do not know of the workspace that this one keeps for backward, so it runs once. So does what they
+        # refuse: a kernel may take other dtypes than its shapes are written down for.
+        try:
+            with no_modes(), nullcontext() if asked else self._fake_mode:
+                result = func(*map_leaves(fake, args), **map_leaves(fake, kwargs))
+        except (RuntimeError, NotImplementedError):
+            if asked:
+                raise
+            asked = True
+            fakes.clear()
+            with no_modes():
+                result = func(*map_leaves(fake, args), **map_leaves(fake, kwargs))
         places = {id(made): index for index, made in enumerate(fakes)}
 
         def described(leaf: Any) -> Any:
