@@ -204,7 +204,8 @@ def _traced(
             num_nodes=place.num_nodes,
             plugins=[_PlannedEnvironment(place)],
             callbacks=[watch],
-            max_steps=2,
+            # The loader ends it: steps of several optimizers are counted one by one.
+            max_epochs=1,
             limit_val_batches=0,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,

@@ -33,6 +33,7 @@ from lightning_pardist.compat.fake_tensors import (
     rnn_layer,
     schema_of,
     storage_key,
+    to_copy,
 )
 from lightning_pardist.planner.arguments import group_in, is_view, map_leaves, tensors_in, written_by
 from lightning_pardist.planner.exchange import Exchange
@@ -48,7 +49,7 @@ _QUESTIONS = {_aten.equal.default: True, _aten.allclose.default: True, _aten.is_
 _ALL = (_aten.all.default, _aten.all.dim, _aten.isclose.default, _aten.isfinite.default)
 _OVERWRITING = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default)
 #: Operators that take the answers along that are written into small tensors.
-_CARRYING = (_aten.cat.default, _aten.stack.default, _aten._to_copy.default, _aten.clone.default)
+_CARRYING = (_aten.cat.default, _aten.stack.default, to_copy, _aten.clone.default)
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 #: Sizes and strides of what operators return, by operator and arguments.
 Forms = dict[Any, Any]

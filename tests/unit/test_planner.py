@@ -36,6 +36,24 @@ class SecondOrder(Classifier):
         return torch.optim.LBFGS(self.parameters())
 
 
+class TwoByHand(Classifier):
+    """Steps of two optimizers in each training step, which the module takes itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        params = list(self.parameters())
+        return [torch.optim.Adam(params[:2]), torch.optim.Adam(params[2:])]
+
+
 class BrokenData(pl.LightningDataModule):
     """Its own code fails."""
 
@@ -234,6 +252,14 @@ def test_what_a_strategy_refuses_is_refused_in_its_words():
     (refused,) = found.refused
     assert refused.candidate.strategy == "pardist_zero3"
     assert "LBFGS" in refused.reason
+
+
+def test_steps_of_several_optimizers_are_one_step_of_a_plan():
+    found = plan(TwoByHand(), BATCH, devices=2, strategies=["pardist_ddp"])
+    once = make_plan(devices=2, strategies=["pardist_ddp"])
+    (row,), (other,) = found.rows, once.rows
+    assert row.memory["optimizer"] == pytest.approx(other.memory["optimizer"], rel=0.01)
+    assert row.time.compute > 1.5 * other.time.compute
 
 
 def test_checkpointing_that_is_set_is_planned():
