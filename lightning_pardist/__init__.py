@@ -11,7 +11,8 @@ from lightning_pardist import registry
 from lightning_pardist._version import __version__
 from lightning_pardist.compat import versions
 from lightning_pardist.compat.on_import import before_import
-from lightning_pardist.compat.other_lightning import alias_if_asked, alias_pytorch_lightning
+from lightning_pardist.compat.other_lightning import alias_pytorch_lightning
+from lightning_pardist.runtime.environments.program import asks_for_alias
 
 if TYPE_CHECKING:
     from lightning_pardist.callbacks import GlobalBatchSize, PipelineTimeline, StepProfile
@@ -95,7 +96,8 @@ versions.require_supported()
 # Lightning imports torchmetrics, which imports torchvision.
 before_import("torchvision", _mend_torchvision)
 registry.register()
-alias_if_asked()
+if asks_for_alias():
+    alias_pytorch_lightning()
 
 __all__ = [
     "AutoStrategy",

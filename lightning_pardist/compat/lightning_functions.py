@@ -8,7 +8,6 @@ from lightning.fabric.strategies.launchers.subprocess_script import _HYDRA_AVAIL
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd as basic_subprocess_cmd
 from lightning.fabric.strategies.launchers.subprocess_script import _hydra_subprocess_cmd as hydra_subprocess_cmd
 from lightning.fabric.utilities.cloud_io import _load as load_from_url
-from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls as reinstantiate
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_device
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
@@ -23,7 +22,6 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as Wrappi
 from lightning.pytorch.plugins.precision.half import HalfPrecision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
-from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs as dataloader_arguments
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled as is_dataloader_shuffled
 from lightning.pytorch.utilities.data import _update_dataloader as update_dataloader
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
@@ -39,7 +37,6 @@ NAMES = (
     Private("lightning.fabric.strategies.launchers.subprocess_script._basic_subprocess_cmd", _LAUNCH, _COPY),
     Private("lightning.fabric.strategies.launchers.subprocess_script._hydra_subprocess_cmd", _LAUNCH, _COPY),
     Private("lightning.fabric.utilities.cloud_io._load", "checkpoints behind URLs", "fsspec and torch.load"),
-    Private("lightning.fabric.utilities.data._reinstantiate_wrapped_cls", _LOADERS, _COPY),
     Private("lightning.fabric.utilities.data._set_sampler_epoch", "the order of samples of an epoch", _COPY),
     Private("lightning.fabric.utilities.device_dtype_mixin._update_properties", "self.device of a module on meta",
             _COPY),
@@ -62,7 +59,6 @@ NAMES = (
             "the argument of the strategy"),
     Private("lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._check_can_spawn_children", _LAUNCH,
             _COPY),
-    Private("lightning.pytorch.utilities.data._get_dataloader_init_args_and_kwargs", _LOADERS, _COPY),
     Private("lightning.pytorch.utilities.data._is_dataloader_shuffled", _LOADERS, _COPY),
     Private("lightning.pytorch.utilities.data._update_dataloader", _LOADERS, _COPY),
     Private("lightning.pytorch.utilities.exceptions._TunerExitException", "the tuner under spawn", _COPY),
@@ -80,7 +76,6 @@ __all__ = [
     "basic_subprocess_cmd",
     "check_can_spawn_children",
     "configure_optimizers",
-    "dataloader_arguments",
     "half_dtype",
     "hydra_subprocess_cmd",
     "is_dataloader_shuffled",
@@ -89,7 +84,6 @@ __all__ = [
     "materialize_module",
     "move_torchmetrics_to_device",
     "optimizers_to_device",
-    "reinstantiate",
     "set_num_threads_if_needed",
     "set_sampler_epoch",
     "start_method",

@@ -44,16 +44,6 @@ def refuse_names(names: Iterable[str]) -> None:
         after_import(_REGISTRY, lambda module: _register(module, names))
 
 
-def alias_if_asked() -> None:
-    """Alias the packages where the environment variable says so.
-
-    Raises:
-        RuntimeError: If ``pytorch_lightning`` or ``lightning_fabric`` is imported already.
-    """
-    if os.environ.get(_VARIABLE, "0") not in ("", "0"):
-        alias_pytorch_lightning()
-
-
 def alias_pytorch_lightning() -> None:
     """Let ``import pytorch_lightning`` give ``lightning.pytorch``, for programs that are written for the former.
 

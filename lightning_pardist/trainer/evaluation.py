@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 from typing_extensions import override
 
-from lightning_pardist.compat.lightning_functions import dataloader_arguments, reinstantiate, update_dataloader
+from lightning_pardist.compat.lightning_functions import update_dataloader
 from lightning_pardist.compat.lightning_loops import (
     EVALUATION_STEP,
     PREPARE_DATALOADER,
@@ -37,7 +38,9 @@ from lightning_pardist.compat.lightning_loops import (
     replace,
     restore,
 )
+from lightning_pardist.compat.loaders import batches_of, with_batches
 from lightning_pardist.compat.pytree import tree_unflatten
+from lightning_pardist.runtime.environments.program import global_seed
 
 _EXACT_STAGES = (RunningStage.SANITY_CHECKING, RunningStage.VALIDATING, RunningStage.TESTING)
 
@@ -83,7 +86,16 @@ class ShardSampler(UnrepeatedDistributedSampler):
             set_epoch(epoch)
 
 
-class EvenBatchSampler(BatchSampler):
+class ShardBatchSampler(BatchSampler):
+    """Batches of a rank's share of the samples, which learns of epochs also where a loader has it as ``sampler``."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the sampler underneath."""
+        if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
+            set_epoch(epoch)
+
+
+class EvenBatchSampler(ShardBatchSampler):
     """Batches of a :class:`ShardSampler`, as many on every rank.
 
     Attributes:
@@ -116,7 +128,9 @@ class EvenBatchSampler(BatchSampler):
 
 
 def _even_sampler(loader: object) -> EvenBatchSampler | None:
-    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader):
+        return None
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return sampler if isinstance(sampler, EvenBatchSampler) else None
 
 
@@ -249,29 +263,45 @@ class ExactEvaluation:
         if not isinstance(dataloader, DataLoader) or not self._is_distributed(dataloader):
             return self._original(dataloader, shuffle, mode)
         if mode == RunningStage.PREDICTING:
-            shard = ShardSampler(_order(dataloader), num_replicas=self.num_replicas, rank=self.rank)
+            shard = ShardSampler(_order(dataloader.sampler, dataloader), num_replicas=self.num_replicas, rank=self.rank)
             return update_dataloader(dataloader, shard, mode=mode)
-        if mode not in _EXACT_STAGES:
+        batches = batches_of(dataloader)
+        if mode in _EXACT_STAGES:
+            return self._exact(dataloader, batches, mode)
+        if batches is None or (type(dataloader) is DataLoader and dataloader.batch_sampler is not None):
             return self._original(dataloader, shuffle, mode)
-        return self._exact(dataloader, mode)
+        # Lightning calls the constructor of a subclass again, which may do more than pass its arguments on; of batches
+        # that are drawn as samples are it takes whole ones, in an order that ranks may have drawn differently.
+        return with_batches(dataloader, self._share_of(dataloader, batches, shuffle=shuffle))
 
-    def _exact(self, dataloader: DataLoader[Any], mode: RunningStage) -> DataLoader[Any]:
-        order = _order(dataloader)
-        if type(dataloader.batch_sampler) is not BatchSampler or dataloader.batch_size is None:
+    def _share_of(self, dataloader: DataLoader[Any], batches: BatchSampler, *, shuffle: bool) -> BatchSampler:
+        """A rank's batches to train on, drawn as Lightning draws them for a plain loader."""
+        settings: dict[str, Any] = {
+            "num_replicas": self.num_replicas,
+            "rank": self.rank,
+            "seed": global_seed(),
+            "shuffle": shuffle and not self._trainer.overfit_batches,
+        }
+        if isinstance(batches.sampler, RandomSampler | SequentialSampler):
+            sampler = DistributedSampler(dataloader.dataset, **settings)
+        else:
+            sampler = DistributedSamplerWrapper(batches.sampler, **settings)
+        return ShardBatchSampler(sampler, batches.batch_size, batches.drop_last)
+
+    def _exact(self, dataloader: DataLoader[Any], batches: BatchSampler | None, mode: RunningStage) -> DataLoader[Any]:
+        if batches is None:
+            order = _order(dataloader.sampler, dataloader)
             shard = ShardSampler(order, num_replicas=self.num_replicas, rank=self.rank)
             return update_dataloader(dataloader, shard, mode=mode)
-        batch_size = dataloader.batch_size
-        limit = len(order) // batch_size * batch_size if dataloader.drop_last else None
+        order, batch_size = _order(batches.sampler, dataloader), batches.batch_size
+        limit = len(order) // batch_size * batch_size if batches.drop_last else None
         shard = ShardSampler(order, num_replicas=self.num_replicas, rank=self.rank, limit=limit)
-        args, kwargs = dataloader_arguments(dataloader, shard, mode)
-        kwargs["drop_last"] = False
         fewest, most = shard.total_size // self.num_replicas, math.ceil(shard.total_size / self.num_replicas)
         if math.ceil(fewest / batch_size) != math.ceil(most / batch_size):
-            kwargs.update(batch_sampler=EvenBatchSampler(shard, batch_size), sampler=None, shuffle=False, batch_size=1)
-        return reinstantiate(dataloader, *args, **kwargs)  # type: ignore[no-any-return]
+            return with_batches(dataloader, EvenBatchSampler(shard, batch_size))
+        return with_batches(dataloader, ShardBatchSampler(shard, batch_size, drop_last=False))
 
 
-def _order(dataloader: DataLoader[Any]) -> Any:
+def _order(own: Any, dataloader: DataLoader[Any]) -> Any:
     """As in Lightning's evaluation: the dataset's own order, unless the user brought a sampler of another kind."""
-    own = dataloader.sampler
     return range(len(dataloader.dataset)) if isinstance(own, RandomSampler | SequentialSampler) else own  # type: ignore[arg-type]

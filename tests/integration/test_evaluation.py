@@ -9,7 +9,15 @@ import torchmetrics
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import run_ranks
@@ -278,6 +286,44 @@ class Plain(pl.LightningModule):
 
 def test_samplers_of_the_user():
     assert run_ranks(2, _samplers) == [True, True]
+
+
+class BatchReader(DataLoader):
+    """Has its sampler draw batches, and makes one unless it is given another, whatever that draws."""
+
+    def __init__(self, dataset, *, batch_size=1, sampler=None, drop_last=False, **kwargs):
+        if sampler is None:
+            sampler = BatchSampler(SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last)
+            batch_size = None
+        super().__init__(dataset, batch_size=batch_size, sampler=sampler, **kwargs)
+
+
+class Sees(Plain):
+    def training_step(self, batch, batch_idx):
+        (points,) = batch
+        self.log("seen", float(points.flatten(0, -2).sum(0)[0]), reduce_fx="sum", on_epoch=True, on_step=False)
+        self.log("batches", float(points.dim() == 2), reduce_fx="sum", on_epoch=True, on_step=False)
+        return self.layer(points).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _drawn_batches():
+    points = TensorDataset(torch.arange(10.0)[:, None].expand(10, 3).clone())
+    drawn = BatchSampler(RandomSampler(points), batch_size=2, drop_last=False)
+    found = []
+    for loader in (BatchReader(points, batch_size=2), DataLoader(points, batch_size=None, sampler=drawn)):
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+        trainer = quiet_trainer(strategy="pardist_ddp", devices=2, max_epochs=1, limit_val_batches=1.0)
+        trainer.fit(Sees(), loader, loader)
+        found.append([float(trainer.callback_metrics[name]) for name in ("seen", "batches", "count")])
+    return found
+
+
+def test_samplers_that_draw_batches():
+    # Ten samples, in three batches of each rank, whatever the ranks' own random numbers are.
+    assert run_ranks(2, _drawn_batches) == [[[45.0, 6.0, 10.0]] * 2] * 2
 
 
 def _limits(strategy="pardist_ddp", devices=2):

@@ -1,11 +1,22 @@
-"""Identifies the running command."""
+"""The running command, and what its environment says beside ranks."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 
 
 def program_key() -> str:
     """A short name for this script and its arguments, equal when the same command runs again."""
     return hashlib.sha256("\0".join(sys.argv).encode()).hexdigest()[:12]
+
+
+def asks_for_alias() -> bool:
+    """Whether ``PARDIST_ALIAS_PYTORCH_LIGHTNING`` is set, by the user or the process that started this one."""
+    return os.environ.get("PARDIST_ALIAS_PYTORCH_LIGHTNING", "0") not in ("", "0")
+
+
+def global_seed() -> int:
+    """What ``seed_everything`` was given; 0 if it was not called."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
