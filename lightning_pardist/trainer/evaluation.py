@@ -280,10 +280,10 @@ class ExactEvaluation:
             "num_replicas": self.num_replicas,
             "rank": self.rank,
             "seed": global_seed(),
-            "shuffle": shuffle and not self._trainer.overfit_batches,
+            "shuffle": shuffle and not self._trainer.overfit_batches,  # type: ignore[attr-defined]
         }
         if isinstance(batches.sampler, RandomSampler | SequentialSampler):
-            sampler = DistributedSampler(dataloader.dataset, **settings)
+            sampler: DistributedSampler[Any] = DistributedSampler(dataloader.dataset, **settings)
         else:
             sampler = DistributedSamplerWrapper(batches.sampler, **settings)
         return ShardBatchSampler(sampler, batches.batch_size, batches.drop_last)

@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_debug
@@ -164,6 +165,10 @@ class SampleBatches:
             return []
         mode = "max_size_cycle" if stage == RunningStage.TRAINING else "sequential"
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)  # type: ignore[arg-type]
+        if stage != RunningStage.TRAINING and all(sized_len(loader) == 0 for loader in combined.flattened):
+            # Lightning leaves the loop out.
+            self._answer(source, loaders, [None] * len(combined.flattened), drawn)
+            return []
         try:
             found = [self._first_of(loader) for loader in combined.flattened]
         except NoSampleError as problem:
