@@ -29,7 +29,7 @@ from lightning_pardist.compat.autograd import current_backward
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.slice_exchange import exchanges_directly, scatter_slices
 from lightning_pardist.engines.experts.layer_weights import LayerWeights, Place, in_place
-from lightning_pardist.local_tensors import own_part
+from lightning_pardist.local_tensors import own_part, wrapped_like
 
 #: The axis over which experts are sharded; over others of the mesh they are replicated.
 SHARD_AXIS = "data_shard"
@@ -150,7 +150,9 @@ class ShardedWeights(LayerWeights):
 
     def taken(self) -> list[Tensor]:
         """Gathered over the ranks that share them."""
-        return list(_Taken.apply(self, *super().taken()))
+        parameters: list[Any] = [own_parameters(owner)[name] for owner, name in self.places]
+        # Not by to_local(), which in torch 2.11 makes zeros of a gradient that there is none of.
+        return list(_Taken.apply(self, *parameters))
 
     def returned(self, result: Tensor, values: Sequence[Tensor]) -> Tensor:
         """Free the values until backward reaches the result."""
@@ -322,8 +324,9 @@ class ShardedWeights(LayerWeights):
 
 class _Taken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: ShardedWeights, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.weights = weights
+    def forward(ctx: Any, weights: ShardedWeights, *parameters: Tensor) -> tuple[Tensor, ...]:
+        shards = [own_part(parameter) for parameter in parameters]
+        ctx.weights, ctx.parameters = weights, parameters
         ctx.set_materialize_grads(False)
         # For a checkpointed block, see exchange.py.
         ctx.save_for_backward(shards[0].new_empty(0))
@@ -337,7 +340,9 @@ class _Taken(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         _ = ctx.saved_tensors
-        return None, *ctx.weights.reduced(gradients, ctx.needs_input_grad[1:])
+        own = ctx.weights.reduced(gradients, ctx.needs_input_grad[1:])
+        pairs = zip(own, ctx.parameters, strict=True)
+        return None, *(None if grad is None else wrapped_like(grad, parameter) for grad, parameter in pairs)
 
 
 class _Returned(torch.autograd.Function):
