@@ -259,16 +259,20 @@ class Contrasts(Sums):
         return F.cross_entropy(x @ batch[0].T, torch.arange(len(x)))
 
 
-def _loss(kind, strategy="pardist_pp", devices=2):
+def _loss(kind, strategy="pardist_pp", devices=2, **given):
     torch.manual_seed(11)
     module = kind()
     generator = torch.Generator().manual_seed(7)
     data = [(x, x.sum(0, keepdim=True)) for x in torch.randn(20, 6, generator=generator)]
-    trainer = quiet_trainer(strategy=strategy, devices=devices)
+    trainer = quiet_trainer(strategy=PipelineStrategy(**given) if given else strategy, devices=devices)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(data, batch_size=8))
     return snapshot(module), [str(each.message) for each in caught]
+
+
+def _loss_of_parts(kind):
+    return _loss(kind, num_microbatches=2)
 
 
 def test_sums_add_up():
@@ -278,6 +282,14 @@ def test_sums_add_up():
         assert not any("loss_weight" in each for each in said)
 
 
-def test_warns_of_a_loss_that_compares_samples():
-    (_, said), _ = run_ranks(2, _loss, Contrasts)
+def test_batches_whose_samples_are_compared_are_not_cut():
+    want, _ = _loss(Contrasts, "auto", 1)
+    ranks = run_ranks(2, _loss, Contrasts)
+    for got, _ in ranks:
+        assert_close(got, want)
+    assert any("the loss compares the samples of a batch" in each for each in ranks[0][1])
+
+
+def test_batches_whose_samples_are_compared_are_cut_where_that_is_asked_for():
+    (_, said), _ = run_ranks(2, _loss_of_parts, Contrasts)
     assert any("neither the mean nor the sum" in each for each in said)

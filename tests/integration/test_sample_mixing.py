@@ -17,7 +17,7 @@ STRATEGIES = {
     "ddp": DDPStrategy,
     "zero2": lambda **kwargs: ZeroStrategy(zero_stage=2, **kwargs),
     "zero3": lambda **kwargs: FSDPStrategy(min_unit_size_mb=0, **kwargs),
-    "pp": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, **kwargs),
+    "pp": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, num_microbatches=6, **kwargs),
 }
 
 

@@ -288,6 +288,11 @@ class PipelineAxis(ParallelAxis):
             return
         for (name, _), reason in self._unstaged.items():
             rank_zero_warn(_unstaged_warning(name, reason))
+        if (made := recorded.microbatching) is not None and made.is_whole:
+            rank_zero_warn(
+                f"Every batch is one micro-batch, so stages wait for each other: smaller ones {made.why}."
+                " num_microbatches makes them all the same."
+            )
         if (buffers := recorded.placing.trace.sample_buffers) and self._options(recorded).num_microbatches > 1:
             rank_zero_warn(
                 f"Buffers that follow the samples of a batch ({', '.join(sorted(buffers))}) change once for every"

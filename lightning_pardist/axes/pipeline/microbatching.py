@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ class Microbatching:
         num_ranks: Ranks of the pipeline.
         whole: Names of tensors that go whole to every micro-batch, as a trial has shown.
         least: Samples that a micro-batch has at least, unless the batch has fewer.
-        why: What happens with fewer.
+        why: What smaller ones do, in a few words.
     """
 
     settings: PipelineSettings
@@ -51,6 +52,15 @@ class Microbatching:
     def is_free(self) -> bool:
         """Whether nobody has said how many micro-batches there are to be."""
         return self.settings.schedule != "mp" and self.settings.num_microbatches is None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every batch is one micro-batch because smaller ones would change its numbers."""
+        return self.least == sys.maxsize
+
+    def keep_whole(self, why: str) -> Microbatching:
+        """The same with one micro-batch for every batch, whatever its size."""
+        return replace(self, least=sys.maxsize, why=f"change the numbers: {why}")
 
     def count(self, batch: Any) -> int:
         """Micro-batches of a batch.
@@ -86,7 +96,7 @@ class Microbatching:
     def alternatives(self, batch: Any) -> Iterator[Microbatching]:
         """The same with larger and larger micro-batches, as long as their number is free."""
         tried = set()
-        if not self.is_free or self.settings.split_batch is not None:
+        if not self.is_free or self.is_whole or self.settings.split_batch is not None:
             yield self
             return
         for least in range(1, (self.cut.size_of(batch) or 1) + 1):
@@ -124,7 +134,7 @@ class Microbatching:
         if settings.split_batch is not None:
             return " (by split_batch)"
         reason = f" (default: what makes a step shortest, up to {self.most}"
-        return f"{reason}; smaller ones fail: {self.why})" if self.least > 1 else f"{reason})"
+        return f"{reason}; smaller ones {self.why})" if self.least > 1 else f"{reason})"
 
     def _tensors(self, batch: Any) -> str:
         if self.settings.split_batch is not None or self.most == 1:

@@ -21,8 +21,8 @@ class PipelineSettings:
         pipeline_parallel_size: Ranks that a module is split over, ``"auto"`` for all that are left, or
             ``"machine"``, see :func:`~lightning_pardist.mesh.degrees_of_machine`.
         num_microbatches: Micro-batches a training step. If None as many as make a step short, up to four times the
-            ranks, of as many samples as ``training_step`` needs; always 1 for ``"mp"``. Batches with fewer samples make
-            fewer.
+            ranks, of as many samples as ``training_step`` needs, and 1 where parts of a batch would change its loss;
+            always 1 for ``"mp"``. Batches with fewer samples make fewer.
         schedule: ``"mp"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"interleaved_zb"`` or ``"zbv"``.
         chunks_per_rank: Stages a rank.
         split: Names of the modules with which stages 1, 2, ... begin; by measured cost if None.

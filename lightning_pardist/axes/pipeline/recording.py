@@ -232,8 +232,8 @@ class StepRecorder:
         owners = record_for_owners(self.trainer, self.settings, self.num_ranks, steps)
         return Recorded({}, {}, unstaged={sample.key: reason for sample in samples}, owners=owners)
 
-    def _record_stages(self, samples: Sequence[_Sample]) -> Recorded:
-        first, *others = samples
+    def _record_stages(self, asked: Sequence[_Sample]) -> Recorded:
+        first, *others = samples = list(asked)
         if first.stage == RunningStage.TRAINING:
             recorded, first = self._record_training(first)
             samples = [first, *others]
@@ -258,8 +258,23 @@ class StepRecorder:
         staged = [sample for sample in samples if sample.key in plans]
         cut = self.microbatching.describe(first.batch) if first.stage == RunningStage.TRAINING else ""
         rules = self._find_all_rules(staged)
+        if (why := self._why_whole(first, rules)) is not None:
+            self.microbatching = self.microbatching.keep_whole(why)
+            self._effects, self._unstaged = StepOutputs(self.module), {}
+            return self._record_stages(asked)
         ways: dict[str, Any] = {"steady": steady, "microbatching": self.microbatching, "cut": cut, "loss": self._loss}
         return Recorded(plans, rules, written, self._unstaged, **ways)
+
+    def _why_whole(self, sample: _Sample, rules: Mapping[StepKey, Rules]) -> str | None:
+        """Why a batch is not to be cut, where nobody has said into how many parts; None if it may be."""
+        found = rules.get(sample.key)
+        if found is None or not self.microbatching.is_free or self.settings.split_batch is not None:
+            return None
+        if found.mixing is not None:
+            return f"{found.mixing} mixes the samples of a batch"
+        if found.is_explained or self.loss_weight != "auto":
+            return None
+        return f"the loss compares the samples of a batch{f' ({self._loss.coupled})' if self._loss.coupled else ''}"
 
     def _steady_buffers(self, sample: _Sample, recorded: StepRecord) -> frozenset[str]:
         """Buffers of units that change once a batch, whatever its samples and their number."""
@@ -310,7 +325,7 @@ class StepRecorder:
             except MicrobatchError as error:
                 failure = failure or error
                 continue
-            self.microbatching = other if failure is None else replace(other, why=failure.failure)
+            self.microbatching = other if failure is None else replace(other, why=f"fail: {failure.failure}")
             return recorded, tried
         raise failure or RuntimeError("There is no way to cut a batch.")
 
