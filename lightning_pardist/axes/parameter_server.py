@@ -116,9 +116,11 @@ class ParameterServerAxis(ParallelAxis):
             trainer,
             (StochasticWeightAveraging, WeightAveraging),
             f"writes averages into the parameters, which servers of {name} would not know of, or makes them of values"
-            " that differ between workers. Remove the callback, or use pardist_ps.",
+            " that differ between workers. Remove the callback, or use pardist_ps without dedicated_servers.",
         )
-        refuse_renormalized(trainer.lightning_module, name, fix="leave rows as they come, or use pardist_ps")
+        refuse_renormalized(
+            trainer.lightning_module, name, fix="leave rows as they come, or use pardist_ps without dedicated_servers"
+        )
         if self.in_lockstep:
             return
         if layer_sync(trainer.strategy) is not None:  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_pardist.compat.contract import Private
 
@@ -14,6 +15,11 @@ _RESUME = "going on in the middle of an epoch without loading what was trained o
 NAMES = (
     Private("torch.utils.data.DataLoader._index_sampler", _RESUME, "load batches and drop them"),
     Private("torch.utils.data.DataLoader._auto_collation", _RESUME, "batch_sampler is not None"),
+    Private(
+        "torch.utils.data.dataloader._BaseDataLoaderIter",
+        "loaders that keep an iterator of their own",
+        "a loader made anew",
+    ),
     Private("torch.utils.data.DataLoader._iterator", "copies of loaders with persistent workers", "a loader made anew"),
 )
 
@@ -29,7 +35,12 @@ def index_sampler_name(loader: DataLoader[Any]) -> str:
 
 
 def batches_of(loader: DataLoader[Any]) -> BatchSampler | None:
-    """Torch's own sampler of batches, passed as ``batch_sampler``, or as ``sampler`` beside ``batch_size=None``."""
+    """Torch's own sampler of batches: ``batch_sampler``, or ``sampler`` beside ``batch_size=None``.
+
+    None if there is another, or if the loader has made an iterator for itself, which draws from what there was.
+    """
+    if any(isinstance(each, _BaseDataLoaderIter) for name, each in vars(loader).items() if name != "_iterator"):
+        return None
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return sampler if type(sampler) is BatchSampler else None
 

@@ -50,7 +50,8 @@ def alias_pytorch_lightning() -> None:
     ``lightning_fabric`` gives ``lightning.fabric`` in the same way. From then on both names stand for the same modules
     and classes, in this process and those it starts, so a LightningModule of the one trains in a Trainer of the other.
     Called before anything imports ``pytorch_lightning``; ``PARDIST_ALIAS_PYTORCH_LIGHTNING=1`` does the same at
-    ``import lightning_pardist``. A second call changes nothing.
+    ``import lightning_pardist``. A second call changes nothing. Where a process that this one starts has imported
+    ``pytorch_lightning`` before ``lightning_pardist``, it keeps two packages.
 
     Raises:
         RuntimeError: If ``pytorch_lightning`` or ``lightning_fabric`` is imported already.
@@ -64,7 +65,7 @@ def alias_pytorch_lightning() -> None:
         )
     forget(_REGISTRY)
     sys.meta_path.insert(0, _Alias())
-    os.environ[_VARIABLE] = "1"
+    os.environ.setdefault(_VARIABLE, "inherited")
 
 
 def _alias() -> _Alias | None:

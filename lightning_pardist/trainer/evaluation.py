@@ -263,15 +263,18 @@ class ExactEvaluation:
         if not isinstance(dataloader, DataLoader) or not self._is_distributed(dataloader):
             return self._original(dataloader, shuffle, mode)
         if mode == RunningStage.PREDICTING:
-            shard = ShardSampler(_order(dataloader.sampler, dataloader), num_replicas=self.num_replicas, rank=self.rank)
+            shard = ShardSampler(_order(dataloader.sampler), num_replicas=self.num_replicas, rank=self.rank)
             return update_dataloader(dataloader, shard, mode=mode)
         batches = batches_of(dataloader)
+        if batches is not None and isinstance(batches.sampler, DistributedSampler):
+            # As where it draws single samples: each rank has its share already.
+            return with_batches(dataloader, batches)
         if mode in _EXACT_STAGES:
             return self._exact(dataloader, batches, mode)
-        if batches is None or (type(dataloader) is DataLoader and dataloader.batch_sampler is not None):
+        if batches is None or (type(dataloader) is DataLoader and dataloader.batch_size is not None):
             return self._original(dataloader, shuffle, mode)
-        # Lightning calls the constructor of a subclass again, which may do more than pass its arguments on; of batches
-        # that are drawn as samples are it takes whole ones, in an order that ranks may have drawn differently.
+        # Lightning calls the constructor of a subclass again, which may do more than pass its arguments on. A sampler
+        # of batches that was passed loses its batch size there, or has its batches shared, drawn by each rank anew.
         return with_batches(dataloader, self._share_of(dataloader, batches, shuffle=shuffle))
 
     def _share_of(self, dataloader: DataLoader[Any], batches: BatchSampler, *, shuffle: bool) -> BatchSampler:
@@ -282,18 +285,20 @@ class ExactEvaluation:
             "seed": global_seed(),
             "shuffle": shuffle and not self._trainer.overfit_batches,  # type: ignore[attr-defined]
         }
-        if isinstance(batches.sampler, RandomSampler | SequentialSampler):
-            sampler: DistributedSampler[Any] = DistributedSampler(dataloader.dataset, **settings)
+        own = batches.sampler
+        if dataloader.batch_size is None:
+            settings["shuffle"] = isinstance(own, RandomSampler)
+        if isinstance(own, RandomSampler | SequentialSampler):
+            sampler: DistributedSampler[Any] = DistributedSampler(own.data_source, **settings)  # type: ignore[arg-type]
         else:
-            sampler = DistributedSamplerWrapper(batches.sampler, **settings)
+            sampler = DistributedSamplerWrapper(own, **settings)
         return ShardBatchSampler(sampler, batches.batch_size, batches.drop_last)
 
     def _exact(self, dataloader: DataLoader[Any], batches: BatchSampler | None, mode: RunningStage) -> DataLoader[Any]:
         if batches is None:
-            order = _order(dataloader.sampler, dataloader)
-            shard = ShardSampler(order, num_replicas=self.num_replicas, rank=self.rank)
+            shard = ShardSampler(_order(dataloader.sampler), num_replicas=self.num_replicas, rank=self.rank)
             return update_dataloader(dataloader, shard, mode=mode)
-        order, batch_size = _order(batches.sampler, dataloader), batches.batch_size
+        order, batch_size = _order(batches.sampler), batches.batch_size
         limit = len(order) // batch_size * batch_size if batches.drop_last else None
         shard = ShardSampler(order, num_replicas=self.num_replicas, rank=self.rank, limit=limit)
         fewest, most = shard.total_size // self.num_replicas, math.ceil(shard.total_size / self.num_replicas)
@@ -302,6 +307,6 @@ class ExactEvaluation:
         return with_batches(dataloader, ShardBatchSampler(shard, batch_size, drop_last=False))
 
 
-def _order(own: Any, dataloader: DataLoader[Any]) -> Any:
+def _order(own: Any) -> Any:
     """As in Lightning's evaluation: the dataset's own order, unless the user brought a sampler of another kind."""
-    return range(len(dataloader.dataset)) if isinstance(own, RandomSampler | SequentialSampler) else own  # type: ignore[arg-type]
+    return range(len(own.data_source)) if isinstance(own, RandomSampler | SequentialSampler) else own

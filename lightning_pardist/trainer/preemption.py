@@ -151,7 +151,7 @@ class PreemptionHandler:
         watchdog = self._context.distributed.watchdog
         asked = max(self._asked, watchdog.asked if watchdog is not None else _GO_ON)
         if self._context.dims.world_size == 1:
-            return self._asked
+            return asked
         if not self._context.in_lockstep:
             return self._agreed_apart(asked)
         agreed = _GO_ON

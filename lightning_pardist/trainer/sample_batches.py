@@ -80,9 +80,10 @@ class SampleBatches:
             NoSampleError: If there is no data.
         """
         batches = self.of(_STAGES[self._trainer.state.fn or TrainerFn.FITTING])
-        if not batches:
+        found = next((batch for batch in batches if batch is not None), None)
+        if found is None:
             raise NoSampleError("no data loader is defined")
-        return batches[0]
+        return found
 
     def of(self, stage: RunningStage) -> list[Any]:
         """The first batch of each loader of a stage, on this rank's device, as the step function will get it.
@@ -91,7 +92,8 @@ class SampleBatches:
             stage: Whose loaders.
 
         Returns:
-            One batch for training; one a loader for evaluation. Empty if the stage has no loader.
+            One batch for training; one a loader for evaluation, None for a loader without any. Empty if the stage has
+            no loader with a batch.
 
         Raises:
             NoSampleError: If a loader has no batch.
@@ -170,7 +172,7 @@ class SampleBatches:
             self._answer(source, loaders, [None] * len(combined.flattened), drawn)
             return []
         try:
-            found = [self._first_of(loader) for loader in combined.flattened]
+            found = [self._first_if_any(loader, stage) for loader in combined.flattened]
         except NoSampleError as problem:
             raise NoSampleError(f"{source.name}: {problem}") from problem
         if stage == RunningStage.TRAINING:
@@ -179,6 +181,7 @@ class SampleBatches:
         self._answer(source, loaders, [taken for _, taken in found], drawn)
         firsts = [batch for batch, _ in found]
         if combine_mode(combined) == "sequential":
+            # A loader without a batch has no step: None keeps the place of the others.
             batches = list(enumerate(firsts))
         else:
             batches = [(0, tree_unflatten(firsts, combine_spec(combined)))]
@@ -200,6 +203,12 @@ class SampleBatches:
 
         source.__dict__["dataloader"] = dataloader
         self._sources.append(source)
+
+    def _first_if_any(self, loader: Any, stage: RunningStage) -> tuple[Any, _Taken | None]:
+        """The first batch; None where an evaluation's loader has none, which Lightning's loop passes by."""
+        if stage != RunningStage.TRAINING and sized_len(loader) == 0:
+            return None, None
+        return self._first_of(loader)
 
     def _first_of(self, loader: Any) -> tuple[Any, _Taken | None]:
         if isinstance(loader, (list, tuple)):

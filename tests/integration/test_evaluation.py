@@ -1,5 +1,7 @@
 """Validate, test and predict: one process' metrics for every size of dataset, and no rank left waiting."""
 
+import os
+
 import lightning.pytorch as pl
 import psutil
 import pytest
@@ -299,31 +301,64 @@ class BatchReader(DataLoader):
 
 
 class Sees(Plain):
+    def __init__(self):
+        super().__init__()
+        self.seen = {"train": [], "val": []}
+
     def training_step(self, batch, batch_idx):
-        (points,) = batch
-        self.log("seen", float(points.flatten(0, -2).sum(0)[0]), reduce_fx="sum", on_epoch=True, on_step=False)
-        self.log("batches", float(points.dim() == 2), reduce_fx="sum", on_epoch=True, on_step=False)
-        return self.layer(points).mean()
+        assert batch[0].dim() == 2
+        self.seen["train"].append(batch[0][:, 0].tolist())
+        return self.layer(batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        assert batch[0].dim() == 2
+        self.seen["val"] += batch[0][:, 0].tolist()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def _drawn_batches():
-    points = TensorDataset(torch.arange(10.0)[:, None].expand(10, 3).clone())
-    drawn = BatchSampler(RandomSampler(points), batch_size=2, drop_last=False)
-    found = []
-    for loader in (BatchReader(points, batch_size=2), DataLoader(points, batch_size=None, sampler=drawn)):
-        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
-        trainer = quiet_trainer(strategy="pardist_ddp", devices=2, max_epochs=1, limit_val_batches=1.0)
-        trainer.fit(Sees(), loader, loader)
-        found.append([float(trainer.callback_metrics[name]) for name in ("seen", "batches", "count")])
+    points = TensorDataset(torch.arange(12.0)[:, None].expand(12, 3).clone())
+    mine = DistributedSampler(
+        points, shuffle=False, num_replicas=2, rank=dist.get_rank() if dist.is_initialized() else 0
+    )
+    half = SequentialSampler(range(6))
+    loaders = {
+        "subclass": BatchReader(points, batch_size=2),
+        "in order": DataLoader(points, batch_size=None, sampler=BatchSampler(SequentialSampler(points), 2, False)),
+        "shuffled": DataLoader(points, batch_size=None, sampler=BatchSampler(RandomSampler(points), 2, False)),
+        "half": DataLoader(points, batch_size=None, sampler=BatchSampler(half, 2, False)),
+        "by batch_sampler": DataLoader(points, batch_sampler=BatchSampler(RandomSampler(points), 2, False)),
+        "shares": DataLoader(points, batch_size=None, sampler=BatchSampler(mine, 2, False)),
+        "shares by batch_sampler": DataLoader(points, batch_sampler=BatchSampler(mine, 2, False)),
+    }
+    found = {}
+    for name, loader in loaders.items():
+        # Ranks whose own random numbers differ.
+        torch.manual_seed(int(os.environ.get("RANK", "0")) + 5)
+        settings = {"max_epochs": 2, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
+        trainer = quiet_trainer(strategy="pardist_ddp", devices=2, **settings)
+        module = Sees()
+        trainer.fit(module, loader, loader)
+        found[name] = module.seen
     return found
 
 
 def test_samplers_that_draw_batches():
-    # Ten samples, in three batches of each rank, whatever the ranks' own random numbers are.
-    assert run_ranks(2, _drawn_batches) == [[[45.0, 6.0, 10.0]] * 2] * 2
+    first, second = run_ranks(2, _drawn_batches)
+    for name in first:
+        size = 6 if name == "half" else 12
+        batches = [first[name]["train"], second[name]["train"]]
+        # Both epochs have every sample once, over both ranks.
+        for epoch in (0, 1):
+            half = len(batches[0]) // 2
+            drawn = [each for rank in batches for batch in rank[epoch * half :][:half] for each in batch]
+            assert sorted(drawn) == list(range(size)), name
+        assert sorted(first[name]["val"] + second[name]["val"]) == sorted([*range(size)] * 2), name
+    assert first["in order"]["train"] == [[0, 2], [4, 6], [8, 10]] * 2
+    shuffled = first["shuffled"]["train"]
+    assert shuffled[:3] != shuffled[3:]
 
 
 def _limits(strategy="pardist_ddp", devices=2):

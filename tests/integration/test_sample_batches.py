@@ -165,19 +165,25 @@ def _without_validation(strategy="auto", devices=1):
     return snapshot(module)
 
 
-def _with_nothing_to_validate(strategy="auto", devices=1):
-    torch.manual_seed(1)
-    module = NoneForValidation("slice")
-    module.val_dataloader = lambda: DataLoader([])
-    quiet_trainer(strategy=strategy, devices=devices, max_epochs=1, limit_val_batches=1.0).fit(module)
-    return snapshot(module)
+def _with_little_to_validate(strategy="auto", devices=1):
+    found = {}
+    for kind in ("nothing", "one of two"):
+        torch.manual_seed(1)
+        module = NoneForValidation("slice")
+        module.validation_step = lambda batch, batch_idx, dataloader_idx=0: None
+        loaders = [DataLoader([])] if kind == "nothing" else [DataLoader([]), module.train_dataloader()]
+        trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=1, limit_val_batches=1)
+        trainer.fit(module, val_dataloaders=loaders)
+        found[kind] = snapshot(module)
+    return found
 
 
 @pytest.mark.parametrize("strategy", ["pardist_pp", "pardist_tp"])
 def test_validation_loaders_without_a_batch_are_left_out(strategy):
-    want = _with_nothing_to_validate()
-    for got in run_ranks(2, _with_nothing_to_validate, strategy, 2):
-        assert_close(got, want)
+    want = _with_little_to_validate()
+    for got in run_ranks(2, _with_little_to_validate, strategy, 2):
+        for kind, values in got.items():
+            assert_close(values, want[kind])
 
 
 def test_no_validation_loader_where_none_runs():

@@ -377,7 +377,8 @@ class StepRecorder:
             with self._as_in(stage):
                 batches = self._batches(stage)
             for index, batch in enumerate(batches):
-                yield _Sample(stage, index, len(batches), batch, batch)
+                if batch is not None:
+                    yield _Sample(stage, index, len(batches), batch, batch)
 
     def _batches(self, stage: RunningStage) -> list[Any]:
         try:

@@ -84,7 +84,7 @@ class ForeignWrites:
         if any(state.get(param) is not its for param, its in shown.items()) or any(places.values()):
             raise RuntimeError(
                 f"The state of {name} was cleared or replaced during training. Servers have the state, and would not"
-                " know: use pardist_ps."
+                " know: use pardist_ps without dedicated_servers."
             )
         self.check_values(params)
 
@@ -101,7 +101,8 @@ class ForeignWrites:
             raise RuntimeError(
                 f"A parameter of {type(self._optimizer).__name__} was written to outside of its step. Servers have the"
                 " parameters, and would not know: change them by gradients, leave what has none out of the optimizer,"
-                " put other weights in place for a validation in on_validation_epoch_start, or use pardist_ps."
+                " put other weights in place for a validation in on_validation_epoch_start, or use pardist_ps"
+                " without dedicated_servers."
             )
 
 

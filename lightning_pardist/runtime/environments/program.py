@@ -13,8 +13,11 @@ def program_key() -> str:
 
 
 def asks_for_alias() -> bool:
-    """Whether ``PARDIST_ALIAS_PYTORCH_LIGHTNING`` is set, by the user or the process that started this one."""
-    return os.environ.get("PARDIST_ALIAS_PYTORCH_LIGHTNING", "0") not in ("", "0")
+    """Whether ``PARDIST_ALIAS_PYTORCH_LIGHTNING`` is set; by the process that started this one only where it can be."""
+    value = os.environ.get("PARDIST_ALIAS_PYTORCH_LIGHTNING", "0")
+    if value == "inherited":
+        return "pytorch_lightning" not in sys.modules and "lightning_fabric" not in sys.modules
+    return value not in ("", "0")
 
 
 def global_seed() -> int:
