@@ -96,7 +96,8 @@ class AutoStrategy(PardistStrategy):
             return
         begin = time.perf_counter()
         with undisturbed_random():
-            profile = measure_rank(self.root_device, hosts=self._hosts(), keeps_memory=self.keep_freed_memory)
+            keeps = self.keep_freed_memory
+            profile = measure_rank(self.root_device, hosts=self._hosts(), keeps_memory=keeps, by_size=False)
             measured_s = time.perf_counter() - begin
             answer = self._planned(trainer, profile) if self.global_rank == 0 else None
         self.chosen, lines = self._told(answer)

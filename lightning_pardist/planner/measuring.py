@@ -69,13 +69,17 @@ def _rank(rank: int, num_ranks: int, path: str, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-def measure_rank(device: torch.device, *, hosts: Sequence[str], keeps_memory: bool = True) -> DeviceProfile:
+def measure_rank(
+    device: torch.device, *, hosts: Sequence[str], keeps_memory: bool = True, by_size: bool = True
+) -> DeviceProfile:
     """The profile of the slowest rank, measured on all at the same time. Collective over the world.
 
     Args:
         device: This rank's.
         hosts: The name of every rank's host, the same list on all ranks.
         keeps_memory: Whether, on CPU, the allocator keeps what is freed, from now on: as strategies have it.
+        by_size: Whether single operators and messages are measured by size too, for seconds that are closer to real
+            ones. That takes several seconds more.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if device.type == "cpu" and keeps_memory:
@@ -88,8 +92,10 @@ def measure_rank(device: torch.device, *, hosts: Sequence[str], keeps_memory: bo
     slowest = torch.tensor(list(rates.values()), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
     rates = dict(zip(rates, slowest.tolist(), strict=True))
-    inside, between, share, messages = _links(device, hosts, rank)
-    operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device, rounds=3)))
+    inside, between, share, messages = _links(device, hosts, rank, by_size=by_size)
+    operators: Rates = {}
+    if by_size:
+        operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device, rounds=3)))
     name, memory, reserved = _smallest(_device_facts(device, hosts.count(hosts[rank])))
     sources = [f"measured by pardist doctor on {world_size} ranks of {platform.node()}, torch {torch.__version__}"]
     sheet = data_sheet_of(name)
@@ -130,9 +136,11 @@ def nodes_of(hosts: Sequence[str]) -> list[list[int]]:
     return list(nodes.values())
 
 
-def _links(device: torch.device, hosts: Sequence[str], rank: int) -> tuple[Link | None, Link | None, float, Rates]:
+def _links(
+    device: torch.device, hosts: Sequence[str], rank: int, *, by_size: bool
+) -> tuple[Link | None, Link | None, float, Rates]:
     """The slowest link inside a node and that between nodes, None where there is none; of those inside a node how busy
-    messages keep us, and rates by kind and size. Collective over the world.
+    messages keep us, and if asked for rates by kind and size. Collective over the world.
     """
     nodes = nodes_of(hosts)
     # Every rank makes every group, in one order.
@@ -144,6 +152,8 @@ def _links(device: torch.device, hosts: Sequence[str], rank: int) -> tuple[Link 
     share = _busy_share(groups[node]) if device.type == "cpu" and inside is not None else 0.0
     found = _gathered((inside, between, share))
     insides, betweens, shares = zip(*found, strict=True)
+    if not by_size:
+        return _slowest(insides), _slowest(betweens), max(shares), {}
     rates = _message_rates(device, groups[node], inside) if inside is not None else {}
     alike = all(len(ranks) == len(nodes[0]) for ranks in nodes)
     return _slowest(insides), _slowest(betweens), max(shares), _slowest_rates(rates) if alike else {}

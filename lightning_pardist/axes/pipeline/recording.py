@@ -164,6 +164,8 @@ class StepRecorder:
     ) -> None:
         self.check_samples = check_samples
         self._found: dict[Any, Any] = {} if found is None else found
+        # Without values, as plans are made, numbers of parts and of the whole tell nothing.
+        self._rehearsed = found is not None
         self.trainer = trainer
         self.loss_weight: LossWeight = loss_weight
         self._loss = LossMakeup()
@@ -268,7 +270,7 @@ class StepRecorder:
     def _why_whole(self, sample: _Sample, rules: Mapping[StepKey, Rules]) -> str | None:
         """Why a batch is not to be cut, where nobody has said into how many parts; None if it may be."""
         found = rules.get(sample.key)
-        if found is None or not self.microbatching.is_free or self.settings.split_batch is not None:
+        if found is None or self._rehearsed or not self.microbatching.is_free or self.settings.split_batch is not None:
             return None
         if found.mixing is not None:
             return f"{found.mixing} mixes the samples of a batch"
