@@ -1,4 +1,4 @@
-"""Time, traffic, state and memory of Muon's step beside AdamW's: ``python -m benchmarks.optimizer_step [--ranks N]``.
+"""Time, traffic, state and memory of Muon's step beside AdamW's: ``python -m benchmarks.optimizer_step``.
 
 On the matrices of a GPT, under one strategy, both train in turns in the same processes: AdamW steps on what each rank
 holds, Muon on whole matrices that one rank each owns. Medians of the slowest rank's times. Columns:
@@ -11,47 +11,87 @@ holds, Muon on whole matrices that one rank each owns. Medians of the slowest ra
 - ``ratio, both apart``: (training - update) of Muon by (training - update) of AdamW.
 - ``ratio, CPU``: the first ratio of processor time of all ranks (threads that send and receive included) in place of
   time by the clock: what it is on a machine that others use too.
-- ``sent``: bytes that a rank sends for the update beside what AdamW's step sends, by the plan, in models of fp32; and
-  read off the network interface, what all ranks send in a training step, in models. ``state``: of the rank with most.
+- ``sent``: bytes that a rank sends for the update beside what AdamW's step sends, by the plan, in models of fp32; what
+  all ranks send in a training step, in models, read off the network interface, and the most that it is by formula.
+  ``state``: of the rank with most, in models.
 - ``peak``: with ``--peak``, in processes of their own, by how much resident memory rose at most from before the
   module was made, in MB, on the rank with most.
+
+With ``--peers``, Muon of other packages that are installed beside it, under torch's own strategies by hand, see
+:mod:`benchmarks.optimizer_peers`; they are compared with AdamW there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import socket
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import describe
+from benchmarks.network import isolate, loopback_bytes
+
 _STRATEGIES = ("zero1", "zero2", "zero3")
+_BY_HAND = ("fully_shard", "torch_ddp")
 #: The first one is what others are compared with.
 _KINDS = ("AdamW", "Muon")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.optimizer_step")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--strategies", nargs="+", default=_STRATEGIES, choices=_STRATEGIES)
+    parser.add_argument("--peers", action="store_true", help="Muon of other packages too")
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch", type=int, default=4, help="sequences of 128 tokens a rank")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each optimizer, of which the first is dropped")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for all rounds on as many ranks")
     parser.add_argument("--peak", action="store_true", help="memory too, in processes of its own")
+    parser.add_argument("--at-once", type=int, default=1, help="runs for memory at a time")
     parser.add_argument("--output", type=Path, help="where the numbers go as well")
     options = parser.parse_args()
-    rows = _run(options, options.strategies, _KINDS)
+    # Nothing else is counted then.
+    isolate()
+    strategies = [*options.strategies, *(_BY_HAND if options.peers else ())]
+    rows = []
+    for ranks in options.ranks:
+        rows += _run(options, ranks, [(strategy, _kinds(strategy)) for strategy in strategies])
+        # A run that is cut off has this.
+        _show(rows, options.output)
     if options.peak:
         options.rounds = 3
-        for row in rows:
-            row["peak_mb"] = _run(options, [row["strategy"]], [row["optimizer"]])[0]["rise_mb"]
+        with ThreadPoolExecutor(options.at_once) as pool:
+            peaks = pool.map(lambda row: _run(options, row["ranks"], [(row["strategy"], [row["optimizer"]])]), rows)
+            for row, (found,) in zip(rows, peaks, strict=True):
+                row["peak_mb"] = found["rise_mb"]
+        _show(rows, options.output)
+
+
+def _show(rows: Sequence[dict[str, Any]], output: Path | None) -> None:
+    _print(rows)
+    if output is not None:
+        output.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1))
+
+
+def _kinds(strategy: str) -> Sequence[str]:
+    if strategy in _STRATEGIES:
+        return _KINDS
+    from benchmarks.optimizer_peers import peers
+
+    return peers(strategy)
+
+
+def _print(rows: Sequence[dict[str, Any]]) -> None:
     names = (
         "step",
         "update",
@@ -61,14 +101,15 @@ def main() -> None:
         "ratio, CPU",
         "sent, plan",
         "sent, wire",
+        "sent, formula",
         "state",
         "peak",
     )
-    print("| strategy | optimizer | " + " | ".join(names) + " |\n" + "| --- " * (len(names) + 2) + "|")
+    print("| ranks | strategy | optimizer | " + " | ".join(names) + " |\n" + "| --- " * (len(names) + 3) + "|")
     for row in rows:
-        print(_line(row, next(each for each in rows if each["strategy"] == row["strategy"])))
-    if options.output is not None:
-        options.output.write_text(json.dumps(rows, indent=1))
+        place = [row[key] for key in ("ranks", "strategy")]
+        base = next(each for each in rows if [each[key] for key in ("ranks", "strategy")] == place)
+        print(_line(row, base))
 
 
 def _line(row: dict[str, Any], base: dict[str, Any]) -> str:
@@ -80,36 +121,54 @@ def _line(row: dict[str, Any], base: dict[str, Any]) -> str:
     )
     times = [f"{row[key]:.1f} ms" for key in ("step_ms", "update_ms", "training_ms")]
     shown = [f"{value:.2f}" for value in ratios] if row is not base else [""] * len(ratios)
-    sent = [f"{row[key]:.3f}" for key in ("sent", "wire", "state")]
+    sent = [f"{row[key]:.3f}" if row[key] is not None else "" for key in ("sent", "wire", "most", "state")]
     peak = [f"{row['peak_mb']:.0f} MB" if "peak_mb" in row else ""]
-    return "| " + " | ".join([row["strategy"], row["optimizer"], *times, *shown, *sent, *peak]) + " |"
+    return (
+        "| " + " | ".join([str(row["ranks"]), row["strategy"], row["optimizer"], *times, *shown, *sent, *peak]) + " |"
+    )
 
 
-def _run(options: Any, strategies: Sequence[str], kinds: Sequence[str]) -> list[dict[str, Any]]:
+def _run(options: Any, ranks: int, parts: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
     import torch.multiprocessing as mp
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, args=(options, strategies, kinds, port, queue), nprocs=options.ranks)
+    mp.spawn(_rank, args=(options, ranks, parts, port, queue), nprocs=ranks)
     found: list[dict[str, Any]] = queue.get()
     return found
 
 
-def _rank(rank: int, options: Any, strategies: Sequence[str], kinds: Sequence[str], port: int, queue: Any) -> None:
+def _rank(
+    rank: int, options: Any, ranks: int, parts: Sequence[tuple[str, Sequence[str]]], port: int, queue: Any
+) -> None:
+    # What other packages compile takes longer than a run.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", TORCHDYNAMO_DISABLE="1")
     import lightning_pardist  # noqa: F401, I001
     import torch
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # What modules take is in memory before it is measured.
+    from lightning_pardist.engines.fsdp import shard  # noqa: F401
+    from lightning_pardist.engines.zero import ZeroEngine  # noqa: F401
+    from recipes.gpt.model import GPT  # noqa: F401
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
-    rows = [row for strategy in strategies for row in _measure(strategy, kinds, options)]
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    end = time.perf_counter() + options.limit
+    rows: list[dict[str, Any]] = []
+    for index, (strategy, kinds) in enumerate(parts):
+        left = (end - time.perf_counter()) / (len(parts) - index)
+        rows += _measure(strategy, kinds, options, left)
     if rank == 0:
         queue.put(rows)
     dist.barrier()
     dist.destroy_process_group()
+
+
+#: By optimizer, times of its update in one process by the clock and of the processor.
+_ALONE: dict[str, tuple[list[float], list[float]]] = {}
 
 
 class _Run:
@@ -117,6 +176,7 @@ class _Run:
 
     def __init__(self, strategy: str, kind: str, options: Any) -> None:
         import torch
+        import torch.distributed as dist
 
         from recipes.gpt.model import GPT
 
@@ -130,17 +190,26 @@ class _Run:
         self.training_cpu_s: list[float] = []
         self.update_cpu_s: list[float] = []
         self.wire_bytes: list[int] = []
+        self.kind = kind
+        self._forward: Any = self.module
         self._shapes = [param.shape for param in self.module.parameters() if param.requires_grad]
-        if strategy == "zero3":
+        if strategy in _BY_HAND:
+            from benchmarks.optimizer_peers import ByHand
+
+            by_hand = ByHand(strategy, self.module)
+            self._forward, self.engine = by_hand.forward, by_hand
+            self.optimizer = self._make(kind, mesh=by_hand.mesh)
+            self.around: Any = lambda step, *args: step(*args)
+        elif strategy == "zero3":
             from torch.distributed.device_mesh import init_device_mesh
 
             from lightning_pardist.engines.fsdp import ShardedDataEngine, find_fsdp_units, shard
 
-            mesh = init_device_mesh("cpu", (options.ranks,))
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             sharded = shard(self.module, mesh, units=find_fsdp_units(self.module, min_unit_bytes=1))
             self.optimizer = self._make(kind)
             self.engine: Any = ShardedDataEngine(sharded, [self.optimizer], accumulate="sharded")
-            self.around: Any = sharded.run
+            self.around = sharded.run
         else:
             from lightning_pardist.collectives import world_group
             from lightning_pardist.engines.zero import ZeroEngine
@@ -148,21 +217,26 @@ class _Run:
             self.optimizer = self._make(kind)
             self.engine = ZeroEngine(self.module, [self.optimizer], group=world_group(), zero_stage=int(strategy[-1]))
             self.around = lambda step, *args: step(*args)
-        self.kind = kind
 
-    def _make(self, kind: str, params: Sequence[Any] | None = None) -> Any:
+    def _make(self, kind: str, params: Sequence[Any] | None = None, mesh: Any = None) -> Any:
         import torch
 
         if params is None:
             params = [param for param in self.module.parameters() if param.requires_grad]
-        return torch.optim.AdamW(params, fused=False) if kind == "AdamW" else torch.optim.Muon(params)
+        if kind in _KINDS:
+            return torch.optim.AdamW(params, fused=False) if kind == "AdamW" else torch.optim.Muon(params)
+        from benchmarks.optimizer_peers import make
+
+        return make(params, mesh)
 
     def update_alone(self, times: int) -> None:
-        """The update of all matrices in one process, while the other ranks wait."""
+        """The update of all matrices in one process, while the other ranks wait; once for each optimizer."""
         import torch
         import torch.distributed as dist
 
-        if dist.get_rank() == 0:
+        known = _ALONE.setdefault(self.kind, (self.update_s, self.update_cpu_s))
+        self.update_s, self.update_cpu_s = known
+        if dist.get_rank() == 0 and not self.update_s:
             params = [torch.nn.Parameter(torch.randn(shape)) for shape in self._shapes]
             optimizer = self._make(self.kind, params)
             for _ in range(times):
@@ -179,13 +253,11 @@ class _Run:
         import torch.distributed as dist
         import torch.nn.functional as F
 
-        from tests.helpers.wire import loopback_bytes
-
         def loss_of(x: Any, y: Any) -> Any:
-            return F.cross_entropy(self.module(x).flatten(0, 1), y.flatten())
+            return F.cross_entropy(self._forward(x).flatten(0, 1), y.flatten())
 
         dist.barrier()
-        sent, begin, cpu = loopback_bytes(), time.perf_counter(), time.process_time()
+        sent, begin, cpu = loopback_bytes() or 0, time.perf_counter(), time.process_time()
         loss = self.around(loss_of, tokens[:, :-1], tokens[:, 1:])
         context: AbstractContextManager[None] = self.engine.backward(loss)
         with context:
@@ -198,7 +270,7 @@ class _Run:
         used = torch.tensor(time.process_time() - cpu)
         self.optimizer.zero_grad()
         dist.barrier()
-        self.wire_bytes.append(loopback_bytes() - sent)
+        self.wire_bytes.append((loopback_bytes() or 0) - sent)
         slowest = torch.tensor([end - middle, end - begin])
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         dist.all_reduce(used)
@@ -208,7 +280,7 @@ class _Run:
             times.append(value)
 
 
-def _measure(strategy: str, kinds: Sequence[str], options: Any) -> list[dict[str, Any]]:
+def _measure(strategy: str, kinds: Sequence[str], options: Any, limit_s: float) -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
@@ -218,7 +290,12 @@ def _measure(strategy: str, kinds: Sequence[str], options: Any) -> list[dict[str
     before = _resident_mb()
     runs = [_Run(strategy, kind, options) for kind in kinds]
     generator = torch.Generator().manual_seed(dist.get_rank())
+    ranks, begin = dist.get_world_size(), time.perf_counter()
     for index in range(options.rounds):
+        late = torch.tensor(float(index > 1 and time.perf_counter() - begin > limit_s))
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+        if late.item():
+            break
         tokens = torch.randint(256, (options.batch, 129), generator=generator)
         for run in runs if index % 2 else runs[::-1]:
             run.train(tokens)
@@ -229,7 +306,7 @@ def _measure(strategy: str, kinds: Sequence[str], options: Any) -> list[dict[str
     for run in runs:
         psi = sum(param.numel() for param in run.module.parameters() if param.requires_grad)
         updates = updates_of(run.optimizer)
-        sent = torch.tensor(0.0 if updates is None else updates.sent_bytes / options.rounds / 4 / psi)
+        sent = torch.tensor(0.0 if updates is None else updates.sent_bytes / len(run.step_s) / 4 / psi)
         held = sum(
             own_part(value).numel()
             for state in run.optimizer.state.values()
@@ -242,21 +319,35 @@ def _measure(strategy: str, kinds: Sequence[str], options: Any) -> list[dict[str
             {
                 "strategy": strategy,
                 "optimizer": run.kind,
-                "ranks": options.ranks,
+                "ranks": ranks,
+                "rounds": len(run.step_s),
                 "parameters": psi,
                 "step_ms": statistics.median(run.step_s[1:]) * 1e3,
-                "update_ms": statistics.median(run.update_s[1:] or [0.0]) / options.ranks * 1e3,
+                "update_ms": statistics.median(run.update_s[1:] or [0.0]) / ranks * 1e3,
                 "training_ms": statistics.median(run.training_s[1:]) * 1e3,
                 "update_cpu_ms": statistics.median(run.update_cpu_s[1:] or [0.0]) * 1e3,
                 "training_cpu_ms": statistics.median(run.training_cpu_s[1:]) * 1e3,
                 "sent": found[0].item(),
                 "wire": statistics.median(run.wire_bytes[1:]) / 4 / psi,
+                "most": _most_sent(strategy, run.kind, ranks),
                 "state": found[1].item(),
                 "rise_mb": found[2].item(),
             }
         )
         run.engine.detach()
     return rows
+
+
+def _most_sent(strategy: str, kind: str, ranks: int) -> float | None:
+    """What all ranks send in a training step, in models: ``2 Psi (N-1)/N`` a rank, ``3 Psi (N-1)/N`` under ZeRO-3.
+
+    The update of whole matrices adds at most ``Psi/N (N-1)/N`` a rank of gradients and of new values each, and under
+    ZeRO-3 of values.
+    """
+    if strategy in _BY_HAND:
+        return None
+    ways = 3 if strategy == "zero3" else 2
+    return ways * (ranks - 1) + (ways * (ranks - 1) / ranks if kind == "Muon" else 0.0)
 
 
 def _resident_mb() -> float:

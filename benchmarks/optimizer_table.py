@@ -3,15 +3,20 @@
 Trains with every set of hyperparameters of torch's own table of tests (needs ``expecttest``) and with optimizers of
 PyPI that are installed (transformers, pytorch-optimizer, schedulefree), in fp64, with different data on every rank,
 learning rate schedules, accumulation and clipping, and prints the table of docs/optimizers.md: how many sets an
-optimizer has, and the largest relative difference of losses, weights and optimizer state after four steps among them.
-The column "rounding alone" is one process that adds up the samples of each batch in another order.
+optimizer has, and the largest relative difference of losses, weights and optimizer state after four steps among them;
+in a row of its own (*) of those that are further from themselves on one process when they are rounded otherwise.
+The columns "rounding alone" and "one ulp" are one process that adds up the samples of each batch in another order, and
+one whose gradients are all moved to the next number (the worst of six draws): what an algorithm makes of rounding by
+itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +25,34 @@ from tests.helpers.optimizer_families import families
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.integration import test_optimizers as cells
 
+#: What docs/optimizers.md calls the rows of the cells.
+_TITLES = {
+    "ddp-2": "DDP",
+    "zero1-2": "ZeRO-1",
+    "zero2-2": "ZeRO-2",
+    "zero3-2": "ZeRO-3",
+    "hsdp-4": "HSDP",
+    "tp-2": "TP",
+    "pp-2": "PP",
+    "tp_zero3-4": "TP x ZeRO-3",
+    "3d-8": "PP x TP x ZeRO-3",
+    "islands_zero2-4": "islands x ZeRO-2",
+}
+#: Largest difference that is none.
+_TOLERANCE = 1e-9
 #: Error, or what was said in place of training, of each set of hyperparameters.
 Column = dict[str, float | str]
-#: One process that adds up the samples of each batch in another order: where that alone makes a difference, no other
-#: order of sums, as ranks have it, can be told from a wrong one.
-ROUNDING = "rounding alone"
+#: One process that adds up the samples of each batch in another order, or whose gradients are off by an ulp: where that
+#: alone makes a difference, no other order of sums, as ranks have it, can be told from a wrong one.
+ALONE: dict[str, list[Callable[[str], dict[str, Any]]]] = {
+    "rounding alone": [cells.rounded_otherwise],
+    "one ulp": [functools.partial(cells.moved_by_one_ulp, seed=seed) for seed in range(6)],
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.optimizer_table")
-    rows = [ROUNDING, *cells.STRATEGIES]
+    rows = [*ALONE, *cells.STRATEGIES]
     parser.add_argument("--rows", nargs="+", default=rows, choices=rows)
     parser.add_argument("--only", nargs="+", help="optimizers whose names begin like this")
     parser.add_argument("--found", type=Path, required=True, help="JSON file of what is known; this run's is added")
@@ -59,8 +82,10 @@ def _measured(row: str, names: list[str]) -> Column:
             trains.append(name)
         except Exception as error:
             found[name] = f"does not train on one process: {type(error).__name__}: {error}"
-    if row == ROUNDING:
-        return found | {name: _largest_error(cells.rounded_otherwise(name), cells.expected(name)) for name in trains}
+    if row in ALONE:
+        for name in trains:
+            found[name] = max(_largest_error(run(name), cells.expected(name)) for run in ALONE[row])
+        return found
     if not trains:
         return found
     strategy, devices = cells.STRATEGIES[row]
@@ -108,15 +133,25 @@ def _error(got: dict[str, Any], wanted: dict[str, Any]) -> float:
 
 
 def _print(found: dict[str, Column]) -> None:
-    print("| optimizer | sets | " + " | ".join(found) + " |")
-    print("| --- | --- |" + " --- |" * len(found))
+    order = [row for row in (*ALONE, *_TITLES) if row in found]
+    order += [row for row in found if row not in order]
+    print("| optimizer | sets | " + " | ".join(_TITLES.get(row, row) for row in order) + " |")
+    print("| --- | --- |" + " --- |" * len(order))
     said: dict[str, int] = {}
     for family, sets in families().items():
-        of_rows = [[known[name] for name in sets if name in known] for known in found.values()]
-        if any(of_rows):
-            print(f"| {family} | {len(sets)} | " + " | ".join(_cell(values, said) for values in of_rows) + " |")
+        moved = [name for name in sets if _moves_alone(name, found)]
+        for title, names in ((family, [name for name in sets if name not in moved]), (f"{family} *", moved)):
+            of_rows = [[found[row][name] for name in names if name in found[row]] for row in order]
+            if any(of_rows):
+                print(f"| {title} | {len(names)} | " + " | ".join(_cell(values, said) for values in of_rows) + " |")
     for text, number in said.items():
         print(f"\n{number}. {text}")
+
+
+def _moves_alone(name: str, found: dict[str, Column]) -> bool:
+    """Whether one process comes to something else by rounding."""
+    alone = [found[row][name] for row in ALONE if name in found.get(row, {})]
+    return any(not isinstance(error, str) and error > _TOLERANCE for error in alone)
 
 
 def _cell(values: list[float | str], said: dict[str, int]) -> str:

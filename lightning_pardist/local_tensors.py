@@ -33,8 +33,12 @@ def set_own_part(tensor: Tensor, part: Tensor) -> None:
 
 def wrapped_like(part: Tensor, like: Tensor) -> Tensor:
     """``part`` lying as ``like`` does: as a DTensor around this very tensor if that is one. Not collective."""
-    # The constructor, and not from_local(), which would wrap a view of the part.
-    return around(part, spec_of(like)) if isinstance(like, DTensor) else part
+    if not isinstance(like, DTensor):
+        return part
+    # Not from_local(), which would wrap a view of the part, or a copy on the mesh's device if the part is on the host.
+    if part.dtype == like.dtype:
+        return around(part, spec_of(like))
+    return around(part, make_spec(like.device_mesh, like.placements, like.shape, like.stride(), part.dtype))
 
 
 def tensor_axis(tensor: Tensor) -> int | None:
@@ -44,6 +48,11 @@ def tensor_axis(tensor: Tensor) -> int | None:
     """
     names = (tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None) or ()
     return next((names.index(axis) for axis in (TENSOR_AXIS, EXPERT_AXIS) if axis in names), None)
+
+
+def is_over(tensor: Tensor, axis: str) -> bool:
+    """Whether a tensor lies on a mesh that has an axis of this name."""
+    return isinstance(tensor, DTensor) and axis in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def own_shape(tensor: Tensor) -> torch.Size:

@@ -25,6 +25,7 @@ AXES = (
 PIPELINE_AXIS, TENSOR_AXIS = AXES[1], AXES[-1]
 #: Along which ranks have experts of their own, and see different samples.
 EXPERT_AXIS = "expert_parallel"
+CONTEXT_AXIS = "context_parallel"
 #: Those along which ranks see different samples.
 BATCH_AXES = ("outer_parallel", "data_replicate", "data_shard", "expert_parallel")
 #: Those over which gradients are averaged in every step.

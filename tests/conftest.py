@@ -50,8 +50,8 @@ def _nothing_left_behind():
         dist.destroy_process_group()
         problems.append("a process group")
     pool = {process.pid for one in ranks._pools.values() for process in one.processes}
-    # The last compiles for inductor, and stays.
-    servers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
+    # Inductor's compiles and stays, as does Open MPI's, which Lightning starts where mpi4py is installed.
+    servers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker", "orted ")
     left = {
         child.pid: " ".join(child.cmdline())
         for child in psutil.Process().children()

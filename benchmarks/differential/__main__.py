@@ -30,8 +30,12 @@ RTOL = 1e-5
 #: In fp64, where fp32 is chaotic; a model that computes its loss in fp32 all the same is held to that of fp32.
 RTOL_FP64 = 1e-9
 #: Strategies that cut a rank's batch; the statistics of a batch norm are those of a part there.
-CUT_BATCHES = ("pardist_pp", "pardist_3d")
+CUT_BATCHES = ("pardist_pp", "pardist_pp_gpipe", "pardist_pp_interleaved", "pardist_pp_zb", "pardist_3d")
 TIMEOUT_S = 150.0
+#: Where two ranks are not enough for all axes.
+DEVICES = {"pardist_3d": 4, "pardist_cp_zero3": 4}
+#: Threads of one process.
+THREADED = ("pardist_dp",)
 assert BATCH % 4 == 0
 
 
@@ -97,7 +101,7 @@ def _one(name: str, folder: Path, *, double: bool) -> dict[str, Any]:
 
 def _compare(name: str, strategy: str, folder: Path, wants: dict[bool, Any]) -> tuple[str, str]:
     """``equal``, ``equal in fp64``, ``limit``, ``refused`` with the sentence, ``different`` or ``failed``."""
-    devices = 4 if strategy == "pardist_3d" else 2
+    devices = DEVICES.get(strategy, 2)
     errors: dict[bool, tuple[float, str]] = {}
     for double in (False, True):
         path = folder / f"{strategy}-{double}"
@@ -107,7 +111,16 @@ def _compare(name: str, strategy: str, folder: Path, wants: dict[bool, Any]) -> 
         except RankFailed:
             return "different", f"{errors[False][0]:.1e}: {errors[False][1]} (the model has no fp64)"
         try:
-            ranks = run_ranks(devices, train, name, strategy, devices, str(path), double, timeout_s=TIMEOUT_S)
+            ranks = run_ranks(
+                1 if strategy in THREADED else devices,
+                train,
+                name,
+                strategy,
+                devices,
+                str(path),
+                double,
+                timeout_s=TIMEOUT_S,
+            )
         except RankFailed as failure:
             return _failed(str(failure))
         want = wants[double]

@@ -219,6 +219,22 @@ class RunContext:
         return [module for axis in self.axes for module in axis.closed]
 
     @property
+    def divided_parameters(self) -> list[str]:
+        """Names of parameters that no other axis splits, see :attr:`ParallelAxis.divided_parameters`."""
+        return [name for axis in self.axes for name in axis.divided_parameters]
+
+    @property
+    def in_one_piece(self) -> list[str]:
+        """Names of modules that no cut goes through, see :attr:`ParallelAxis.in_one_piece`."""
+        return [name for axis in self.axes for name in axis.in_one_piece]
+
+    def agree_on_microbatches(self, count: int) -> int:
+        """How many micro-batches a step makes, given how many this rank can make. Collective over some data ranks."""
+        for axis in self.axes:
+            count = axis.agree_on_microbatches(count)
+        return count
+
+    @property
     def runs_a_step(self) -> int:
         """How often a training step runs forward and backward of the module."""
         return max(axis.runs_a_step for axis in self.axes)
@@ -368,6 +384,30 @@ class ParallelAxis:
     def closed(self) -> Sequence[nn.Module]:
         """Modules that this axis runs in collectives of its own, inside of which no other axis is to communicate."""
         return ()
+
+    @property
+    def divided_parameters(self) -> Sequence[str]:
+        """Names of parameters that this axis is going to divide itself, once the module has been observed.
+
+        Axes that split layers leave them whole, and plain.
+        """
+        return ()
+
+    @property
+    def in_one_piece(self) -> Sequence[str]:
+        """Names of modules whose ranks of this axis run each call together, once the module has been observed.
+
+        No other axis cuts them, and ranks call them in one order as often as each other.
+        """
+        return ()
+
+    def agree_on_microbatches(self, count: int) -> int:
+        """How many micro-batches a step makes on all ranks that run modules together. Collective over these.
+
+        Args:
+            count: How many this rank can make; no more than that.
+        """
+        return count
 
     @property
     def runs_a_step(self) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from lightning_pardist.axes.together import raise_together
 from lightning_pardist.axes.zero import ZeroAxis
 from lightning_pardist.checkpoint.tensors import shared_entries
 from lightning_pardist.compat.fsdp2 import is_sharded
+from lightning_pardist.compat.tensors import below_torch_functions
 from lightning_pardist.engines.common.meta_init import on_meta
 from lightning_pardist.engines.common.update_scope import find_scope, has_parameters
 from lightning_pardist.engines.experts import (
@@ -36,7 +39,7 @@ from lightning_pardist.engines.experts.trial import DISPATCHES, Choice, Dispatch
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
 from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.local_tensors import own_part
-from lightning_pardist.mesh import EXPERT_AXIS, EXPERT_GRADIENT_AXES, Degree
+from lightning_pardist.mesh import CONTEXT_AXIS, EXPERT_AXIS, EXPERT_GRADIENT_AXES, REST_AXES, Degree
 from lightning_pardist.settings import one_of
 from lightning_pardist.trainer import trial_run
 from lightning_pardist.trainer.sample_batches import NoSampleError
@@ -81,6 +84,8 @@ class ExpertAxis(ParallelAxis):
         self.runtime: ExpertRuntime | None = None
         self.held: HeldExperts | None = None
         self._gradient_group: dist.ProcessGroup | None = None
+        #: Of the module while it is whole: layers, and what travels in each.
+        self._planned: tuple[list[ExpertLayer], list[Choice]] = [], []
         #: Experts that every rank has whole.
         self._left: list[ExpertLayer] = []
 
@@ -98,14 +103,18 @@ class ExpertAxis(ParallelAxis):
     @override
     def check(self, trainer: pl.Trainer) -> None:
         context, dims = self.context, self.context.dims
-        for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel", "outer_parallel"):
-            if dims.size(axis) > 1:
-                raise ValueError(
-                    f"expert_parallel_size={dims.expert_parallel} and {axis}_size={dims.size(axis)} are not available"
-                    " together yet. Set one of them to 1."
-                )
+        if dims.outer_parallel > 1:
+            raise ValueError(
+                f"expert_parallel_size={dims.expert_parallel} and outer_parallel_size={dims.outer_parallel} are not"
+                " available together yet. Set one of them to 1."
+            )
         if isinstance(context.data_axis, FSDPAxis):
             _check_sharding(context.data_axis, dims.expert_parallel)
+        if self.log_expert_load and dims.pipeline_parallel > 1:
+            raise ValueError(
+                f"log_expert_load=True is not available with pipeline_parallel_size={dims.pipeline_parallel}, where no"
+                " rank sees the layers of all stages. Leave it out."
+            )
         if getattr(context.data_axis, "gradient_compression", None) is not None:
             raise ValueError(
                 f"gradient_compression is not available with expert_parallel_size={dims.expert_parallel}, where"
@@ -144,19 +153,47 @@ class ExpertAxis(ParallelAxis):
     # --- the module ---------------------------------------------------------------------------------------------
 
     @override
+    def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._planned = self.find_plan(trainer, module, size=self.context.dims.expert_parallel)
+
+    @property
+    @override
+    def in_one_piece(self) -> Sequence[str]:
+        layers = self._planned[0] if self.runtime is None else self.runtime.layers
+        return [layer.runner for layer in layers]
+
+    @property
+    @override
+    def divided_parameters(self) -> Sequence[str]:
+        module, layers = self.context.module, self._planned[0]
+        if module is None:
+            return ()
+        return [name for layer in layers for name in layer.parameter_names(module)]
+
+    @override
+    def agree_on_microbatches(self, count: int) -> int:
+        least = torch.tensor([count])
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.context.mesh["expert_parallel"].get_group())
+        return int(least)
+
+    @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         mesh = self.context.mesh["expert_parallel"]
         self._gradient_group = self.context.group_over(*EXPERT_GRADIENT_AXES)
-        layers, choices = self.find_plan(trainer, module, size=mesh.size())
+        (layers, choices), self._planned = self._planned, ([], [])
         self.held = HeldExperts(module, layers, mesh, self._sharding())
-        self.runtime = ExpertRuntime(module, layers, choices, self.held, mesh.get_group())
+        # What is taken apart along the sequence would be so inside of experts; of layers that are split, weights are.
+        aside = below_torch_functions if self.context.dims.context_parallel > 1 else nullcontext
+        ways: dict[str, Any] = {"whole": self.context.plain, "aside": aside}
+        self.runtime = ExpertRuntime(module, layers, choices, self.held, mesh.get_group(), **ways)
 
     def _sharding(self) -> ExpertSharding | None:
         """How ranks that share experts hold them; None where the data axis keeps parameters whole."""
         data, mesh = self.context.data_axis, self.context.mesh
         if not isinstance(data, FSDPAxis):
             return None
-        shared = tuple(axis for axis in EXPERT_GRADIENT_AXES if self.context.dims.size(axis) > 1)
+        dims = self.context.dims
+        shared = tuple(axis for axis in REST_AXES if dims.size(axis) > 1)
         names = (*shared, EXPERT_AXIS)
         policy = data.mp_policy
         return ExpertSharding(
@@ -166,6 +203,7 @@ class ExpertAxis(ParallelAxis):
             compute_dtype=None if policy is None else policy.param_dtype,
             reduce_dtype=None if policy is None else policy.reduce_dtype,
             keep=data.reshard_after_forward is False,
+            copies=mesh[CONTEXT_AXIS].get_group() if dims.context_parallel > 1 else None,
         )
 
     @property
@@ -179,6 +217,8 @@ class ExpertAxis(ParallelAxis):
     @override
     def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         data, runtime = self.context.data_axis, self.runtime
+        if self.held is not None:
+            self.held.forget_missing()
         if isinstance(data, FSDPAxis) and runtime is not None:
             first = data.sharded.join_beside(len(runtime.layers), runtime.answer)
             runtime.share(data.sharded.sequencer, first)
@@ -228,7 +268,7 @@ class ExpertAxis(ParallelAxis):
             self._left = []
             layers = find_layers(module, step, chosen=self.experts, left=self._left)
             _check_chosen(layers, self._left, self.experts)
-            _check_layers(layers, module, name, size=size)
+            _check_layers(layers, module, name, size=size, in_stages=self.context.dims.size("pipeline_parallel") > 1)
             with trainer.precision_plugin.forward_context():
                 choices = choose_routes(module, layers, size=size, dispatch=self.expert_dispatch)
             for layer in self._left:
@@ -420,7 +460,7 @@ def _check_chosen(layers: Sequence[ExpertLayer], left: Sequence[ExpertLayer], pa
         )
 
 
-def _check_layers(layers: Sequence[ExpertLayer], module: nn.Module, step: str, *, size: int) -> None:
+def _check_layers(layers: Sequence[ExpertLayer], module: nn.Module, step: str, *, size: int, in_stages: bool) -> None:
     """Refuse a module without experts, or with a number of them that does not divide.
 
     Raises:
@@ -437,6 +477,12 @@ def _check_layers(layers: Sequence[ExpertLayer], module: nn.Module, step: str, *
             raise ValueError(
                 f"The experts {layer.name!r} are called by {step} itself, outside of any module's forward. Call them in"
                 " the forward of a module of their own, or use pardist_zero3."
+            )
+        if in_stages and not layer.runner:
+            raise ValueError(
+                f"The experts {layer.name!r} are called by the forward of {type(module).__name__} itself, which every"
+                " stage of a pipeline runs. Call them in the forward of a module of their own, or leave"
+                " pipeline_parallel_size out."
             )
         if layer.count % size:
             raise ValueError(

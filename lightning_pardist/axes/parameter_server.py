@@ -24,6 +24,7 @@ from lightning_pardist.engines.servers import Roles, ServedUpdates, Worker, serv
 from lightning_pardist.engines.servers.update_log import next_run
 from lightning_pardist.mesh import Degree, ParallelDims
 from lightning_pardist.settings import positive
+from lightning_pardist.trainer.layer_sync import converts
 from lightning_pardist.trainer.ranks_apart import outcome_of
 
 #: A server waits for its workers' requests for as long as they live; a worker's own waits have the user's bound.
@@ -123,7 +124,7 @@ class ParameterServerAxis(ParallelAxis):
         )
         if self.in_lockstep:
             return
-        if layer_sync(trainer.strategy) is not None:  # type: ignore[arg-type]
+        if converts(layer_sync(trainer.strategy), trainer.lightning_module):  # type: ignore[arg-type]
             raise ValueError(
                 f"sync_batchnorm=True needs all workers in each forward, and workers of {name} do not wait for each"
                 " other. Leave it out, or use pardist_ps."

@@ -35,6 +35,7 @@ from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, LossSeeds
 from lightning_pardist.engines.pipeline.nested import map_leaves
 from lightning_pardist.engines.replicas import ReplicaThreads, WeighedLoss, replicate
 from lightning_pardist.mesh import ParallelDims
+from lightning_pardist.trainer.layer_sync import converts
 from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
 from lightning_pardist.trainer.patch_stack import Patch
 from lightning_pardist.trainer.sample_batches import undisturbed_random
@@ -258,7 +259,7 @@ def _why_not(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
         return "is compiled as a whole, and compiled code is bound to the module that it was made from"
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return "takes dataloader_iter in training_step, and each batch has to be cut"
-    if layer_sync(trainer.strategy) is not None:  # type: ignore[arg-type]
+    if converts(layer_sync(trainer.strategy), module):  # type: ignore[arg-type]
         return "is to have sync_batchnorm=True, and threads exchange no statistics"
     for name, each in module.named_modules():
         if isinstance(each, torch.jit.ScriptModule):

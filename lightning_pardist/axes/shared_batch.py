@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import random
+import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,8 +19,9 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis
-from lightning_pardist.compat import pytree
+from lightning_pardist.axes.first_batch import of_first_rank
 from lightning_pardist.engines.common.devices import device_in_use, random_state
+from lightning_pardist.engines.pipeline.nested import flatten
 from lightning_pardist.engines.tensor import TensorRuntime
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
@@ -38,6 +43,8 @@ class SharedBatchAxis(ParallelAxis):
     def __init__(self) -> None:
         self.runtime: TensorRuntime | None = None
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
+        #: Whether ranks have once had different random numbers, or samples.
+        self._has_drifted = self._has_shared = False
 
     @override
     def why_not_compiled(self, whole_step: bool) -> str:
@@ -56,7 +63,7 @@ class SharedBatchAxis(ParallelAxis):
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.runtime is None:
             return step(*args, **kwargs)
-        self._agree(self.runtime, (args, kwargs))
+        args, kwargs = self._agree(self.runtime, (args, kwargs))
         return self.plain(step(*args, **kwargs))
 
     @override
@@ -81,21 +88,60 @@ class SharedBatchAxis(ParallelAxis):
         dist.broadcast_object_list(states, group_src=0, group=group)
         set_rng_state(states[0])
 
-    def _agree(self, runtime: TensorRuntime, batch: Any) -> None:
-        """Refuse different samples on the ranks of one group, and bring random streams together again.
+    def _agree(self, runtime: TensorRuntime, given: Any) -> Any:
+        """The same samples on the ranks of one group, and the same random numbers. Collective over the group.
 
         One small gather a step. Random streams drift where one rank does something that others do not (a picture drawn
-        on the first rank, say), and with them dropout, which would be wrong in silence.
+        on the first rank, say), and with them dropout, which would be wrong in silence, and the order of samples.
+
+        Args:
+            runtime: Of the group.
+            given: What this rank's step was given.
+
+        Returns:
+            The same; the first rank's where ranks were given different samples.
         """
-        samples, random = runtime.meet("step", _fingerprint(batch), _random_fingerprint()).unbind(1)
+        group = runtime.group.process_group
+        samples, states = runtime.meet("step", self._fingerprint(given), _random_fingerprint()).unbind(1)
+        if (states != states[0]).any():
+            self._share_random_state(group)
+            if not self._has_drifted:
+                # From now on elements are looked at on accelerators too, those of this step's samples first.
+                self._has_drifted = True
+                samples = runtime.meet("step", self._fingerprint(given), 0).unbind(1)[0]
         if (samples != samples[0]).any():
-            raise RuntimeError(
-                f"The ranks of one {self.kind} group were given different batches, and {self.context.name} splits"
-                " the work on one batch. Shuffle alike on all ranks (seed_everything), and shard samples by"
-                " trainer.strategy.distributed_sampler_kwargs."
-            )
-        if (random != random[0]).any():
-            self._share_random_state(runtime.group.process_group)
+            if not self._has_shared:
+                self._has_shared = True
+                if group.rank() == 0:
+                    warnings.warn(
+                        f"The ranks of a {self.kind} group got different batches (random augmentation, a loader that"
+                        " shuffles by itself, or samples shared out by global_rank, where distributed_sampler_kwargs of"
+                        " the strategy says who sees which). The first rank's are sent to the others, which costs"
+                        " time.",
+                        stacklevel=2,
+                    )
+            given = of_first_rank(given, group=group, device=self.context.device)
+        return given
+
+    def _fingerprint(self, given: Any) -> int:
+        """A number that differs between different batches, of a sample of their elements.
+
+        On an accelerator, where looking at elements would wait for it, of shapes alone, until random numbers that
+        samples may have been drawn with have differed.
+        """
+        result = 0
+        leaves, _ = flatten(given)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                result = zlib.crc32(str(tuple(leaf.shape)).encode(), result)
+                looked_at = leaf.device.type == "cpu" or self._has_drifted
+                if looked_at and leaf.layout == torch.strided and leaf.numel():
+                    flat = leaf.detach().reshape(-1)
+                    sample = flat[:: max(1, flat.numel() // 256)].contiguous().cpu()
+                    result = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), result)
+            elif isinstance(leaf, (int, float, str)):
+                result = zlib.crc32(repr(leaf).encode(), result)
+        return result
 
     # --- what leaves a step ------------------------------------------------------------------------------------
 
@@ -132,24 +178,9 @@ class SharedBatchAxis(ParallelAxis):
         self._wrapped.clear()
 
 
-def _fingerprint(tree: Any) -> int:
-    """A number that differs between different batches, of a sample of their elements; shapes alone on an accelerator,
-    where looking at elements would wait for it.
-    """
-    result = 0
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            result = zlib.crc32(str(tuple(leaf.shape)).encode(), result)
-            if leaf.device.type == "cpu" and leaf.layout == torch.strided and leaf.numel():
-                flat = leaf.detach().reshape(-1)
-                sample = flat[:: max(1, flat.numel() // 256)].contiguous()
-                result = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), result)
-        elif isinstance(leaf, (int, float, str)):
-            result = zlib.crc32(repr(leaf).encode(), result)
-    return result
-
-
 def _random_fingerprint() -> int:
+    """Of torch, of the device, of numpy and of Python."""
     host, own, _ = random_state(device_in_use())
-    result = zlib.crc32(host.numpy().tobytes())
+    result = zlib.crc32(pickle.dumps((numpy.random.get_state(legacy=False), random.getstate())))
+    result = zlib.crc32(host.numpy().tobytes(), result)
     return result if own is None else zlib.crc32(own.numpy().tobytes(), result)

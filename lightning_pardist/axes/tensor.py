@@ -36,8 +36,8 @@ from lightning_pardist.engines.tensor import (
     unsplit_module,
     whole_tensor,
 )
-from lightning_pardist.local_tensors import own_part
-from lightning_pardist.mesh import Degree, degrees_of_machine
+from lightning_pardist.local_tensors import is_over, own_part
+from lightning_pardist.mesh import TENSOR_AXIS, Degree, degrees_of_machine
 from lightning_pardist.settings import one_of
 from lightning_pardist.trainer import trial_run
 from lightning_pardist.trainer.sample_batches import NoSampleError, on_device
@@ -139,7 +139,8 @@ class TensorAxis(SharedBatchAxis):
             self.plan, self._planned_for, self._plan_is_new = self.context.broadcast(found), name, True
         # Ranks that see other samples start from the same values.
         own = share_random_state([world_group()] if self._built_on_meta else [])
-        self.runtime, self._split = apply_layout(module, self.plan, mesh, init=self.init), module
+        plain = self.context.divided_parameters
+        self.runtime, self._split = apply_layout(module, self.plan, mesh, init=self.init, plain=plain), module
         restore_random_state(own)
         self.runtime.wrap_calls(module)
         self._wrap_reports(module)
@@ -159,7 +160,8 @@ class TensorAxis(SharedBatchAxis):
             def step() -> Any:
                 return _call(module, batch) if is_example else trial_run.run(module, name, batch, trainer)
 
-            return self.find_plan(module, step, tp_size=self.context.dims.tensor_parallel)
+            plain = self.context.divided_parameters
+            return self.find_plan(module, step, tp_size=self.context.dims.tensor_parallel, plain=plain)
 
     def _batch(self, trainer: pl.Trainer, name: str) -> tuple[Any, bool]:
         """What to run a step on, and whether it is the module's example input instead of a batch."""
@@ -176,8 +178,16 @@ class TensorAxis(SharedBatchAxis):
                 ) from problem
             return example, True
 
-    def find_plan(self, module: nn.Module, step: Callable[[], Any], *, tp_size: int) -> TensorParallelPlan:
+    def find_plan(
+        self, module: nn.Module, step: Callable[[], Any], *, tp_size: int, plain: Sequence[str] = ()
+    ) -> TensorParallelPlan:
         """Derive the plan from one run of ``step``. Not collective.
+
+        Args:
+            module: Whole.
+            step: Runs it.
+            tp_size: Number of tensor ranks.
+            plain: Names of parameters that another axis divides.
 
         Raises:
             ValueError: If a pattern of the plan by hand matches nothing or a size does not divide.
@@ -189,6 +199,7 @@ class TensorAxis(SharedBatchAxis):
             overrides=self.overrides,
             on_indivisible=self.on_indivisible,
             sequence_parallel=self.sequence_parallel,
+            plain=plain,
         )
 
     @override
@@ -203,7 +214,7 @@ class TensorAxis(SharedBatchAxis):
     def counts(self, param: nn.Parameter) -> bool:
         if self.runtime is None or self.runtime.group.rank == 0:
             return True
-        return isinstance(param, DTensor) and not param.placements[-1].is_replicate()
+        return is_over(param, TENSOR_AXIS) and not param.placements[-1].is_replicate()  # type: ignore[attr-defined]
 
     @override
     def reduce_over_axis(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> None:
@@ -218,7 +229,7 @@ class TensorAxis(SharedBatchAxis):
             return state
         mine = self._split.state_dict()
         return {
-            name: local_like(value, mine[name]) if isinstance(mine.get(name), DTensor) else value
+            name: local_like(value, mine[name]) if name in mine and is_over(mine[name], TENSOR_AXIS) else value
             for name, value in state.items()
         }
 
@@ -254,7 +265,7 @@ class TensorAxis(SharedBatchAxis):
         self._plan_is_new = False
         if self.runtime is None or self._split is None or not self.ended_well():
             return
-        if any(isinstance(param, DTensor) and param.device_mesh.ndim > 1 for param in self._split.parameters()):
+        if any(is_over(p, TENSOR_AXIS) and p.device_mesh.ndim > 1 for p in self._split.parameters()):  # type: ignore[attr-defined]
             # The data axis keeps its shards, being too large to be whole.
             return
         self._become_whole()

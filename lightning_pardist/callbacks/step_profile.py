@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_pardist.callbacks.step_page import coarse, step_page
 from lightning_pardist.compat.collective_waits import timed_waits
 from lightning_pardist.compat.process_groups import default_store
 from lightning_pardist.engines.common.tables import table
@@ -25,6 +26,7 @@ from lightning_pardist.trainer.step_clock import (
     DATA,
     HOST,
     ClockProfiler,
+    Span,
     StepClock,
     checkpoint_keys,
 )
@@ -33,7 +35,13 @@ from lightning_pardist.trainer.step_clock import (
 _SLOWER = 1.1
 #: How long the first rank waits, at the end of training, for ranks that measure fewer steps or none.
 _PATIENCE = timedelta(seconds=10)
+#: Share of a step from which on data loading is worth a hint.
+_SLOW_DATA = 0.1
+#: As many ranks as a picture shows.
+_PICTURED = 64
 _OWN_WORK = (COMPUTE, DATA, CHECKPOINT, HOST)
+#: Seconds of a step by kind, on average; one step in its order.
+_Measured = tuple[dict[str, float], list[Span]]
 
 
 class StepProfile(pl.Callback):
@@ -57,7 +65,8 @@ class StepProfile(pl.Callback):
         steps: How many batches to measure.
         skip: Batches before them, at least 1, which are slower than the rest.
         dirpath: Folder for one file a rank, ``step_profile-rank<n>.jsonl``, a line for each batch with seconds by
-            kind; nothing is written if None.
+            kind, and ``step_profile.html``, a page with one step of each rank (the first 64) from begin to end; nothing
+            is written if None.
 
     Attributes:
         seconds: What this rank measured: seconds by kind for each batch.
@@ -79,6 +88,7 @@ class StepProfile(pl.Callback):
         self.seconds: list[dict[str, float]] = []
         self.shown = ""
         self._seen = 0
+        self._spans: list[Span] = []
         self._clock: StepClock | None = None
         self._running = contextlib.ExitStack()
         self._axes: dict[int, str] = {}
@@ -103,7 +113,8 @@ class StepProfile(pl.Callback):
     ) -> None:
         self._seen += 1
         if self._clock is not None:
-            self.seconds.append(self._clock.take())
+            seconds, self._spans = self._clock.take()
+            self.seconds.append(seconds)
             if len(self.seconds) == self.steps:
                 self._finish(trainer)
         elif self._seen == self.skip:
@@ -152,25 +163,32 @@ class StepProfile(pl.Callback):
             lines = [json.dumps({"step": number} | seconds) for number, seconds in enumerate(self.seconds)]
             (folder / f"step_profile-rank{trainer.global_rank}.jsonl").write_text("\n".join(lines) + "\n")
         if dist.is_initialized():
-            default_store().set(_key(trainer.global_rank), json.dumps(mean_seconds(self.seconds)))
+            default_store().set(_key(trainer.global_rank), json.dumps(self._measured(trainer.global_rank)))
+
+    def _measured(self, rank: int) -> _Measured:
+        return mean_seconds(self.seconds), coarse(self._spans) if rank < _PICTURED else []
 
     def _tell(self, trainer: pl.Trainer, *, wait: bool) -> None:
         """On the first rank: the table, once every rank has put its numbers into the store."""
         if not trainer.is_global_zero:
             return
-        ranks = [mean_seconds(self.seconds)]
+        measured = [self._measured(0)]
         if dist.is_initialized() and trainer.world_size > 1:
             store, keys = default_store(), [_key(rank) for rank in range(trainer.world_size)]
             if not wait and not store.check(keys):
                 return
             try:
                 store.wait(keys, _PATIENCE)
-                ranks = [json.loads(store.get(key)) for key in keys]
+                measured = [json.loads(store.get(key)) for key in keys]
             except RuntimeError:
                 rank_zero_info("StepProfile: a rank has not measured its steps, so only the first one is shown.")
         self._told = True
+        ranks = [seconds for seconds, _ in measured]
         self.shown = report(ranks, len(self.seconds))
         rank_zero_info(self.shown)
+        if self.dirpath is not None:
+            page = step_page(self.shown, ranks[:_PICTURED], [spans for _, spans in measured[:_PICTURED]])
+            (Path(self.dirpath) / "step_profile.html").write_text(page)
         means = {kind: statistics.fmean(rank.get(kind, 0.0) for rank in ranks) for kind in kinds_of(ranks)}
         for logger in trainer.loggers:
             scalars = {f"step_profile/{kind.replace(' ', '_')}_ms": 1e3 * value for kind, value in means.items()}
@@ -227,6 +245,12 @@ def report(ranks: list[dict[str, float]], steps: int) -> str:
     if late := slowest_rank(ranks):
         rank, kind, seconds = late
         lines.append(f"Rank {rank} is the slowest: {1e3 * seconds:.2f} ms a step more than the median in {kind}.")
+    data = sum(rank.get(DATA, 0.0) for rank in ranks) / max(sum(sum(rank.values()) for rank in ranks), 1e-9)
+    if data > _SLOW_DATA:
+        lines.append(
+            f"Loaders take {data:.0%} of a step: the next batch is not ready when it is asked for. More num_workers,"
+            " persistent_workers=True, and pin_memory=True with a device, let them work ahead."
+        )
     return "\n".join(lines)
 
 

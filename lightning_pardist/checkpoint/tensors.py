@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_pardist.checkpoint.chunks import Shards, shards_of, shards_of_slice
 from lightning_pardist.checkpoint.folder import FolderReader
 from lightning_pardist.compat.modules import has_load_hooks
+from lightning_pardist.local_tensors import wrapped_like
 
 _MODEL = "model."
 #: Where in a checkpoint stands what other programs ignore.
@@ -34,12 +35,14 @@ class TensorSlot:
             None if the parameter itself is.
         here: Whether this rank updates any of it.
         whole: Whether state is that of the whole parameter, whatever this rank holds of it.
+        steps_on: Where it is updated, if state is on the host between steps; None if it stays where it is updated.
     """
 
     param: Tensor
     held: tuple[int, int, Tensor] | None = None
     here: bool = True
     whole: bool = False
+    steps_on: torch.device | None = None
 
     @property
     def like(self) -> Tensor:
@@ -85,10 +88,7 @@ def shards_like(param: Tensor, values: Tensor) -> Shards:
     """The boxes of a tensor that lies as ``param`` does, or whole: plain, a ``DTensor``, or the local part of one."""
     whole = values.shape == param.shape != _local_shape(param)
     if isinstance(param, DTensor) and not isinstance(values, DTensor) and not whole:
-        held = DTensor.from_local(
-            values, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
-        return shards_of(held)
+        return shards_of(wrapped_like(values, param))
     return shards_of(values)
 
 
@@ -338,10 +338,11 @@ def fill_optimizer(
             small = saved["small"].get(number, {})
             if (not stored and not small) or not slot.here or (slot.like.is_meta and not slot.whole):
                 continue
-            device = device_of_state(slot.like, optimizer)
-            state = {key: settled(value, device) for key, value in small.items()}
+            device = slot.steps_on or device_of_state(slot.like, optimizer)
+            rests = device if slot.steps_on is None else torch.device("cpu")
+            state = {key: settled(value, rests) for key, value in small.items()}
             for key, full_key in stored.items():
-                state[key] = _filled(full_key, slot, reader, device)
+                state[key] = _filled(full_key, slot, reader, rests)
             optimizer.state[slot.param] = in_place(state, device, group)
 
 

@@ -22,7 +22,6 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO as Wrappi
 from lightning.pytorch.plugins.precision.half import HalfPrecision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
-from lightning.pytorch.utilities.data import _is_dataloader_shuffled as is_dataloader_shuffled
 from lightning.pytorch.utilities.data import _update_dataloader as update_dataloader
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 
@@ -59,7 +58,6 @@ NAMES = (
             "the argument of the strategy"),
     Private("lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._check_can_spawn_children", _LAUNCH,
             _COPY),
-    Private("lightning.pytorch.utilities.data._is_dataloader_shuffled", _LOADERS, _COPY),
     Private("lightning.pytorch.utilities.data._update_dataloader", _LOADERS, _COPY),
     Private("lightning.pytorch.utilities.exceptions._TunerExitException", "the tuner under spawn", _COPY),
 )  # fmt: skip
@@ -78,7 +76,6 @@ __all__ = [
     "configure_optimizers",
     "half_dtype",
     "hydra_subprocess_cmd",
-    "is_dataloader_shuffled",
     "load_from_url",
     "load_module_state",
     "materialize_module",

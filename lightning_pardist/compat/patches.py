@@ -99,6 +99,24 @@ def recomputed_functions(wrap: Callable[[Callable[..., Any]], Callable[..., Any]
         setattr(module, name, before)
 
 
+@contextlib.contextmanager
+def refused_reentrant(message: str) -> Iterator[None]:
+    """Inside, reentrant activation checkpointing raises a ``RuntimeError``."""
+
+    class Refused:
+        @staticmethod
+        def apply(*args: Any) -> Any:
+            raise RuntimeError(message)
+
+    module: Any = torch.utils.checkpoint
+    before = module.CheckpointFunction
+    module.CheckpointFunction = Refused
+    try:
+        yield
+    finally:
+        module.CheckpointFunction = before
+
+
 def cell_of(function: Callable[..., Any]) -> types.CellType:
     """Where torch keeps the function behind its ``no_grad`` wrapper, whatever names the wrapper was imported by."""
     for cell in getattr(function, "__closure__", None) or ():

@@ -32,15 +32,14 @@ DEFAULT = (
 )
 _COMPRESSED = "what its messages are made of (low precision, low rank) is worked out behind them, where a plan has none"
 _OFFLOADED = "a plan does not tell the host's memory and steps from the device's"
+#: Why experts on ranks of their own are not planned, under any name.
+EXPERTS = "which tokens go to which rank's experts depends on values"
 #: Names that cannot be planned, and why.
 NOT_PLANNED = {
     "pardist_dp": "its devices are threads of one process, and a plan runs one device",
     **dict.fromkeys(("pardist_ddp_bf16", "pardist_ddp_fp16", "pardist_ddp_powersgd"), _COMPRESSED),
     **dict.fromkeys(("pardist_zero2_offload", "pardist_zero3_offload", "pardist_zero3_nvme"), _OFFLOADED),
-    **dict.fromkeys(
-        ("pardist_ep", "pardist_ep_zero2", "pardist_ep_zero3"),
-        "which tokens go to which rank's experts depends on values",
-    ),
+    **dict.fromkeys(("pardist_ep", "pardist_ep_zero2", "pardist_ep_zero3"), EXPERTS),
     "pardist_ps_async": "its ranks do not wait for each other, and a plan's step is one of all ranks together",
     "pardist_auto": "it is chosen by a plan",
 }

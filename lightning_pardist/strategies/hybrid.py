@@ -1,4 +1,4 @@
-"""Strategy for any product of data, tensor and pipeline parallelism, and of data and context or expert parallelism."""
+"""Strategy for any product of data, tensor and pipeline parallelism, with context or experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Size = int | Literal["auto", "machine"]
 
 
 class HybridStrategy(PardistStrategy):
-    """Hybrid (3D): any product of pipeline, tensor and data parallelism; context or experts with data parallelism.
+    """Hybrid (3D): any product of pipeline, tensor and data parallelism, with context or experts.
 
     The single-axis strategies are this one with the other degrees at 1. Axes, outermost first: pipeline, data, tensor,
     so that tensor groups, which talk most, are neighbours inside a node.
@@ -30,9 +30,9 @@ class HybridStrategy(PardistStrategy):
             :func:`~lightning_pardist.mesh.degrees_of_machine`).
         tensor_parallel_size: Ranks that each layer is split over, or one of the same words.
         context_parallel_size: Ranks that the sequence of each batch is split over, or ``"auto"``. For now together
-            with the data axis alone.
+            with data and expert ranks.
         expert_parallel_size: Ranks that hold the experts of each layer together, each with samples of its own, or
-            ``"auto"``. For now together with the data axis alone.
+            ``"auto"``.
         data_parallel: What the remaining ranks do, which see different samples: ``"ddp"`` replicates, ``"zero1"``,
             ``"zero2"`` and ``"zero3"`` shard.
         data_shard_size: With ``"zero3"``, ranks over which parameters are sharded; their shards are replicated over the

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import LayerSync
@@ -24,6 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -73,8 +73,10 @@ from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
 from lightning_pardist.trainer.gradient_access import GradientAccess
 from lightning_pardist.trainer.kept_optimizers import KeptOptimizers
 from lightning_pardist.trainer.loader_state import LoaderState
+from lightning_pardist.trainer.parameter_places import keep_places
 from lightning_pardist.trainer.patch_stack import PatchStack
 from lightning_pardist.trainer.preemption import PreemptionHandler
+from lightning_pardist.trainer.random_numbers import go_on_drawing
 from lightning_pardist.trainer.ranks_apart import RanksApart
 from lightning_pardist.trainer.resumable_loaders import keep_loaders
 from lightning_pardist.trainer.sample_batches import SampleBatches
@@ -399,7 +401,6 @@ class PardistStrategy(ParallelStrategy):
         super().setup_environment()
         if self.keep_freed_memory and self.root_device.type == "cpu":
             keep_freed_memory()
-        reset_seed()
         self.set_world_ranks()
         if self.cluster_environment is None:
             raise RuntimeError("The strategy has no cluster environment; construct a Trainer with it first.")
@@ -413,6 +414,7 @@ class PardistStrategy(ParallelStrategy):
             device=self.root_device,
             apart=self.ranks_apart,
         )
+        go_on_drawing(self.distributed_sampler_kwargs["rank"])
         self._show_batch_ranks()
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
@@ -500,9 +502,7 @@ class PardistStrategy(ParallelStrategy):
         # On one device as on several.
         shares = shares or any(axis.splits_batch for axis in self._axes_as_set)
         if self.dims.batch_size == 1 and shares:
-            # Tensor and context ranks draw random numbers of their own: only a seeded sampler shuffles alike on all.
-            shuffled = self.dims.size("context_parallel", "tensor_parallel") == 1
-            self._changes.callback(keep_loaders(trainer, shuffled=shuffled))
+            self._changes.callback(keep_loaders(trainer))
         self.data_duties.attach_first(trainer)
         verify_same_module(module, group=world_group())
         if fitting and self.dims.data_parallel * self.dims.tensor_parallel > 1:
@@ -551,6 +551,8 @@ class PardistStrategy(ParallelStrategy):
         self.data_duties.attach(trainer)
         if fitting:
             self.compiled.compile_step(module)
+            if self.dims.pipeline_parallel > 1 or any(isinstance(each, DTensor) for each in module.parameters()):
+                self._changes.callback(keep_places(module, type(self).__name__))
 
     @override
     def model_to_device(self) -> None:

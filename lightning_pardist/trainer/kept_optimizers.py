@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from lightning_pardist.axes.base import RunContext
 from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.engines.tensor import tensor_optimizer
 from lightning_pardist.trainer.state_dicts import StateDicts
+
+#: On a parameter: of which run it was noted, and its name then.
+_NAME = "_pardist_noted"
+_RUNS = itertools.count(1)
 
 
 class KeptOptimizers:
@@ -32,13 +37,14 @@ class KeptOptimizers:
     def __init__(self, context: RunContext, states: StateDicts) -> None:
         self.context = context
         self.states = states
-        self._names: dict[Tensor, str] = {}
+        #: Which names are this run's.
+        self._run = 0
         self._kept: list[Optimizer] = []
         self._states: dict[Optimizer, dict[str, Any]] = {}
 
     def note(self, module: nn.Module) -> None:
         """Note parameters and optimizers of a module that is about to be transformed. Not collective."""
-        self._names = {param: name for name, param in module.named_parameters(remove_duplicate=False)}
+        self._name({param: name for name, param in module.named_parameters(remove_duplicate=False)})
         attributes = (value for child in module.modules() for value in vars(child).values())
         self._kept = list(dict.fromkeys(value for value in attributes if isinstance(value, Optimizer)))
         self._states = {}
@@ -53,9 +59,10 @@ class KeptOptimizers:
         Raises:
             ValueError: If an optimizer of several ranks holds a parameter that the module does not have.
         """
-        present, replaced = self._compared(module)
+        present = set(module.parameters())
         for optimizer in optimizers:
-            if _holds(optimizer, replaced):
+            replaced = self._replaced(optimizer, module)
+            if replaced:
                 if optimizer not in self._kept:
                     self._kept.append(optimizer)
                 if optimizer.state:
@@ -63,6 +70,7 @@ class KeptOptimizers:
                 replace_in([optimizer], replaced)
             if self.context.dims.world_size > 1:
                 _refuse_strangers(optimizer, present)
+        _unname(present)
 
     def load(self) -> None:
         """Bring the state that adopted optimizers came with to what this rank holds. Not collective."""
@@ -72,7 +80,7 @@ class KeptOptimizers:
 
     def gather(self) -> None:
         """Put the state of optimizers that outlive a fit together, before it ends. Collective over the world."""
-        self._names = self.states.current_names()
+        self._name(self.states.current_names())
         for optimizer in self.context.optimizers:
             if optimizer in self._kept:
                 whole = apply_to_collection(self.states.whole_optimizer(optimizer), Tensor, _on_host)
@@ -84,9 +92,9 @@ class KeptOptimizers:
         self._states, self._kept = {}, []
         if module is None:
             return
-        _, replaced = self._compared(module)
         for optimizer in kept:
-            if optimizer not in states and not _holds(optimizer, replaced):
+            replaced = self._replaced(optimizer, module)
+            if optimizer not in states and not replaced:
                 continue
             state = states.get(optimizer) or optimizer.state_dict()
             replace_in([optimizer], replaced)
@@ -96,21 +104,31 @@ class KeptOptimizers:
             tensor_optimizer.detach(optimizer)
             optimizer.state.clear()
             optimizer.load_state_dict(apply_to_collection(state, Tensor, torch.clone))
+        _unname(module.parameters())
 
-    def _compared(self, module: nn.Module) -> tuple[set[nn.Parameter], dict[Any, nn.Parameter]]:
-        """The module's parameters, and which of them stand in the places of those that were noted."""
+    def _name(self, names: Mapping[Tensor, str]) -> None:
+        """Write names onto parameters: a record of them would keep alive what is replaced, and is to be freed."""
+        self._run = next(_RUNS)
+        for param, name in names.items():
+            setattr(param, _NAME, (self._run, name))
+
+    def _replaced(self, optimizer: Optimizer, module: nn.Module) -> dict[Any, nn.Parameter]:
+        """Parameters of an optimizer that were noted, and what the module has in their places."""
         now = dict(module.named_parameters(remove_duplicate=False))
         present = set(now.values())
-        return present, {old: now[name] for old, name in self._names.items() if old not in present and name in now}
+        held = (param for group in optimizer.param_groups for param in group["params"] if param not in present)
+        noted = {param: getattr(param, _NAME, (None, "")) for param in held}
+        return {param: now[name] for param, (run, name) in noted.items() if run == self._run and name in now}
+
+
+def _unname(parameters: Iterable[Tensor]) -> None:
+    for param in parameters:
+        param.__dict__.pop(_NAME, None)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
     """On its way to ranks whose devices have other numbers."""
     return tensor if isinstance(tensor, DTensor) else tensor.cpu()
-
-
-def _holds(optimizer: Optimizer, parameters: Container[Any]) -> bool:
-    return any(param in parameters for group in optimizer.param_groups for param in group["params"])
 
 
 def _refuse_strangers(optimizer: Optimizer, present: set[nn.Parameter]) -> None:

@@ -8,7 +8,15 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from torch import nn
 
+from lightning_pardist.compat.modules import BatchNorm
 from lightning_pardist.engines.common import sync_batchnorm
+
+
+def converts(layer_sync: LayerSync | None, model: nn.Module) -> bool:
+    """Whether a Trainer's plugin would change layers of a model: sync_batchnorm=True has nothing to do without any."""
+    if isinstance(layer_sync, TorchSyncBatchNorm):
+        return any(isinstance(layer, BatchNorm) for layer in model.modules())
+    return layer_sync is not None
 
 
 def convert_layers(

@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_pardist.compat.lightning_functions import is_dataloader_shuffled
 from lightning_pardist.compat.lightning_loops import (
     REQUIRES_DISTRIBUTED_SAMPLER,
     data_connector,
-    method,
     replace,
     restore,
 )
@@ -28,25 +26,20 @@ from lightning_pardist.engines.common.devices import device_in_use, generator_st
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def keep_loaders(trainer: pl.Trainer, *, shuffled: bool) -> Callable[[], object]:
+def keep_loaders(trainer: pl.Trainer) -> Callable[[], object]:
     """Keep the user's own loaders and sample order where all ranks see the same samples.
 
-    Lightning would give them a ``DistributedSampler`` for one replica, which shuffles the training set in any case.
+    Lightning would give them a ``DistributedSampler`` for one replica, which shuffles the training set in any case, and
+    in another order than the loader's own.
 
     Args:
         trainer: Whose loaders.
-        shuffled: Whether this goes for loaders that shuffle as well, with random numbers that are alike on all ranks.
 
     Returns:
         What takes it back.
     """
     connector: Any = data_connector(trainer)
-    original = method(connector, REQUIRES_DISTRIBUTED_SAMPLER)
-
-    def requires_distributed_sampler(loader: Any) -> bool:
-        return not shuffled and bool(original(loader)) and is_dataloader_shuffled(loader)
-
-    replace(connector, REQUIRES_DISTRIBUTED_SAMPLER, requires_distributed_sampler)
+    replace(connector, REQUIRES_DISTRIBUTED_SAMPLER, lambda loader: False)
     return partial(restore, connector, REQUIRES_DISTRIBUTED_SAMPLER)
 
 

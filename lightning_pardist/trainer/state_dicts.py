@@ -273,7 +273,9 @@ class StateDicts:
         """Load a folder straight into what this rank holds."""
         engine, slots = self.context.data_engine, self._slots(optimizer)
         fill_optimizer(index, optimizer, slots, state, reader)
-        if engine is not None and updates_of(optimizer) is None:
+        if (updates := updates_of(optimizer)) is not None:
+            updates.settle()
+        elif engine is not None:
             engine.settle(optimizer)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -15,15 +15,23 @@ COMPUTE, DATA, CHECKPOINT, HOST = "compute", "data", "checkpoint", "host"
 _STRATEGY_STEPS = ("training_step", "backward", "optimizer_step")
 
 
+#: What a step was spent on from when to when, in seconds since the epoch.
+Span = tuple[str, float, float]
+
+
 class StepClock:
     """Seconds by kind, without overlap: what begins inside something else interrupts it.
 
     Attributes:
         seconds: Of what has ended or been interrupted since :meth:`take`, by kind.
+        spans: The same in its order.
     """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.spans: list[Span] = []
+        #: Ranks of one host share a clock; those of several have the time of day in common.
+        self._epoch = time.time() - time.perf_counter()
         self._kinds = [HOST]
         self._since = time.perf_counter()
 
@@ -43,15 +51,18 @@ class StepClock:
         if len(self._kinds) > 1:
             self._kinds.pop()
 
-    def take(self) -> dict[str, float]:
-        """Seconds by kind since the last call; their sum is the time that went by."""
+    def take(self) -> tuple[dict[str, float], list[Span]]:
+        """Seconds by kind since the last call, whose sum is the time that went by, and the same in its order."""
         self._credit()
-        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        taken = dict(self.seconds), self.spans
+        self.seconds, self.spans = defaultdict(float), []
         return taken
 
     def _credit(self) -> None:
         now = time.perf_counter()
-        self.seconds[self._kinds[-1]] += now - self._since
+        kind = self._kinds[-1]
+        self.seconds[kind] += now - self._since
+        self.spans.append((kind, self._epoch + self._since, self._epoch + now))
         self._since = now
 
 

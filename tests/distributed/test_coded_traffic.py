@@ -15,7 +15,7 @@ from lightning_pardist.engines.fsdp.full_state import full_state
 from lightning_pardist.engines.zero import ZeroEngine
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import cpu_mesh, run_ranks
-from tests.helpers.wire import loopback_bytes
+from tests.helpers.wire import sent_bytes
 
 STEPS, LARGEST = 5, {"int8": 127, "int4": 7}
 
@@ -211,12 +211,7 @@ def _sent(kind, gather, reduce):
         optimizer.step()
 
     step(0)
-    dist.barrier()
-    before = loopback_bytes()
-    for number in range(3):
-        step(number)
-    dist.barrier()
-    sent = (loopback_bytes() - before) / 3
+    sent = sent_bytes(lambda: step(1))
     if kind == "zero3":
         engine.unshard_module()
     else:

@@ -17,7 +17,7 @@ from lightning_pardist.engines.fsdp.full_state import (
 from tests.distributed import sharded_modules as zoo
 from tests.distributed.test_fully_sharded import OPTIMIZERS, close, make_mesh, parity, whole
 from tests.helpers.ranks import run_ranks
-from tests.helpers.wire import loopback_bytes
+from tests.helpers.wire import sent_bytes
 
 
 def train(engine, optimizer, steps, seed):
@@ -181,12 +181,7 @@ def _traffic():
 
     step()
     step()
-    dist.barrier()
-    before = loopback_bytes()
-    for _ in range(4):
-        step()
-    dist.barrier()
-    sent = (loopback_bytes() - before) / 4
+    sent = sent_bytes(step)
     engine.run(model.training_step, (x, y)).backward()
     held = engine.held_bytes([optimizer])
     return sent / 4 / total, {key: value / 4 / total for key, value in held.items()}

@@ -14,8 +14,9 @@ from torch import nn
 from lightning_pardist import ZeroStrategy
 from lightning_pardist.engines.common.gradient_norm import clip_grad_norm
 from lightning_pardist.engines.fsdp import ShardedDataEngine, find_fsdp_units, shard
-from lightning_pardist.engines.offload import HostStep, Offload, StateFile, require_folder
+from lightning_pardist.engines.offload import HostedState, HostStep, Offload, StateFile, require_folder
 from lightning_pardist.engines.zero import ZeroEngine
+from tests.helpers.optimizers import Lamb, MuonAndAdam, NormOfAll, Own, Shampoo
 from tests.helpers.ranks import cpu_mesh, run_fresh_ranks, run_ranks
 
 # The kernel that offload takes for Adam; others are compared with what they are without offload.
@@ -24,6 +25,13 @@ OPTIMIZERS = {
     "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, foreach=True),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
     "plain": lambda groups: torch.optim.SGD(groups, lr=0.01),
+}
+#: What needs whole tensors: state of factors, of norms, of two kinds; of all tensors together.
+WHOLE = {
+    "shampoo": lambda groups: Shampoo(_all(groups)),
+    "lamb": lambda groups: Lamb(_all(groups)),
+    "muon_and_adam": lambda groups: MuonAndAdam(_all(groups)),
+    "norm_of_all": lambda groups: NormOfAll(_all(groups)),
 }
 # Windows of 4 kB: every parameter but the biases takes several.
 WINDOW_MB = 2**-8
@@ -38,6 +46,10 @@ def _module(dtype=torch.float32):
 def _groups(module):
     wide = [param for param in module.parameters() if param.dim() > 1]
     return [{"params": wide, "weight_decay": 0.1}, {"params": [p for p in module.parameters() if p.dim() == 1]}]
+
+
+def _all(groups):
+    return [param for group in groups for param in group["params"]]
 
 
 def _engine(stage, module, make, offload):
@@ -74,9 +86,9 @@ def _steps(engine, module, optimizer, steps):
 
 def _same(stage, name, folder, dtype):
     found = []
-    for offload in (None, Offload(), Offload(str(folder), WINDOW_MB)):
+    for offload in (None, Offload(), *([] if name == "norm_of_all" else [Offload(str(folder), WINDOW_MB)])):
         module = _module(dtype)
-        optimizer, engine = _engine(stage, module, OPTIMIZERS[name], offload)
+        optimizer, engine = _engine(stage, module, (OPTIMIZERS | WHOLE)[name], offload)
         losses = _steps(engine, module, optimizer, range(3))
         state = engine.optimizer_state(optimizer)
         found.append((losses, _flat(state)))
@@ -98,16 +110,19 @@ def _shared(state):
 
 def _flat(state):
     return {
-        f"{number}.{key}": value.clone() for number, entry in state["state"].items() for key, value in entry.items()
+        f"{number}.{key}": torch.as_tensor(value).clone()
+        for number, entry in state["state"].items()
+        for key, value in entry.items()
     }
 
 
 def _check(ranks, stage, name, folder, dtype=torch.float32):
-    for rank, (plain, on_host, in_files) in enumerate(run_ranks(ranks, _same, stage, name, folder, dtype)):
-        for other in (on_host, in_files):
+    for rank, (plain, *offloaded) in enumerate(run_ranks(ranks, _same, stage, name, folder, dtype)):
+        for other in offloaded:
             assert other[0] == plain[0]
             for mine, theirs in zip(other[1:], plain[1:], strict=True):
-                assert bool(mine) is (rank == 0 and name != "plain")
+                # Of all tensors together every rank of ZeRO-1 and 2 has all state.
+                assert bool(mine) is (rank == 0 and name != "plain") or name == "norm_of_all"
                 assert mine.keys() == theirs.keys()
                 assert not [key for key, value in mine.items() if not torch.equal(value, theirs[key])]
     assert os.listdir(folder) == []
@@ -119,12 +134,79 @@ def test_bit_for_bit_as_without(tmp_path, stage):
         _check(2, stage, name, tmp_path)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whole_tensors_bit_for_bit_as_without(tmp_path, stage):
+    for name in WHOLE:
+        _check(2, stage, name, tmp_path)
+
+
 def test_masters_in_files(tmp_path):
-    _check(2, 2, "adamw", tmp_path, torch.bfloat16)
+    for name in ("adamw", "muon_and_adam"):
+        _check(2, 2, name, tmp_path, torch.bfloat16)
 
 
 def test_a_rank_alone(tmp_path):
-    _check(1, 2, "adamw", tmp_path)
+    for name in ("adamw", "muon_and_adam"):
+        _check(1, 2, name, tmp_path)
+
+
+def _refused(stage, folder):
+    said = []
+    for make in (WHOLE["norm_of_all"], lambda groups: CountsCalls(_all(groups))):
+        module = _module()
+        with pytest.raises(ValueError, match="Use offload='cpu'") as error:
+            _engine(stage, module, make, Offload(str(folder), WINDOW_MB))
+        said.append(str(error.value))
+    return said
+
+
+class CountsCalls(Own):
+    """Divides by the gradient's norm and by how often it was called."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.calls = 0
+
+    def update(self):
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] / self.calls * p.grad / p.grad.norm())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_files_for_what_needs_all_at_once_are_refused(tmp_path, stage):
+    for joint, counting in run_ranks(2, _refused, stage, tmp_path):
+        assert "NormOfAll cannot keep its state in files: it updates all tensors together" in joint
+        assert "CountsCalls cannot step on a few parameters at a time" in counting
+    assert os.listdir(tmp_path) == []
+
+
+def test_state_of_any_form_is_kept(tmp_path):
+    store = StateFile(tmp_path)
+    hosted = HostedState(torch.device("cpu"), store=store, window_bytes=1)
+    big, small = torch.randn(100, 200), torch.randn(3)
+    entry = {"factors": [big, {"root": big + 1}], "again": big, "small": small, "count": torch.tensor(2.0), "n": 3}
+    kept = hosted.keep("a", entry)
+    factor, root = kept["factors"][0], kept["factors"][1]["root"]
+    assert store.holds(factor)
+    assert store.holds(root)
+    assert kept["again"] is factor
+    assert kept["small"] is small
+    assert HostedState.num_bytes(kept) == 3 * big.numel() * 4 + 12
+    # Places change, one is made anew, one is looked at: nothing that is in use is written to.
+    changed = {"factors": [root, {"root": factor[1:]}], "again": big + 2, "n": 4}
+    kept = hosted.keep("a", hosted.fetch(changed))
+    assert torch.equal(kept["factors"][0], big + 1)
+    assert torch.equal(kept["factors"][1]["root"], big[1:])
+    assert torch.equal(kept["again"], big + 2)
+    homes = len(hosted._homes["a"])
+    # Memory that nobody uses any more is used again.
+    for step in range(3):
+        kept = hosted.keep("a", {"only": torch.full((100, 200), float(step))})
+    assert torch.equal(kept["only"], torch.full((100, 200), 2.0))
+    assert len(hosted._homes["a"]) == homes
 
 
 def _resident(stage, offload):

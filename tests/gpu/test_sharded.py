@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pardist import FSDPStrategy, ZeroStrategy
 from tests.helpers.models import Base
+from tests.helpers.optimizers import MuonAndAdam, NormOfAll
 from tests.helpers.runs import quiet_trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -38,9 +39,9 @@ class Wide(Base):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-3)
 
 
-def _fit(strategy, precision="32-true", compiled=False, **kwargs):
+def _fit(strategy, precision="32-true", compiled=False, made=Wide, ckpt_path=None, **kwargs):
     torch.manual_seed(11)
-    module = Wide(compiled)
+    module = made(compiled)
     trainer = quiet_trainer(
         accelerator="gpu",
         devices=1,
@@ -52,7 +53,7 @@ def _fit(strategy, precision="32-true", compiled=False, **kwargs):
     )
     generator = torch.Generator().manual_seed(3)
     data = TensorDataset(torch.randn(96, 256, generator=generator), torch.randint(0, 10, (96,), generator=generator))
-    trainer.fit(module, DataLoader(data, batch_size=16))
+    trainer.fit(module, DataLoader(data, batch_size=16), ckpt_path=ckpt_path)
     return torch.stack(module.losses).cpu(), trainer
 
 
@@ -85,6 +86,36 @@ def test_offload(kind, precision, tmp_path):
             assert states
             assert all(value.device.type == "cpu" for value in states)
         want, _ = _fit("auto", precision)
+
+
+class Orthogonal(Wide):
+    def configure_optimizers(self):
+        return MuonAndAdam(list(self.parameters()), lr=1e-3)
+
+
+class Joined(Wide):
+    def configure_optimizers(self):
+        return NormOfAll(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("kind", [ZeroStrategy, zero3])
+def test_offload_of_whole_tensors(kind, precision, tmp_path):
+    for made, folders in ((Orthogonal, ("cpu", str(tmp_path))), (Joined, ("cpu",))):
+        want, _ = _fit("auto", precision, made=made)
+        path = tmp_path / "saved.ckpt"
+        for offload in folders:
+            for resume in (None, path):
+                strategy = functools.partial(kind, offload=offload, offload_window_mb=0.25)
+                got, trainer = _fit(strategy, precision, made=made, ckpt_path=resume, max_epochs=2 if resume else 1)
+                if resume is None:
+                    torch.testing.assert_close(got, want, rtol=1e-5 if precision == "32-true" else 1e-2, atol=1e-5)
+                    trainer.save_checkpoint(path)
+                assert got.isfinite().all()
+                (optimizer,) = trainer.optimizers
+                states = [value for entry in optimizer.state.values() for value in entry.values()]
+                assert states
+                assert all(value.device.type == "cpu" for value in states if value.dim())
 
 
 @pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero2", zero3])

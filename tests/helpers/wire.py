@@ -1,17 +1,41 @@
 """Bytes really sent between ranks on this machine."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 _COUNTERS = Path("/proc/net/dev")
 
 
-def loopback_bytes() -> int:
-    """Bytes that the machine has sent over loopback, TCP's headers included; for tests that run ``alone``.
+def sent_bytes(call: Callable[[], object], rounds: int = 4) -> int:
+    """Bytes that all ranks together send over loopback in one ``call``: the least of ``rounds`` calls."""
+    counts: list[int] = []
+    for _ in range(rounds):
+        with counting(counts):
+            call()
+    return min(counts)
 
-    Skips the test where there is no counter.
+
+@contextmanager
+def counting(counts: list[int]) -> Iterator[None]:
+    """Append the bytes sent over loopback inside, TCP's headers included; for tests that run ``alone``, on every rank.
+
+    Take the least of several: segments that the kernel sends again and other programs only ever add to the count. Skips
+    the test where there is no counter.
     """
+    dist.barrier()
+    before = _loopback_bytes()
+    # Nobody starts before all have read the counter.
+    dist.barrier()
+    yield
+    dist.barrier()
+    counts.append(_loopback_bytes() - before)
+
+
+def _loopback_bytes() -> int:
     if not _COUNTERS.exists():
         pytest.skip("no /proc/net/dev to count bytes with")
     line = next(line for line in _COUNTERS.read_text().splitlines() if line.strip().startswith("lo:"))

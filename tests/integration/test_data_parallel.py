@@ -200,6 +200,27 @@ def test_parametrized_modules(kind):
     assert_close(got, want)
 
 
+class AddsInPlace(Classifier):
+    """Activations are written to in place, with a parameter that is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        logits = super().forward(x)
+        logits += self.shift
+        return logits.mul_(1 + self.shift)
+
+
+def test_parameters_that_are_read_in_place():
+    dataset = Classifier.dataset(24)
+    torch.manual_seed(5)
+    one = _weights(AddsInPlace(), "auto", 1, dataset)
+    torch.manual_seed(5)
+    assert_close(_weights(AddsInPlace(), "pardist_dp", 2, dataset), one)
+
+
 def test_one_device_reads_in_the_order_of_one_process():
     want, got = (_built(Sometimes, strategy, 1) for strategy in ("auto", "pardist_dp"))
     assert_close(got, want, rtol=0.0)
@@ -253,8 +274,11 @@ def test_what_is_refused_by_name():
     loader = DataLoader(_dataset(), batch_size=8)
     with pytest.raises(ValueError, match="Gan optimizes by hand"):
         quiet_trainer(strategy="pardist_dp", devices=2).fit(Gan(), DataLoader(Gan.dataset(8), batch_size=4))
+    normalized = Logging()
+    normalized.norm = nn.BatchNorm1d(4)
     with pytest.raises(ValueError, match="sync_batchnorm=True, and threads exchange no statistics"):
-        quiet_trainer(strategy="pardist_dp", devices=2, sync_batchnorm=True).fit(Logging(), loader)
+        quiet_trainer(strategy="pardist_dp", devices=2, sync_batchnorm=True).fit(normalized, loader)
+    quiet_trainer(strategy="pardist_dp", devices=2, sync_batchnorm=True).fit(Logging(), loader)
     with pytest.raises(ValueError, match=r"calls accuracy.compute\(\)"):
         quiet_trainer(strategy="pardist_dp", devices=2).fit(Computes(), loader)
     with pytest.raises(ValueError, match="one process with several devices, and num_nodes=2"):

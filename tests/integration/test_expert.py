@@ -6,9 +6,10 @@ import functools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pardist import ExpertParallelStrategy, HybridStrategy
-from tests.helpers.experts import Data, Mixture
+from tests.helpers.experts import Data, Expert, Mixture, StackedExperts
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -260,6 +261,50 @@ def test_mixed_precision_is_that_of_whole_parameters():
             assert_close(each["weights"], expected["weights"])
 
 
+class ThriftyExpert(Expert):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class ThriftyStacked(StackedExperts):
+    def forward(self, x, index, weights):
+        return checkpoint(super().forward, x, index, weights, use_reentrant=self.reentrant)
+
+
+class Thrifty(Mixture):
+    """Experts run their own forward again in backward."""
+
+    def __init__(self, layer="listed", reentrant=False):
+        super().__init__(layer)
+        for each in self.layers:
+            experts = [each.experts] if layer == "stacked" else each.experts
+            for expert in experts:
+                expert.__class__ = ThriftyStacked if layer == "stacked" else ThriftyExpert
+                expert.reentrant = reentrant
+
+
+@pytest.mark.parametrize(
+    ("layer", "strategy"),
+    [
+        ("stacked", functools.partial(ExpertParallelStrategy, expert_parallel_size=2)),
+        *(
+            pytest.param(*cell, marks=_SLOW)
+            for cell in (
+                ("listed", _ALL_SHARDED),
+                ("stacked", _ALL_SHARDED),
+                ("chain", _ALL_SHARDED),
+                ("listed", functools.partial(ExpertParallelStrategy, expert_parallel_size=2)),
+                ("chain", functools.partial(ExpertParallelStrategy, expert_parallel_size=2)),
+            )
+        ),
+    ],
+)
+def test_experts_that_checkpoint_themselves(layer, strategy):
+    ranks, share = (4, 1 / 4) if strategy is _ALL_SHARDED else (2, 1 / 2)
+    found = run_ranks(ranks, functools.partial(_fit, strategy, ranks, module=functools.partial(Thrifty, layer)))
+    _compare(found, _expected(layer), share)
+
+
 class Counting(Mixture):
     """Notes what is logged of the load of its experts, and what it was by the numbers that routers give."""
 
@@ -355,6 +400,7 @@ def _refused(strategy, devices=2, module=Mixture, **kwargs):
             "expert_dispatch='tokens' is not for the experts",
         ),
         (ExpertParallelStrategy, Silent, "training_step returned None"),
+        (ExpertParallelStrategy, functools.partial(Thrifty, "stacked", reentrant=True), "Pass use_reentrant=False"),
     ],
 )
 def test_what_cannot_be_right_is_refused(strategy, module, message):

@@ -21,6 +21,8 @@ STEPS = 3
 #: Whose routers draw random numbers in training.
 _DRAWN = ("Phimoe",)
 _ONE = ("Mixtral", "GptOss")
+#: A bias that starts from zero is off by 1.2e-5 after three steps in fp32: compared in fp64.
+_ROUNDED = [("GptOss", "context")]
 
 
 class Decoder(pl.LightningModule):
@@ -48,14 +50,18 @@ class Decoder(pl.LightningModule):
 
     def on_train_end(self):
         experts = [p for n, p in self.named_parameters() if n.rpartition(".")[0].endswith("experts")]
-        self.held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in experts)
+        self.held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in experts if not p.is_meta)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
 
 
-def _train(family, strategy="auto", devices=1, path=None, save=None, steps=STEPS, **kwargs):
+def _train(family, strategy="auto", devices=1, path=None, save=None, steps=STEPS, precise=False, **kwargs):
     module = Decoder(family)
+    if precise:
+        # Its grouped operator has no fp64.
+        module.model.config._experts_implementation = "eager"
+        kwargs["precision"] = "64-true"
     draw = torch.Generator().manual_seed(6)
     tokens = TensorDataset(torch.randint(3, 50, (BATCH * steps, 10), generator=draw))
     settings = {"use_distributed_sampler": False, "gradient_clip_val": 0.5, **kwargs}
@@ -77,6 +83,38 @@ def test_families_train_like_one_process(family):
         assert abs(float(of_rank[0] - losses[0])) <= 1e-6 * abs(float(losses[0]))
         assert_close({"losses": of_rank}, {"losses": losses})
         assert_close(weights, expected)
+        assert share == held / 2 > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_train_like_one_process_with_experts_in_stages(family):
+    expected, losses, held = _train(family)
+    strategy = HybridStrategy(
+        expert_parallel_size=2, pipeline_parallel_size=2, pipeline_settings={"num_microbatches": 3}
+    )
+    found = run_ranks(4, functools.partial(_train, family, strategy, 4))
+    for weights, of_rank, _ in found:
+        assert abs(float(of_rank[0] - losses[0])) <= 1e-6 * abs(float(losses[0]))
+        assert_close({"losses": of_rank}, {"losses": losses})
+        assert_close(weights, expected)
+    # Half of the experts of a stage; a stage may have none.
+    first, second = found[0][2], found[2][2]
+    assert first + second == held / 2 > 0
+    assert [share for _, _, share in found] == [first, first, second, second]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["tensor", "context"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_train_like_one_process_with_experts_beside(family, beside):
+    precise = (family, beside) in _ROUNDED
+    expected, losses, held = _train(family, precise=precise)
+    strategy = HybridStrategy(expert_parallel_size=2, **{f"{beside}_parallel_size": 2})
+    for weights, of_rank, share in run_ranks(4, functools.partial(_train, family, strategy, 4, precise=precise)):
+        assert abs(float(of_rank[0] - losses[0])) <= 1e-6 * abs(float(losses[0]))
+        assert_close({"losses": of_rank}, {"losses": losses})
+        assert_close(weights, expected, 1e-9 if precise else 1e-5)
         assert share == held / 2 > 0
 
 

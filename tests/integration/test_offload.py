@@ -10,6 +10,7 @@ import torch
 from lightning_pardist import FSDPStrategy, ZeroStrategy
 from lightning_pardist.engines.offload import StateFile
 from tests.helpers.models import Classifier, ParamGroups
+from tests.helpers.optimizers import Trained
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, Data, quiet_trainer, train
@@ -83,6 +84,42 @@ def test_checkpoints_are_the_plain_ones(tmp_path):
         assert [group["fused"] for group in saved["param_groups"]] == [None, None]
         for number, values in wanted["state"].items():
             assert_close(saved["state"][number], values)
+
+
+def _whole_tensors(folder, wanted):
+    """By strategy: weights after two epochs, in one run and with a checkpoint between."""
+    found = []
+    for form, strategy in zip(("full", "sharded"), _strategies(folder / "state")[1:], strict=True):
+        path, weights = str(folder / f"{form}.ckpt"), []
+        for epochs, resume in ((2, None), (1, None), (2, path)):
+            torch.manual_seed(11)
+            module = Trained("Muon and Adam (user's)", schedule=True)
+            trainer = quiet_trainer(
+                strategy=strategy(checkpoint=form),
+                devices=2,
+                use_distributed_sampler=False,
+                max_epochs=epochs,
+                gradient_clip_val=0.5,
+                accumulate_grad_batches=2,
+            )
+            trainer.fit(module, datamodule=Data(module.dataset(BATCH * 4)), ckpt_path=resume)
+            if epochs == 1:
+                trainer.save_checkpoint(path)
+            weights.append(snapshot(module))
+        assert_close(weights[0], wanted)
+        found.append((weights[0], weights[2]))
+    return found
+
+
+def test_optimizers_of_whole_tensors_go_on_bit_for_bit(tmp_path):
+    torch.manual_seed(11)
+    module = Trained("Muon and Adam (user's)", schedule=True)
+    trainer = quiet_trainer(max_epochs=2, gradient_clip_val=0.5, accumulate_grad_batches=2, devices=1)
+    trainer.fit(module, datamodule=Data(module.dataset(BATCH * 4)))
+    for of_rank in run_ranks(2, _whole_tensors, tmp_path, snapshot(module)):
+        for whole, resumed in of_rank:
+            assert not [name for name, value in whole.items() if not torch.equal(resumed[name], value)]
+    assert os.listdir(tmp_path / "state") == []
 
 
 def _out_of_space(folder):

@@ -2,6 +2,7 @@
 
 import functools
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
@@ -69,7 +70,25 @@ QUICK = {
 SETTINGS = {"precision": "64-true", "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 
 
-def _train(strategy, devices, name, settings, reverse=False):
+class OneUlp(pl.Callback):
+    """Moves every number of every gradient that backward brings to the one above or below."""
+
+    def __init__(self, seed=0):
+        self.seed = seed
+
+    def on_fit_start(self, trainer, pl_module):
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def moved(grad):
+            up = torch.rand(grad.shape, generator=generator) < 0.5
+            return torch.nextafter(grad, torch.where(up, torch.inf, -torch.inf).to(grad))
+
+        for param in pl_module.parameters():
+            if param.requires_grad:
+                param.register_hook(moved)
+
+
+def _train(strategy, devices, name, settings, reverse=False, also=()):
     torch.manual_seed(11)
     module = Trained(name, schedule=True)
     record = Losses()
@@ -81,7 +100,7 @@ def _train(strategy, devices, name, settings, reverse=False):
         strategy=strategy() if callable(strategy) else strategy,
         devices=devices,
         use_distributed_sampler=False,
-        callbacks=[record],
+        callbacks=[record, *also],
         **settings,
     )
     dataset = module.dataset(BATCH * STEPS)
@@ -106,6 +125,11 @@ def expected(name):
 def rounded_otherwise(name):
     """One process that adds up the samples of each batch in another order: what rounding alone does."""
     return _train("auto", 1, name, SETTINGS, reverse=True)
+
+
+def moved_by_one_ulp(name, seed):
+    """One process whose gradients are off by the least that there is."""
+    return _train("auto", 1, name, SETTINGS, also=[OneUlp(seed)])
 
 
 def column(strategy, devices, names):

@@ -320,6 +320,12 @@ class Renormalized(Words):
         self.table.max_norm = 1.0
 
 
+class Normalized(Words):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+
 REFUSED = {
     "clamp": (Clamps, {}, {}, "was written to outside of its step"),
     "add": (AddsLater, {}, {}, "given further parameters during training"),
@@ -327,7 +333,7 @@ REFUSED = {
     "joint": (Joint, {}, {}, "updates all tensors together"),
     "renormalized": (Renormalized, {}, {}, "max_norm"),
     "servers": (Words, {"num_servers": 3}, {}, "num_servers=3 is more than there are ranks (2)"),
-    "batch_norm": (Words, {}, {"sync_batchnorm": True}, "sync_batchnorm=True needs all workers"),
+    "batch_norm": (Normalized, {}, {"sync_batchnorm": True}, "sync_batchnorm=True needs all workers"),
     "average": (Words, {}, {"callbacks": [pl.callbacks.EMAWeightAveraging()]}, "Remove the callback"),
 }
 

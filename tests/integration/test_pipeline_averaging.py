@@ -118,16 +118,48 @@ def test_averages_are_those_of_one_process(row, tmp_path):
                     assert_close(mine[name][part], want)
 
 
+def _stochastic(devices, strategy=None):
+    """Weights after the average took their place, and those of the callback's copy."""
+    torch.manual_seed(11)
+    module, average = Net(), StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
+    trainer = quiet_trainer(
+        strategy=strategy() if strategy else "auto",
+        devices=devices,
+        max_epochs=3,
+        callbacks=[average],
+        use_distributed_sampler=False,
+    )
+    tokens = torch.randint(0, 12, (20, 7), generator=torch.Generator().manual_seed(7))
+    trainer.fit(module, DataLoader(tokens, batch_size=8))
+    return snapshot(module), snapshot(average._average_model), {p.device for p in average._average_model.parameters()}
+
+
+@pytest.mark.parametrize("row", ["pp", pytest.param("pp_zero3", marks=pytest.mark.slow)])
+def test_stochastic_averages_are_those_of_one_process(row):
+    strategy, devices, _ = STRATEGIES[row]
+    wanted = _stochastic(1)
+    for got in run_ranks(devices, _stochastic, devices, strategy):
+        assert_close(got[0], wanted[0])
+        assert_close(got[1], wanted[1])
+        assert got[2] == wanted[2]
+
+
+class Normed(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+
 def _refused(kind, settings):
     strategy = PipelineStrategy(**settings)
     trainer = quiet_trainer(strategy=strategy, devices=2, callbacks=[kind])
-    trainer.fit(Net(), DataLoader(torch.zeros(8, 7, dtype=torch.long), batch_size=8))
+    trainer.fit(Normed(), DataLoader(torch.zeros(8, 7, dtype=torch.long), batch_size=8))
 
 
 @pytest.mark.parametrize(
     ("callback", "settings", "pattern"),
     [
-        (StochasticWeightAveraging(1e-2), {}, "StochasticWeightAveraging runs the whole module"),
+        (StochasticWeightAveraging(1e-2), {}, "StochasticWeightAveraging renews batch norm statistics"),
         (WeightAveraging(), {"checkpoint": "sharded"}, "puts two models into a checkpoint"),
     ],
 )

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from torch.nn.utils import prune
 
 from tests.helpers.checkpoints import STRATEGIES
 from tests.helpers.models import points
@@ -85,8 +86,6 @@ MAKE = {
         callbacks.TQDMProgressBar(),
     ],
 }
-#: What compares or averages whole weights is refused where no rank has them.
-REFUSED = {"stochastic averages": ("pp", "mp", "3d", "pp_zero1", "pp_zero3")}
 
 
 def _strategy(name, world):
@@ -138,8 +137,7 @@ def expected(tmp_path_factory):
 
 
 def _check(name, world, folder, expected):
-    names = [which for which in MAKE if name not in REFUSED.get(which, ())]
-    for found in run_ranks(world, _run, names, name, world, folder, timeout_s=240):
+    for found in run_ranks(world, _run, list(MAKE), name, world, folder, timeout_s=240):
         for which, values in found.items():
             assert_close(values, expected[which])
 
@@ -156,3 +154,39 @@ def test_callback_does_as_on_one_process(name, tmp_path, expected):
 @pytest.mark.parametrize("name", ["3d", "pp_zero1", "pp_zero3", "tp_zero3"])
 def test_callback_does_as_on_one_process_under_two_axes(name, tmp_path, expected):
     _check(name, 4, tmp_path, expected)
+
+
+class Prunes(pl.Callback):
+    """As users do by hand, in the middle of a run."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            prune.l1_unstructured(pl_module.head[0], "weight", amount=0.3)
+
+
+def _prune(name, world):
+    torch.manual_seed(3)
+    module = Tuned()
+    trainer = quiet_trainer(
+        strategy=_strategy(name, world),
+        devices=world,
+        max_epochs=2,
+        callbacks=[Prunes()],
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, datamodule=_Data(points(BATCH * STEPS)))
+    return snapshot(module)
+
+
+def _refuses_to_prune(names, world):
+    for name in names:
+        with pytest.raises(RuntimeError, match=r"registered anew as head.0.weight_orig .* use pardist_ddp"):
+            _prune(name, world)
+
+
+def test_pruning_by_hand_is_as_on_one_process_or_refused():
+    expected = _prune("one", 1)
+    for found in run_ranks(2, _prune, "zero2", 2):
+        assert_close(found, expected)
+    for name in ("zero3", "tp", "pp"):
+        run_ranks(2, _refuses_to_prune, [name], 2)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_pardist.callbacks import StepProfile
+from lightning_pardist.callbacks.step_page import coarse
 from lightning_pardist.callbacks.step_profile import report, slowest_rank
 from tests.helpers.models import Classifier
 from tests.helpers.ranks import run_ranks
@@ -82,6 +83,10 @@ def test_the_slowest_rank_and_what_it_is_slow_at(at, tmp_path):
         [json.loads(line) for line in (tmp_path / f"step_profile-rank{rank}.jsonl").read_text().splitlines()]
         for rank in range(2)
     ]
+    page = (tmp_path / "step_profile.html").read_text()
+    assert all(f">rank {rank}</text>" in page for rank in range(2))
+    assert f"<title>{at}: " in page
+    assert "<title>wait data_shard: " in page
     means = [
         {kind: sum(row.get(kind, 0.0) for row in of_rank) / STEPS for kind in of_rank[0] if kind != "step"}
         for of_rank in rows
@@ -89,7 +94,9 @@ def test_the_slowest_rank_and_what_it_is_slow_at(at, tmp_path):
     rank, kind, seconds = slowest_rank(means)
     assert (rank, kind) == (1, at)
     assert seconds > 0.1
-    assert f"Rank 1 is the slowest: {1e3 * seconds:.2f} ms a step more than the median in {at}." in report(means, STEPS)
+    shown = report(means, STEPS)
+    assert f"Rank 1 is the slowest: {1e3 * seconds:.2f} ms a step more than the median in {at}." in shown
+    assert ("More num_workers" in shown) == (at == "data")
 
 
 def _train_twice(folder):
@@ -113,6 +120,12 @@ def test_a_second_run_compares_its_own_numbers(tmp_path):
 def test_stages_wait_along_the_pipeline(tmp_path):
     for _, kinds in run_ranks(2, _train, "pardist_pp", 2, "", str(tmp_path)):
         assert "wait pipeline_parallel" in kinds
+
+
+def test_a_step_is_drawn_without_what_nobody_would_see():
+    spans = [("host", 0.0, 1.0), ("data", 1.0, 1.0005), ("host", 1.0005, 2.0), ("compute", 2.0, 4.0)]
+    assert coarse(spans) == [("host", 0.0, 2.0), ("compute", 2.0, 4.0)]
+    assert coarse([]) == []
 
 
 def test_equal_ranks_have_no_slowest():

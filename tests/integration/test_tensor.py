@@ -345,12 +345,6 @@ def test_tensor_ranks_draw_the_same_numbers():
 # --- what is refused --------------------------------------------------------------------------------------------
 
 
-class Different(pl.LightningDataModule):
-    def train_dataloader(self):
-        start = self.trainer.global_rank
-        return DataLoader(torch.utils.data.Subset(_data(), range(start, 24)), batch_size=4)
-
-
 def _refused():
     messages = {}
     for name, strategy in {
@@ -390,15 +384,6 @@ def test_settings_are_checked_before_anything_starts():
         TensorParallelStrategy(data_parallel="zero4")
     with pytest.raises(ValueError, match="does not divide world_size=4"):
         quiet_trainer(strategy=TensorParallelStrategy(tensor_parallel_size=3), devices=4)
-
-
-def _different_batches():
-    with pytest.raises(RuntimeError, match="different batches"):
-        quiet_trainer(strategy="pardist_tp", devices=2).fit(Net(), datamodule=Different())
-
-
-def test_different_batches_are_refused():
-    run_ranks(2, _different_batches)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Degrees of several axes at once."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -59,3 +61,8 @@ def test_settings_that_make_no_sense(settings, message):
 def test_degrees_that_do_not_fit():
     with pytest.raises(ValueError, match="does not divide world_size=8"):
         _dims(8, pipeline_parallel_size=3)
+
+
+def test_strategies_travel_to_ranks_that_are_spawned():
+    strategy = pickle.loads(pickle.dumps(HybridStrategy(tensor_parallel_size=2)))
+    assert strategy.resolve_dims(4).tensor_parallel == 2

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
+from lightning_pardist.axes.first_batch import of_first_rank
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import Recorded
 from lightning_pardist.collectives import all_gather_flat, table_device
-from lightning_pardist.engines.pipeline.nested import map_leaves, tensors_in
+from lightning_pardist.engines.pipeline.nested import tensors_in
 
 
 def agree_on(recorded: Recorded) -> Recorded:
@@ -91,19 +91,14 @@ class SameBatches:
                 return batches
             if not self._differ:
                 self._differ = True
-                rank_zero_warn(
-                    "The ranks of a pipeline got different batches (random augmentation, or a loader that shuffles by"
-                    " itself). From now on the first rank's are sent to the others, which costs time."
-                )
-        first = dist.get_global_rank(self.group, 0)
-        box = [map_leaves(_to_host, batches) if self.group.rank() == 0 else None]
-        dist.broadcast_object_list(box, src=first, group=self.group)
-        shared: list[Any] = map_leaves(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, box[0])
+                if self.group.rank() == 0:
+                    warnings.warn(
+                        "The ranks of a pipeline got different batches (random augmentation, or a loader that shuffles"
+                        " by itself). From now on the first rank's are sent to the others, which costs time.",
+                        stacklevel=2,
+                    )
+        shared: list[Any] = of_first_rank(batches, group=self.group, device=self.device)
         return shared
-
-
-def _to_host(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _fingerprint(batch: Any) -> int:

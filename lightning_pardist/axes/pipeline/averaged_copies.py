@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pardist.axes.module_copies import copies_of
 from lightning_pardist.collectives import irecv, isend
@@ -24,6 +25,32 @@ def placements_of_copies(trainer: pl.Trainer, own: Placement) -> list[Placement]
     """
     copies = copies_of(own.module, trainer.callbacks)  # type: ignore[attr-defined]
     return [Placement(copied, own.plan, own.stage_ranks, own.rank, own.group) for copied in copies]
+
+
+def free_copy(placement: Placement) -> None:
+    """Let a copy have what this rank's stages have of the module; ``to(device)`` moves that alone. Not collective."""
+    placement.free()
+    copied = placement.module
+    # StochasticWeightAveraging brings its copy to a device when it begins; what is on no device here stays there.
+    copied.__dict__["to"] = functools.partial(_move_held, copied)
+
+
+def restore_copy(placement: Placement) -> None:
+    """Undo :func:`free_copy`: the copy is whole on every rank. Collective over the pipeline."""
+    placement.module.__dict__.pop("to", None)
+    placement.restore()
+
+
+@torch.no_grad()
+def _move_held(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(*args, **kwargs)
+    for each in module.modules():
+        for name, buffer in each.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                setattr(each, name, buffer.to(*args, **kwargs))
+    return module
 
 
 def gather_values(tree: Any, group: dist.ProcessGroup, device: torch.device) -> Any:

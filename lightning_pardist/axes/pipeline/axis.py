@@ -25,7 +25,7 @@ from lightning_pardist.axes.pipeline.agreement import (
     agree_on,
     share_random_state,
 )
-from lightning_pardist.axes.pipeline.averaged_copies import gather_values, placements_of_copies
+from lightning_pardist.axes.pipeline.averaged_copies import free_copy, gather_values, placements_of_copies, restore_copy
 from lightning_pardist.axes.pipeline.batches_in_flight import LookAhead, watched_by
 from lightning_pardist.axes.pipeline.finetuning import FinetuningAcrossStages
 from lightning_pardist.axes.pipeline.merged_values import WEIGHT
@@ -155,8 +155,9 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if self.context.dims.tensor_parallel > 1:
-            # Split layers hand on parts of tensors, which say nothing of where they came from.
+        if self.context.dims.size("tensor_parallel", "expert_parallel") > 1:
+            # Split layers hand on parts of tensors, which say nothing of where they came from; experts that are apart
+            # need their peers for each run.
             share_random_state(self.group)
             self._observed = self._record(trainer)
 
@@ -172,7 +173,8 @@ class PipelineAxis(ParallelAxis):
                 ranks, weight = dist.get_process_group_ranks(self.group), self.context.loss_weight
                 with undisturbed_random():
                     samples, checks = self.context.samples, self.context.check_samples
-                    recorder = StepRecorder(trainer, self.settings, ranks, samples, weight, found, check_samples=checks)
+                    ways: dict[str, Any] = {"check_samples": checks, "in_one_piece": self.context.in_one_piece}
+                    recorder = StepRecorder(trainer, self.settings, ranks, samples, weight, found, **ways)
                     recorded = recorder.record()
                 if found is not None:
                     found[key] = recorded
@@ -210,6 +212,12 @@ class PipelineAxis(ParallelAxis):
         group, device = self.group, self.context.device
         recorded = self._observed or self._record(trainer)
         self._observed = None
+        if recorded.owners is not None and (joint := self.context.in_one_piece):
+            raise CannotPipelineError(
+                f"{next(iter(recorded.unstaged.values()))} So there are no fixed stages, and ranks that run"
+                f" {joint[0]!r} together would not come to it in one order.",
+                ("pardist_ep_zero3",),
+            )
         self._plans, self._rules, self._unstaged = recorded.plans, recorded.rules, recorded.unstaged
         self._cut, self._loss = recorded.cut, recorded.loss
         self._warn_of_losses(recorded)
@@ -222,7 +230,7 @@ class PipelineAxis(ParallelAxis):
         self.engine.free(replaced)
         replace_in(optimizers, replaced)
         for placement in placements_of_copies(trainer, self.engine.placement):
-            placement.free()
+            free_copy(placement)
 
     @override
     def why_not_compiled(self, whole_step: bool) -> str:
@@ -339,7 +347,9 @@ class PipelineAxis(ParallelAxis):
             loss_weight=rules.loss_weight or self.context.loss_weight,
             forwards_first=recorded.loss.several_counts and rules.loss_weight is None,
             data_group=lambda: self.context.loss_group,
+            batch_rank=self.context.dims.batch_rank(dist.get_rank()),
             count=microbatching.count,
+            agree=self.context.agree_on_microbatches,
             split=microbatching.split,
             share="all",
             whole=self.context.plain,
@@ -645,7 +655,7 @@ class PipelineAxis(ParallelAxis):
             replace_in(self.context.optimizers, engine.placement.restore())
             # Those that were made in the meantime, too.
             for placement in placements_of_copies(module.trainer, engine.placement):
-                placement.restore()
+                restore_copy(placement)
         else:
             hold_to_host(module)
 

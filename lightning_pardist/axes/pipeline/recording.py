@@ -149,6 +149,7 @@ class StepRecorder:
         loss_weight: How losses are weighed.
         found: See :attr:`~lightning_pardist.axes.base.RunContext.found_once`.
         check_samples: Whether layers that mix samples are looked for.
+        in_one_piece: Names of modules that no cut goes through.
     """
 
     def __init__(
@@ -161,8 +162,9 @@ class StepRecorder:
         found: dict[Any, Any] | None = None,
         *,
         check_samples: bool = True,
+        in_one_piece: Sequence[str] = (),
     ) -> None:
-        self.check_samples = check_samples
+        self.check_samples, self.in_one_piece = check_samples, in_one_piece
         self._found: dict[Any, Any] = {} if found is None else found
         # Without values, as plans are made, numbers of parts and of the whole tell nothing.
         self._rehearsed = found is not None
@@ -442,7 +444,10 @@ class StepRecorder:
             return loss
 
         with self._running(sample) as run, ParameterWriteGuard(self.module) as kept, calls, functions:
-            recorded = record_step(self.module, run, sample.microbatch, grad=training, loss_of=note_loss)
+            whole = self.in_one_piece
+            recorded = record_step(
+                self.module, run, sample.microbatch, grad=training, loss_of=note_loss, in_one_piece=whole
+            )
             if kept.written:
                 self._refuse_changes(sample, run, kept.written)
         # Behind the modes that watch the run, which take no numbers that operators have saved.

@@ -17,6 +17,7 @@ from lightning_pardist.axes.pipeline.recording import STEPS
 from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_callbacks, refuse_pruning
 from lightning_pardist.compat.lightning_loops import is_compiled
 from lightning_pardist.engines.common.update_scope import FoundScope, ScopeSetting, find_scope, has_parameters
+from lightning_pardist.engines.pipeline import SPLIT_BACKWARD
 
 
 def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> None:
@@ -42,6 +43,12 @@ def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> No
             )
     if trainer.state.fn != TrainerFn.FITTING:
         return
+    if schedule in SPLIT_BACKWARD and context.dims.expert_parallel > 1:
+        raise ValueError(
+            f"schedule={schedule!r} with expert_parallel_size={context.dims.expert_parallel} would come to the"
+            " exchanges of experts a second time, in the half of backward that it puts off. Use schedule='1f1b',"
+            " 'gpipe' or 'interleaved'."
+        )
     if schedule != "mp" and (why := needs_owners(module)) is not None:
         raise ValueError(
             f"{name} {why}: a pipeline interleaves the backward passes of all micro-batches, and cannot stop where the"
@@ -49,12 +56,13 @@ def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> No
             " pardist_zero3 or pardist_tp."
         )
     refuse_pruning(trainer)
-    refuse_callbacks(
-        trainer,
-        StochasticWeightAveraging,
-        "runs the whole module by itself to renew batch norm statistics, and no rank has it in a pipeline. Use"
-        " WeightAveraging or EMAWeightAveraging, or pardist_ddp, pardist_zero1 or pardist_zero2.",
-    )
+    if StochasticWeightAveraging.pl_module_contains_batch_norm(module):
+        refuse_callbacks(
+            trainer,
+            StochasticWeightAveraging,
+            "renews batch norm statistics in an epoch without backward, which a pipeline's schedule cannot leave out."
+            " Use WeightAveraging or EMAWeightAveraging, or pardist_ddp, pardist_zero1 or pardist_zero2.",
+        )
     refuse_averages_in_shards(trainer, context)
 
 

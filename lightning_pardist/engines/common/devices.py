@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 #: Kinds of devices without random numbers of their own beside the host's.
 _WITHOUT_GENERATOR = ("cpu", "meta")
@@ -27,6 +28,13 @@ def device_in_use() -> torch.device:
     if not getattr(module, "is_initialized", module.is_available)():
         return torch.device("cpu")
     return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def device_of_mesh(mesh: DeviceMesh) -> torch.device:
+    """The device that this rank has in a mesh."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def rank_devices() -> list[torch.device]:

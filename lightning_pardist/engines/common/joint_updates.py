@@ -14,8 +14,10 @@ from typing_extensions import override
 
 from lightning_pardist.compat.optimizers import follow_schedulers
 from lightning_pardist.engines.common.owner_plan import Kind
+from lightning_pardist.engines.common.owner_updates import OwnerUpdates
 from lightning_pardist.engines.common.update_scope import FoundScope
-from lightning_pardist.engines.common.whole_updates import HeldTensor, OwnerUpdates, WholeUpdates, twin_of, updates_of
+from lightning_pardist.engines.common.whole_updates import HeldTensor, WholeUpdates, twin_of, updates_of
+from lightning_pardist.engines.offload import HostedState
 
 
 class JointUpdates(WholeUpdates):
@@ -27,10 +29,18 @@ class JointUpdates(WholeUpdates):
     Args:
         step: The optimizer's own.
         **kwargs: As for :class:`~lightning_pardist.engines.common.whole_updates.WholeUpdates`.
+
+    Raises:
+        ValueError: If state is kept in files, of which a step would need all at once.
     """
 
     def __init__(self, optimizer: Optimizer, *, step: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(optimizer, **kwargs)
+        if self._hosted is not None and self._hosted.in_files:
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot keep its state in files: it {self.found.describe()}, with all"
+                " of its state at once, and offload to a folder has a window of it resident. Use offload='cpu'."
+            )
         self._own_step = step
         self._twins: dict[int, nn.Parameter] = {}
 
@@ -67,6 +77,7 @@ class JointUpdates(WholeUpdates):
             for twin in self._twins.values():
                 twin.grad = None
             self._twins = {}
+            self.settle()
         if self._after_step is not None:
             self._after_step()
         return result
@@ -95,7 +106,14 @@ class JointUpdates(WholeUpdates):
         wholes = self._gathered([*range(len(params))], "reads")
         self._twins = {number: twin_of(params[number], whole) for number, whole in wholes.items()}
         self._set_gradients(present)
+        self._bring_state()
         self._exchange_params(back=False)
+
+    def _bring_state(self) -> None:
+        if self._hosted is not None:
+            state = self.optimizer.state
+            for param in [key for key in state if isinstance(key, Tensor)]:
+                state[param] = self._hosted.fetch(state[param])
 
     @torch.no_grad()
     def _take_gradients(self) -> None:
@@ -148,6 +166,8 @@ def step_on_wholes(
     *,
     group: dist.ProcessGroup,
     held: Callable[[nn.Parameter], HeldTensor] = HeldTensor.as_it_is,
+    device: torch.device | None = None,
+    hosted: HostedState | None = None,
     before_step: Callable[[], None] | None = None,
     after_step: Callable[[], None] | None = None,
 ) -> None:
@@ -158,6 +178,8 @@ def step_on_wholes(
         found: What its update of an element depends on, other than ``"elementwise"``.
         group: Ranks that together hold the parameters whole.
         held: Where a parameter lies on this rank.
+        device: Where updates are computed; that of the parameters' values if None.
+        hosted: Keeps state between steps, if it is offloaded.
         before_step: Called right before the update, after a closure.
         after_step: Called after it.
     """
@@ -167,6 +189,8 @@ def step_on_wholes(
         "group": group,
         "held": held,
         "found": found,
+        "device": device,
+        "hosted": hosted,
         "before_step": before_step,
         "after_step": after_step,
     }

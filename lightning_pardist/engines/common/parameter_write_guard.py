@@ -36,7 +36,7 @@ class ParameterWriteGuard(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if writes(func, kwargs):
-            for tensor in pytree.tree_leaves((args, kwargs)):
+            for tensor in pytree.tree_leaves(_written_to(args, kwargs)):
                 if isinstance(tensor, Tensor) and not tensor.is_meta and type(tensor) in (Tensor, nn.Parameter):
                     self._keep(self._owners.get(memory_of(tensor), ()))
         return func(*args, **kwargs)
@@ -72,6 +72,13 @@ def memory_of(tensor: Tensor) -> int:
         # Sparse tensors, and those inside of transforms (vmap, jacrev), are no views of parameters.
         return 0
     return address
+
+
+def _written_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments that such a function may overwrite: the first one, which it is a method of, and ``out``."""
+    if not args:
+        return kwargs
+    return args[0], kwargs.get("out")
 
 
 def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

@@ -286,12 +286,16 @@ def _refusal(optimizer: Optimizer, reason: str) -> str:
     )
 
 
-def cannot_step_on_parts(optimizer: Optimizer, found: FoundScope, *, offloads: bool) -> str:
+def steps_on_wholes(optimizer: Optimizer, *, form: Form, setting: ScopeSetting = "auto") -> bool:
+    """Whether an optimizer is given whole tensors where ranks hold parts; as :func:`find_scope`."""
+    return has_parameters(optimizer) and find_scope(optimizer, form=form, setting=setting).scope != "elementwise"
+
+
+def cannot_step_on_parts(optimizer: Optimizer, found: FoundScope) -> str:
     """What is said where an optimizer would have to be elementwise, and is not."""
-    why = "offload takes a step in windows of elements. Leave offload out" if offloads else "each rank steps on parts"
     return (
-        f"{type(optimizer).__name__} cannot step on parts of parameters: it {found.describe()}, and {why}, or use an"
-        " elementwise optimizer such as AdamW or SGD."
+        f"{type(optimizer).__name__} cannot step on parts of parameters: it {found.describe()}, and no group of ranks"
+        " is named that hold them whole. Name one, or use an elementwise optimizer such as AdamW or SGD."
     )
 
 

@@ -1,19 +1,13 @@
 """Updates of whole tensors, whatever way ranks hold parts of them: storage keeps its layout, the update has another.
 
 An optimizer that is not elementwise gets each of its tensors whole. One that updates a tensor at a time has one rank,
-the owner, do it (:class:`OwnerUpdates`): gradients, and values where the owner lacks them, go there in packed
-all-to-alls, and new values come back in another, a bounded number of tensors at a time. Only the owner has state, so
-that it is sharded over ranks by whole tensors. One that updates all tensors together has every rank do all of it
-(:class:`~lightning_pardist.engines.common.joint_updates.JointUpdates`).
+the owner, do it (:class:`~lightning_pardist.engines.common.owner_updates.OwnerUpdates`); one that updates all tensors
+together has every rank do all of it (:class:`~lightning_pardist.engines.common.joint_updates.JointUpdates`).
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,25 +26,19 @@ from lightning_pardist.checkpoint.tensors import (
     device_of_state,
     in_place,
     require_same_groups,
-    restore_shared,
     settled,
     shared_entries,
-    shared_state,
 )
 from lightning_pardist.collectives import table_device
-from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
 from lightning_pardist.compat.process_groups import device_types
-from lightning_pardist.engines.common.elementwise import marked, marks_of, own_step
-from lightning_pardist.engines.common.owner_plan import Box, Kind, Move, OwnerPlan, Owners, TensorLayout, rounds_of
+from lightning_pardist.engines.common.elementwise import marked, marks_of
+from lightning_pardist.engines.common.owner_plan import Box, Kind, Move, OwnerPlan, TensorLayout
 from lightning_pardist.engines.common.packed_exchange import PackedExchange, Parcel
-from lightning_pardist.engines.common.update_scope import FoundScope, group_settings, restore_settings
+from lightning_pardist.engines.common.update_scope import FoundScope
+from lightning_pardist.engines.offload import HostedState
 from lightning_pardist.local_tensors import own_part
 
 _MARK = "_pardist_whole_updates"
-#: MiB of whole values that an owner has at work at a time, and as much of gradients.
-ROUND_MB = 64.0
-#: Rounds that a step has at least, unless they come to less than so many bytes each.
-_ROUNDS, _MIN_ROUND_BYTES = 4, 2**20
 
 
 @dataclass(frozen=True)
@@ -116,6 +104,8 @@ class WholeUpdates:
         group: Ranks that hold all of the parameters that this rank has a part of.
         held: Where a parameter lies on this rank; asked in every step.
         found: What its updates depend on.
+        device: Where updates are computed; that of the parameters' values if None.
+        hosted: Keeps state between steps, if it is offloaded.
         before_step: Called right before the update.
         after_step: Called after it.
     """
@@ -127,6 +117,8 @@ class WholeUpdates:
         group: dist.ProcessGroup,
         held: Callable[[nn.Parameter], HeldTensor],
         found: FoundScope,
+        device: torch.device | None = None,
+        hosted: HostedState | None = None,
         before_step: Callable[[], None] | None = None,
         after_step: Callable[[], None] | None = None,
     ) -> None:
@@ -138,6 +130,8 @@ class WholeUpdates:
         self.found = found
         self.sent_bytes = 0
         self._held_by = held
+        self._own_device = device
+        self._hosted = hosted
         self._before_step = before_step
         self._after_step = after_step
         self._held: dict[int, HeldTensor] = {}
@@ -226,6 +220,8 @@ class WholeUpdates:
 
     @property
     def _device(self) -> torch.device:
+        if self._own_device is not None:
+            return self._own_device
         if self._held:
             return next(iter(self._held.values())).read.like.device
         # A rank that knows none sends and receives nothing, where the others send from.
@@ -238,7 +234,8 @@ class WholeUpdates:
         if len(moves) != 1 or moves[0].source != self.rank:
             return None
         values = self._own_box(moves[0])
-        return values if values.dtype == self.plan.dtype(number) else None
+        fits = values.dtype == self.plan.dtype(number) and values.device == self._device
+        return values if fits else None
 
     def _empty(self, number: int) -> Tensor:
         return torch.empty(tuple(self._current[number].shape), dtype=self.plan.dtype(number), device=self._device)
@@ -248,8 +245,12 @@ class WholeUpdates:
     def slots(self) -> Slots:
         """Whole state on the ranks that have it, group by group."""
         numbers = iter(range(len(self._params())))
+        steps_on = None if self._hosted is None else self._hosted.device
         return [
-            [TensorSlot(param, here=self.owns(next(numbers)), whole=True) for param in group["params"]]
+            [
+                TensorSlot(param, here=self.owns(next(numbers)), whole=True, steps_on=steps_on)
+                for param in group["params"]
+            ]
             for group in self.optimizer.param_groups
         ]
 
@@ -257,7 +258,11 @@ class WholeUpdates:
         """The state dict of one process on the group's first rank; without state elsewhere. Collective over it."""
         alone = self.group.size() == 1
         exchange: Coordinator = SingleCoordinator() if alone else GroupCoordinator(self.group)
-        return assemble_optimizer(0, self.optimizer, self.slots(), {}, exchange)
+        state = assemble_optimizer(0, self.optimizer, self.slots(), {}, exchange)
+        if self._hosted is not None:
+            for entry in self.optimizer.state.values():
+                self._hosted.evict(entry)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the state of the parameters that this rank owns from a state dict of one process. Not collective.
@@ -274,10 +279,26 @@ class WholeUpdates:
             group.update({key: value for key, value in settings.items() if key != "params"})
             for param, saved in zip(group["params"], settings["params"], strict=True):
                 if (values := state["state"].get(saved)) and self.owns(number):
-                    device = device_of_state(param, self.optimizer)
-                    own = {key: settled(value, device) for key, value in values.items()}
-                    self.optimizer.state[param] = in_place(own, device, group)
+                    if self._hosted is None:
+                        device = device_of_state(param, self.optimizer)
+                        own = {key: settled(value, device) for key, value in values.items()}
+                        self.optimizer.state[param] = in_place(own, device, group)
+                    else:
+                        own = {key: settled(value, torch.device("cpu")) for key, value in values.items()}
+                        self.optimizer.state[param] = self._hosted.keep(
+                            param, in_place(own, self._hosted.device, group)
+                        )
                 number += 1
+        if self._hosted is not None:
+            self._hosted.wait()
+
+    def settle(self) -> None:
+        """Bring state, just loaded from a checkpoint, to where it is kept. Not collective."""
+        if self._hosted is None:
+            return
+        for param in [key for key in self.optimizer.state if isinstance(key, Tensor)]:
+            self.optimizer.state[param] = self._hosted.keep(param, self.optimizer.state[param])
+        self._hosted.wait()
 
     def _forget_others(self) -> None:
         """Drop state that an optimizer made in its constructor for parameters of other owners."""
@@ -293,169 +314,6 @@ class WholeUpdates:
     def describe(self) -> str:
         """What the updates take, for the log."""
         raise NotImplementedError
-
-
-class OwnerUpdates(WholeUpdates):
-    """Steps of an optimizer that updates one tensor at a time: each is updated by one rank, its owner.
-
-    In a round the owners' tensors travel, while those of the round before are updated. A rank sends less than its own
-    shards of gradients, and of values if owners lack them, and as much of new values: ``Psi/N (N-1)/N`` for each. What
-    the owner has whole is updated where it lies.
-
-    Args:
-        round_mb: MiB of whole values that a rank has at work at a time.
-        held_by_rank: Elements of a parameter's gradient that each rank of the group has, equal on all ranks, where some
-            have much more than others: owners are chosen by it.
-        **kwargs: As for :class:`WholeUpdates`.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        round_mb: float = ROUND_MB,
-        held_by_rank: Callable[[nn.Parameter], Mapping[int, int]] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(optimizer, **kwargs)
-        self.round_bytes = round_mb * 2**20
-        self._held_by_rank = held_by_rank
-        self._owners = Owners(self.group.size())
-        self._assign()
-        self._forget_others()
-
-    def _assign(self) -> None:
-        new = {number: param for number, param in enumerate(self._params()) if self._owners.of(number) is None}
-        if new:
-            by_rank = self._held_by_rank or (lambda param: {})
-            self._owners.assign(self._shapes(), {number: by_rank(param) for number, param in new.items()})
-
-    def owns(self, number: int) -> bool:
-        """Whether this rank updates the parameter with this number."""
-        return self._owners.of(number) == self.rank
-
-    def describe(self) -> str:
-        """How evenly the updates are spread."""
-        loads, ranks = self._owners.loads, self.group.size()
-        uneven = max(loads) * ranks / max(sum(loads), 1.0)
-        return (
-            f"{type(self.optimizer).__name__} {self.found.describe()}: each by one of {ranks} ranks, which has its"
-            f" state; the busiest has {uneven:.2f} times the mean of the estimated cost"
-        )
-
-    @torch.no_grad()
-    def step(self, **kwargs: Any) -> None:
-        """Step, with the hooks that torch calls around a step. Takes no closure. Collective over the group."""
-        optimizer = self.optimizer
-        args: tuple[Any, ...] = (optimizer,)
-        for before in pre_hooks(optimizer):
-            changed = before(optimizer, args, kwargs)
-            if changed is not None:
-                args, kwargs = changed
-        if self._before_step is not None:
-            self._before_step()
-        self._update(kwargs)
-        if self._after_step is not None:
-            self._after_step()
-        mark_step(optimizer)
-        for after in post_hooks(optimizer):
-            after(optimizer, args, kwargs)
-
-    def _update(self, kwargs: Mapping[str, Any]) -> None:
-        present = self._present()
-        self._assign()
-        rounds = self._rounds(present)
-        settings = group_settings(self.optimizer)
-        shared = copy.deepcopy(shared_state(self.optimizer)) if len(rounds) > 1 else {}
-        stepped = False
-        arriving = self._fetch(rounds[0]) if rounds else None
-        leaving: PackedExchange | None = None
-        for index, numbers in enumerate(rounds):
-            if arriving is None:
-                raise RuntimeError("a round is fetched before it is updated")
-            values, grads = arriving.finish()
-            arriving = self._fetch(rounds[index + 1]) if index + 1 < len(rounds) else None
-            if values:
-                if stepped:
-                    restore_settings(self.optimizer, settings)
-                    restore_shared(self.optimizer, copy.deepcopy(shared))
-                self._step_on(values, grads, kwargs)
-                stepped = True
-            if leaving is not None:
-                leaving.finish()
-            moves = [move for number in numbers for move in self.plan.scatter(number, self._owner(number))]
-            leaving = self._exchange(moves, {(number, "writes"): value.data for number, value in values.items()})
-        if not stepped and self.found.steps_on_none:
-            # It may count steps in its groups.
-            self._step_on({}, {}, kwargs)
-        if leaving is not None:
-            leaving.finish()
-
-    def _owner(self, number: int) -> int:
-        owner = self._owners.of(number)
-        if owner is None:
-            raise RuntimeError(f"Parameter {number} has a gradient on another rank, and is not known here.")
-        return owner
-
-    def _rounds(self, present: Sequence[int]) -> list[list[int]]:
-        owner_of = {number: self._owner(number) for number in present}
-        item = max((self.plan.dtype(number).itemsize for number in present), default=4)
-        shapes = self._shapes()
-        share = sum(math.prod(shapes[number]) for number in present) / self.group.size()
-        # Several rounds also where all would fit into one: what travels does so while others are updated.
-        limit = min(self.round_bytes / item, max(share / _ROUNDS, _MIN_ROUND_BYTES / item))
-        return list(
-            rounds_of(present, owner_of, shapes, round_elements=limit if self.found.in_rounds else float("inf"))
-        )
-
-    def _fetch(self, numbers: Sequence[int]) -> _Arriving:
-        moves = [
-            move
-            for number in numbers
-            for kind in ("grads", "reads")
-            for move in self.plan.gather(number, kind, self._owner(number))
-        ]
-        mine = [number for number in numbers if self.owns(number)]
-        kinds: tuple[Kind, ...] = ("grads", "reads")
-        wholes: dict[tuple[int, Kind], Tensor] = {}
-        for number, kind in itertools.product(mine, kinds):
-            here = self._where_it_lies(number, kind)
-            wholes[number, kind] = self._empty(number) if here is None else here
-        return _Arriving(self._exchange(moves, wholes), wholes)
-
-    def _step_on(self, values: Mapping[int, Tensor], grads: Mapping[int, Tensor], kwargs: Mapping[str, Any]) -> None:
-        """Run the optimizer's own step on some whole tensors."""
-        optimizer = self.optimizer
-        originals = [group["params"] for group in optimizer.param_groups]
-        outside = optimizer.state
-        twins: dict[int, nn.Parameter] = {}
-        number = 0
-        inside: defaultdict[Any, Any] = defaultdict(dict, shared_state(optimizer))
-        for group, params in zip(optimizer.param_groups, originals, strict=True):
-            members = []
-            for param in params:
-                if number in values:
-                    twins[number] = twin = twin_of(param, values[number], grads[number])
-                    members.append(twin)
-                    if param in outside:
-                        inside[twin] = outside[param]
-                number += 1
-            group["params"] = members
-        optimizer.state = inside
-        try:
-            own_step(optimizer)(optimizer, **kwargs)
-        finally:
-            for group, params in zip(optimizer.param_groups, originals, strict=True):
-                group["params"] = params
-            shared = shared_state(optimizer)
-            inside, optimizer.state = optimizer.state, outside
-            restore_shared(optimizer, shared)
-        for number, twin in twins.items():
-            if twin in inside:
-                outside[self._current[number]] = inside[twin]
-            if twin.data_ptr() != values[number].data_ptr():
-                # It was given new memory in place of new values.
-                values[number].copy_(twin.detach())
 
 
 @dataclass(frozen=True)
@@ -491,20 +349,6 @@ class _Places:
     def view(self, values: Tensor, box: Box) -> Tensor:
         sizes, strides, behind = self.boxes[box]
         return values.as_strided(sizes, strides, values.storage_offset() + behind)
-
-
-@dataclass(frozen=True)
-class _Arriving:
-    """Tensors of a round, on their way to their owners."""
-
-    exchange: PackedExchange
-    wholes: Mapping[tuple[int, Kind], Tensor]
-
-    def finish(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Values and gradients by number, of those that this rank updates."""
-        self.exchange.finish()
-        values = {number: tensor for (number, kind), tensor in self.wholes.items() if kind == "reads"}
-        return values, {number: tensor for (number, kind), tensor in self.wholes.items() if kind == "grads"}
 
 
 def updates_of(optimizer: Optimizer) -> WholeUpdates | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, CollectiveSequencer
+from lightning_pardist.engines.tensor.regions import PlainFunction
 
 #: Dtypes that a message can name; 0 stands for none.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -164,11 +165,11 @@ class Peers:
 
 def travel(rows: Tensor, send: Sequence[int], receive: Sequence[int], peers: Peers) -> Tensor:
     """As :meth:`Peers.all_to_all`, with gradients, which go back the way rows came. Collective, and so is backward."""
-    result: Tensor = _Travel.apply(rows, list(send), list(receive), peers)
+    result: Tensor = _Travel.run(rows, list(send), list(receive), peers)
     return result
 
 
-class _Travel(torch.autograd.Function):
+class _Travel(PlainFunction):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], peers: Peers) -> Tensor:
         ctx.send, ctx.receive, ctx.peers = send, receive, peers
@@ -187,11 +188,11 @@ def joined(tensor: Tensor, *others: Tensor) -> Tensor:
 
     So backward runs through ``others`` on every rank, whether or not the tensor was computed from them.
     """
-    result: Tensor = _Joined.apply(tensor, *others)
+    result: Tensor = _Joined.run(tensor, *others)
     return result
 
 
-class _Joined(torch.autograd.Function):
+class _Joined(PlainFunction):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
         ctx.like = [(other.shape, other.dtype, other.device) for other in others]
@@ -240,12 +241,12 @@ def gathered(runs: Sequence[Sequence[Tensor]], peers: Peers, *, stacked: bool) -
     """
     lengths = [len(run) for run in runs]
     flat = [tensor for run in runs for tensor in run]
-    *whole, mark = _Gathered.apply(peers, lengths, stacked, anchor(flat[0]), *flat)
+    *whole, mark = _Gathered.run(peers, lengths, stacked, anchor(flat[0]), *flat)
     counts = [1 if stacked else length * peers.size for length in lengths]
     return [list(run) for run in _runs(whole, counts)], mark
 
 
-class _Gathered(torch.autograd.Function):
+class _Gathered(PlainFunction):
     @staticmethod
     def forward(
         ctx: Any, peers: Peers, lengths: list[int], stacked: bool, start: Tensor, *locals_: Tensor

@@ -67,6 +67,15 @@ class ExpertLayer:
         """Keep nothing of the batch that the layer was found with."""
         self.call, self.inputs, self.output = ((), {}), ((), {}), None
 
+    def parameter_names(self, module: nn.Module) -> list[str]:
+        """Full names of the parameters of all experts."""
+        if self.stacked:
+            # The module itself may run them, and has no name.
+            return [f"{self.runner}.{name}".lstrip(".") for name in self.stacked]
+        return [
+            f"{prefix}.{name}" for prefix in self.lists for name, _ in module.get_submodule(prefix).named_parameters()
+        ]
+
     def experts(self, module: nn.Module) -> list[list[nn.Module]]:
         """The modules of each expert; empty where parameters are stacked."""
         lists = [module.get_submodule(name) for name in self.lists]

@@ -19,7 +19,8 @@ from lightning_pardist.engines.experts.layer_weights import LayerWeights, places
 from lightning_pardist.engines.experts.sharding import STACKED_DIM, ExpertSharding, ShardedWeights
 from lightning_pardist.engines.pipeline.remote_parameter import RemoteParameter
 from lightning_pardist.engines.tensor.parallelize import whole_tensor
-from lightning_pardist.local_tensors import own_part, own_shape, sharded_axes, tensor_axis, whole_over_data
+from lightning_pardist.local_tensors import is_over, own_part, own_shape, sharded_axes, tensor_axis, whole_over_data
+from lightning_pardist.mesh import EXPERT_AXIS
 
 
 class HeldExperts:
@@ -49,6 +50,8 @@ class HeldExperts:
         self.module, self.mesh, self.sharding = module, mesh, sharding
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.parameters: set[nn.Parameter] = set()
+        #: What stands in for experts of other ranks, by any of their names.
+        self._elsewhere: dict[str, RemoteParameter] = {}
         #: For each parameter of an expert in a list, by any of its names, the rank that holds it.
         self.owner: dict[str, int] = {}
         for layer in layers:
@@ -83,7 +86,9 @@ class HeldExperts:
                     if owner == self.rank:
                         self.parameters.add(self._shard(full, parameter))
                     else:
-                        self._put(full, _stand_in(parameter, f"{full!r}, which rank {owner} of the experts' holds"))
+                        what = f"{full!r}, which rank {owner} of the experts' holds"
+                        self._elsewhere[full] = _stand_in(parameter, what)
+                        self._put(full, self._elsewhere[full])
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
         owner, _, last = name.rpartition(".")
@@ -112,6 +117,10 @@ class HeldExperts:
         shapes = [own_shape(own_parameters(owner)[name]) for owner, name in places]  # type: ignore[arg-type]
         return ShardedWeights(places, self.sharding, shapes, first_dim=STACKED_DIM if layer.stacked else 0)
 
+    def forget_missing(self) -> None:
+        """Let go of what is no longer the module's: of layers that other ranks of a pipeline hold. Not collective."""
+        self.parameters &= set(self.module.parameters())
+
     # --- state --------------------------------------------------------------------------------------------------
 
     def part_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +141,7 @@ class HeldExperts:
     @staticmethod
     def is_split(parameter: Tensor) -> bool:
         """Whether ranks have different experts of a parameter."""
-        return tensor_axis(parameter) is not None
+        return is_over(parameter, EXPERT_AXIS)
 
     def part(self, whole: Tensor, like: DTensor) -> DTensor:
         """A whole tensor as this rank holds it of a stacked parameter.
@@ -156,6 +165,9 @@ class HeldExperts:
         """
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
+            if parameter.is_meta and self._elsewhere.get(name) is not parameter:
+                # Of a layer that a pipeline has given to other ranks.
+                continue
             if name in self.owner:
                 whole = self._broadcast(name, self._over_shards(parameter))
             elif isinstance(parameter, DTensor) and parameter in self.parameters:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pardist.compat import patches
 from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.compat.tensors import below_torch_functions
 
 Place = tuple[nn.Module, str]
 
@@ -50,22 +52,52 @@ class LayerWeights:
         yield
 
 
+def in_place(module: nn.Module, values: dict[str, Tensor], attributes: dict[str, Any]) -> AbstractContextManager[None]:
+    """The module has other parameters and attributes inside, and where what was checkpointed inside runs again."""
+    entries = [(own_parameters(module), name, value) for name, value in values.items()]
+    return _inside([*entries, *((vars(module), name, value) for name, value in attributes.items())])
+
+
+def all_in_place(places: Sequence[Place], values: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """As :func:`in_place`, for parameters of several modules."""
+    return _inside([(own_parameters(owner), name, value) for (owner, name), value in zip(places, values, strict=True)])
+
+
 @contextmanager
-def in_place(module: nn.Module, values: dict[str, Tensor], attributes: dict[str, Any]) -> Iterator[None]:
-    """The module has other parameters and attributes inside."""
-    table: dict[str, Any] = own_parameters(module)
-    before = {name: table[name] for name in values}
-    kept = {name: vars(module)[name] for name in attributes}
-    table.update(values)
-    vars(module).update(attributes)
+def _inside(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    before = [(table, name, table[name]) for table, name, _ in entries]
+
+    def with_them(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _inside(entries):
+                return function(*args, **kwargs)
+
+        return run
+
+    for table, name, value in entries:
+        table[name] = value
     try:
-        yield
+        with patches.recomputed_functions(with_them):
+            yield
     finally:
-        vars(module).update(kept)
-        table.update(before)
+        for table, name, value in before:
+            table[name] = value
+
+
+def without_reentrant() -> AbstractContextManager[None]:
+    """Refuse reentrant checkpointing inside: it runs a function again as a step of its own, with what is there then."""
+    return patches.refused_reentrant(
+        "Experts are checkpointed with use_reentrant=True, which runs them again when their weights are gone"
+        " from their modules. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
+    )
 
 
 def _part(parameter: Any) -> Tensor:
     """This rank's part, whose gradient becomes the parameter's."""
-    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        own: Tensor = parameter
+        return own
+    # What runs split layers takes every DTensor for a part of one of them.
+    with below_torch_functions():
+        local: Tensor = parameter.to_local()
     return local

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class ExpertRuntime:
         choices: What travels in each.
         held: Which experts are here.
         group: The ranks.
+        whole: Makes plain whole tensors of what layers are given in parts, where other ranks split them.
+        aside: Around what a layer computes of these.
 
     Attributes:
         peers: The ranks, and what was sent to them.
@@ -45,6 +48,9 @@ class ExpertRuntime:
         choices: Sequence[Choice],
         held: HeldExperts,
         group: dist.ProcessGroup,
+        *,
+        whole: Callable[[Any], Any] = lambda tree: tree,
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         # Of a list, ranks tell how many rows there are for each expert.
         self.peers = Peers(group, max([3, *(layer.count // group.size() for layer in layers if not layer.stacked)]))
@@ -53,6 +59,7 @@ class ExpertRuntime:
         self._sequencer = self.peers.sequencer = CollectiveSequencer(group, group)
         self._sequencer.join = lambda kind, index: self.answer(index)
         self._is_shared = False
+        self._whole, self._aside = whole, aside
         self._before: list[tuple[nn.Module, Any]] = []
         for number, (layer, choice) in enumerate(zip(layers, choices, strict=True)):
             runner = module.get_submodule(layer.runner)
@@ -60,8 +67,10 @@ class ExpertRuntime:
             self.runners.append(made)
             if isinstance(made, ListedExperts):
                 for index, expert in enumerate(layer.experts(module)):
-                    self._put(expert[0], made.called(index))
-            self._put(runner, ReplacedForward(made))
+                    called = made.called(index)
+                    called.call = self._on_wholes(called.call)
+                    self._put(expert[0], called)
+            self._put(runner, ReplacedForward(self._on_wholes(made)))
             layer.forget_batch()
 
     def _runner(
@@ -80,6 +89,16 @@ class ExpertRuntime:
             listed = [parts[0] for parts in experts]
             return ListedExperts(number, layer, runner.forward, listed, weights, self.peers)
         return StackedExperts(number, layer, choice.route, runner, runner.forward, weights, self.peers)
+
+    def _on_wholes(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """What a layer computes with plain whole tensors, whatever it is given: tokens travel by their numbers."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._whole((args, kwargs))
+            with self._aside():
+                return run(*args, **kwargs)
+
+        return call
 
     def _put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._before.append((module, vars(module).get("forward", _ABSENT)))

@@ -12,7 +12,7 @@ same layers in the same order meet in the same order in backward, whatever their
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ from lightning_pardist.collectives import as_bytes, reduce_scatter_flat
 from lightning_pardist.compat.autograd import current_backward
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.slice_exchange import exchanges_directly, scatter_slices
-from lightning_pardist.engines.experts.layer_weights import LayerWeights, Place, in_place
+from lightning_pardist.engines.experts.layer_weights import LayerWeights, Place, all_in_place, without_reentrant
+from lightning_pardist.engines.tensor.regions import PlainFunction
 from lightning_pardist.local_tensors import own_part, wrapped_like
 
 #: The axis over which experts are sharded; over others of the mesh they are replicated.
@@ -48,6 +49,7 @@ class ExpertSharding:
         compute_dtype: In which experts compute and travel; their own if None.
         reduce_dtype: In which gradients are summed; that in which experts compute if None.
         keep: Whether they stay whole from a layer's forward to the end of its backward.
+        copies: Ranks that are in no mesh and hold the same, whose gradients are summed as well.
     """
 
     mesh: DeviceMesh | None
@@ -56,6 +58,7 @@ class ExpertSharding:
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     keep: bool = False
+    copies: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
@@ -70,17 +73,18 @@ class ExpertSharding:
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """Ranks that have different shards."""
-        return self._group(True)
+        return next(iter(self._groups(True)), None)
 
     @property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """Ranks that have the same shards."""
-        return self._group(False)
+    def replicate_groups(self) -> list[dist.ProcessGroup]:
+        """Ranks that have the same shards, axis by axis."""
+        return [*self._groups(False), *([] if self.copies is None else [self.copies])]
 
-    def _group(self, shards: bool) -> dist.ProcessGroup | None:
-        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
-        found = [axis for axis, name in enumerate(names) if (name == SHARD_AXIS) == shards]
-        return self.mesh.get_group(found[0]) if found and self.mesh is not None else None
+    def _groups(self, shards: bool) -> list[dist.ProcessGroup]:
+        if self.mesh is None:
+            return []
+        names = enumerate(_names(self.mesh))
+        return [self.mesh.get_group(axis) for axis, name in names if (name == SHARD_AXIS) == shards]
 
     def listed(self, local: Tensor) -> Tensor:
         """This rank's shard of a parameter of an expert that it has. Not collective."""
@@ -152,13 +156,13 @@ class ShardedWeights(LayerWeights):
         """Gathered over the ranks that share them."""
         parameters: list[Any] = [own_parameters(owner)[name] for owner, name in self.places]
         # Not by to_local(), which in torch 2.11 makes zeros of a gradient that there is none of.
-        return list(_Taken.apply(self, *parameters))
+        return list(_Taken.run(self, *parameters))
 
     def returned(self, result: Tensor, values: Sequence[Tensor]) -> Tensor:
         """Free the values until backward reaches the result."""
         if not torch.is_grad_enabled():
             return result
-        result = _Returned.apply(self, result, *values)
+        result = _Returned.run(self, result, *values)
         # What a checkpointed block computes again in backward is needed at once.
         if self.sharding.size > 1 and not self.sharding.keep and current_backward() is None:
             for value in values:
@@ -168,9 +172,7 @@ class ShardedWeights(LayerWeights):
     @contextmanager
     def in_modules(self, values: Sequence[Tensor]) -> Iterator[None]:
         """The values stand in the parameters' places."""
-        with ExitStack() as stack:
-            for (owner, name), value in zip(self.places, values, strict=True):
-                stack.enter_context(in_place(owner, {name: value}, {}))
+        with without_reentrant(), all_in_place(self.places, values):
             yield
 
     @contextmanager
@@ -270,7 +272,7 @@ class ShardedWeights(LayerWeights):
         return result
 
     def _used_anywhere(self, flags: Tensor) -> list[int]:
-        for group in (self.sharding.shard_group, self.sharding.replicate_group):
+        for group in (self.sharding.shard_group, *self.sharding.replicate_groups):
             if group is not None and flags.numel():
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         found: list[int] = flags.tolist()
@@ -299,7 +301,7 @@ class ShardedWeights(LayerWeights):
         return slices.movedim(dim, 0).reshape(size, -1)
 
     def _summed(self, flat: Tensor) -> Tensor:
-        group, copies = self.sharding.shard_group, self.sharding.replicate_group
+        group = self.sharding.shard_group
         flat = flat.contiguous()
         own = flat.new_empty(flat.shape[1])
         if group is None:
@@ -308,7 +310,7 @@ class ShardedWeights(LayerWeights):
             scatter_slices(flat.view(-1), group=group).finish(own)
         else:
             reduce_scatter_flat(own, flat.view(-1), group=group)
-        if copies is not None:
+        for copies in self.sharding.replicate_groups:
             dist.all_reduce(own, group=copies)
         return own
 
@@ -322,7 +324,7 @@ class ShardedWeights(LayerWeights):
         return part.to(self._dtypes[i], copy=True).contiguous()
 
 
-class _Taken(torch.autograd.Function):
+class _Taken(PlainFunction):
     @staticmethod
     def forward(ctx: Any, weights: ShardedWeights, *parameters: Tensor) -> tuple[Tensor, ...]:
         shards = [own_part(parameter) for parameter in parameters]
@@ -345,7 +347,7 @@ class _Taken(torch.autograd.Function):
         return None, *(None if grad is None else wrapped_like(grad, parameter) for grad, parameter in pairs)
 
 
-class _Returned(torch.autograd.Function):
+class _Returned(PlainFunction):
     @staticmethod
     def forward(ctx: Any, weights: ShardedWeights, result: Tensor, *values: Tensor) -> Tensor:
         ctx.weights, ctx.count = weights, len(values)

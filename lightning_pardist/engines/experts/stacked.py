@@ -22,7 +22,7 @@ from lightning_pardist.compat.autograd import current_backward
 from lightning_pardist.engines.common.devices import numbers_on, random_stays
 from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
 from lightning_pardist.engines.experts.finding import ExpertLayer
-from lightning_pardist.engines.experts.layer_weights import LayerWeights, in_place
+from lightning_pardist.engines.experts.layer_weights import LayerWeights, in_place, without_reentrant
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,8 @@ class StackedExperts:
             # A checkpointed forward runs again in backward.
             self.load = self.load.to(index.device).index_add_(0, index, torch.ones_like(index))
         of_pairs = [t[row].reshape(len(row), *shape) for t, shape in zip(tokens, shapes, strict=True)]
-        result = run_pairs(self.module, self.forward, self.route, call, parameters, (index, of_pairs, weights))
+        with without_reentrant():
+            result = run_pairs(self.module, self.forward, self.route, call, parameters, (index, of_pairs, weights))
         out = joined(out.index_add(0, row, result.flatten(1).to(dtype)), *tokens, *weights)
         return self.weights.returned(out, values)
 

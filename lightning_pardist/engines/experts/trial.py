@@ -17,7 +17,7 @@ from lightning_pardist.engines.experts.calls import ListedExperts
 from lightning_pardist.engines.experts.exchange import Peers
 from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.footprint import Footprint
-from lightning_pardist.engines.experts.layer_weights import LayerWeights, in_place
+from lightning_pardist.engines.experts.layer_weights import LayerWeights, all_in_place
 from lightning_pardist.engines.experts.stacked import (
     Arguments,
     StackedRoute,
@@ -280,11 +280,12 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[No
 def _drawn_parameters(runner: nn.Module, layer: ExpertLayer, module: nn.Module) -> Iterator[None]:
     """Experts have random weights inside: those of a fresh module may be zeros, of which every sum is right."""
     owners = [runner] if layer.stacked else [o for parts in layer.experts(module) for p in parts for o in p.modules()]
-    with ExitStack() as stack:
-        for owner in owners:
-            names = layer.stacked or [name for name, _ in owner.named_parameters(recurse=False)]
-            drawn = {name: _drawn(own_parameters(owner)[name]) for name in names}
-            stack.enter_context(in_place(owner, drawn, {}))
+    places = [
+        (owner, name)
+        for owner in owners
+        for name in layer.stacked or [name for name, _ in owner.named_parameters(recurse=False)]
+    ]
+    with all_in_place(places, [_drawn(own_parameters(owner)[name]) for owner, name in places]):
         yield
 
 

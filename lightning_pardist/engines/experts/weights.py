@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from lightning_pardist.engines.experts.calls import behind
 from lightning_pardist.engines.experts.exchange import Peers, gathered
 from lightning_pardist.engines.experts.finding import ExpertLayer
-from lightning_pardist.engines.experts.layer_weights import LayerWeights, in_place, places_of
+from lightning_pardist.engines.experts.layer_weights import (
+    LayerWeights,
+    all_in_place,
+    in_place,
+    places_of,
+    without_reentrant,
+)
 
 
 class GatheredExperts:
@@ -51,6 +57,7 @@ class GatheredExperts:
         with ExitStack() as stack:
             with self.peers.turn(self.number):
                 mark = self._put_in_place(stack)
+            stack.enter_context(without_reentrant())
             return behind(self.forward(*args, **kwargs), mark)
 
     def run_empty(self) -> None:
@@ -70,7 +77,7 @@ class GatheredExperts:
         width = len(places[0])
         runs = [values[column::width] for column in range(width)]
         whole, mark = gathered(runs, self.peers, stacked=False)
-        for index, expert in enumerate(places):
-            for column, (owner, name) in enumerate(expert):
-                stack.enter_context(in_place(owner, {name: whole[column][index]}, {}))
+        everywhere = [place for expert in places for place in expert]
+        of_experts = [whole[column][index] for index in range(len(places)) for column in range(width)]
+        stack.enter_context(all_in_place(everywhere, of_experts))
         return mark

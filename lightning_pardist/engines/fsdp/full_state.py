@@ -22,6 +22,7 @@ from lightning_pardist.local_tensors import (
     sharded_axes,
     tensor_axis,
     whole_over_data,
+    wrapped_like,
 )
 
 
@@ -182,7 +183,7 @@ def own_values(parameter: torch.Tensor, values: Mapping[str, Any], *, local: boo
             own[key] = value
         elif isinstance(parameter, DTensor) and value.shape == own_shape(parameter):
             part = local_part(value, parameter).to(parameter.to_local().device, copy=True).contiguous()
-            own[key] = part if local else _wrap(part, parameter)
+            own[key] = part if local else wrapped_like(part, parameter)
         else:
             own[key] = value.to(parameter.device if value.dim() else value.device, copy=True)
     return own
@@ -199,10 +200,4 @@ def _as_dtensor(name: str, key: str, value: Any, parameter: torch.Tensor) -> Any
             f"State {key!r} of {name} has shape {tuple(value.shape)}, neither a scalar nor its parameter's: an"
             " optimizer that updates each element by itself is needed on shards."
         )
-    return _wrap(value, parameter)
-
-
-def _wrap(local: torch.Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return wrapped_like(value, parameter)

@@ -21,6 +21,7 @@ from lightning_pardist.compat.dtensor import flatten_mesh
 from lightning_pardist.compat.fake_group import backend_on
 from lightning_pardist.compat.patches import backward_inside
 from lightning_pardist.compat.process_groups import timeout_of
+from lightning_pardist.engines.common.devices import device_of_mesh
 from lightning_pardist.engines.common.eager_runs import eagerly
 from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
 from lightning_pardist.engines.fsdp.backward import BackwardRuntime, ShardedUnit
@@ -31,7 +32,7 @@ from lightning_pardist.engines.fsdp.fsdp_units import Unit, format_units
 from lightning_pardist.engines.fsdp.pipeline_fsdp import FSDPMicrobatchContext, UnitForward
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
 from lightning_pardist.engines.fsdp.skip_consensus import SkipStepConsensus
-from lightning_pardist.engines.offload import HostStep
+from lightning_pardist.engines.offload import HostedState, HostStep
 from lightning_pardist.local_tensors import whole_over_data
 
 #: Backward of these needs their inputs, not their weights.
@@ -403,6 +404,7 @@ class FullySharded:
         optimizer: torch.optim.Optimizer,
         *,
         host: HostStep | None = None,
+        hosted: HostedState | None = None,
         group: Callable[[Scope], dist.ProcessGroup] | None = None,
         scope: ScopeSetting = "auto",
     ) -> None:
@@ -410,13 +412,14 @@ class FullySharded:
 
         Args:
             optimizer: Made from the module's parameters after :func:`~.apply.shard`.
-            host: Steps in place of the optimizer, where its state is offloaded.
+            host: Steps in place of an elementwise optimizer, where its state is offloaded.
+            hosted: Keeps the state of another one, where it is offloaded.
             group: Gives the ranks that together hold the parameters whole, for optimizers that are not elementwise;
                 those of the shard axis if None.
             scope: What an element's update depends on; found by a trial if ``"auto"``.
 
         Raises:
-            ValueError: If the optimizer is not elementwise, and its state is offloaded; if it cannot be tried.
+            ValueError: If the optimizer cannot be tried, or it updates all tensors together and state is kept in files.
         """
         known = sum(len(group["params"]) for group in optimizer.param_groups)
         step_on_shards(
@@ -424,6 +427,8 @@ class FullySharded:
             before_step=functools.partial(self._before_step, optimizer, known),
             after_step=self.refresh,
             host=host,
+            hosted=hosted,
+            device=device_of_mesh(self.mesh),
             group=group or (lambda scope: self.mesh.get_group(self.mesh.ndim - 1)),
             scope=scope,
         )

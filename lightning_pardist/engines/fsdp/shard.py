@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_pardist.compat import fsdp2
 from lightning_pardist.compat.contract import require
 from lightning_pardist.compat.tensors import gradient_hooks_of
+from lightning_pardist.engines.common.devices import device_of_mesh
 from lightning_pardist.engines.common.meta_init import (
     InitFunction,
     materialize,
@@ -136,7 +137,7 @@ def shard(
     if boundaries is not None:
         # They would meet all ranks (transformers' generate does), while other stages wait for this one.
         fsdp2.remove_marks(module)
-    device = _device_of(mesh)
+    device = device_of_mesh(mesh)
     parameters = dict(module.named_parameters())
     for name in whole_names:
         if parameters[name].device != device:
@@ -217,7 +218,7 @@ class _Settings:
 
     def tile(self, layer: nn.Linear) -> None:
         """Shard the weight of a layer that runs in tiles."""
-        device = torch.device("cpu") if self.rests_on_host else _device_of(self.mesh)
+        device = torch.device("cpu") if self.rests_on_host else device_of_mesh(self.mesh)
         self.ignored.add(shard_rows(layer, self.mesh, device))
 
     def apply(self, unit: nn.Module) -> None:
@@ -274,9 +275,3 @@ def _placement(shards: int, parameter: torch.Tensor) -> Shard | None:
     if padded <= 1.01 * rows or parameter.numel() < 1024:
         return None
     return next((Shard(dim) for dim in range(1, parameter.dim()) if parameter.size(dim) % shards == 0), None)
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -23,7 +23,7 @@ from lightning_pardist.engines.common.update_scope import (
     find_scope,
     has_parameters,
 )
-from lightning_pardist.engines.offload.host_step import HostStep
+from lightning_pardist.engines.offload import HostedState, HostStep
 from lightning_pardist.local_tensors import own_part
 
 _MARK = "_pardist_steps_on_shards"
@@ -35,6 +35,8 @@ def step_on_shards(
     before_step: Callable[[], None] | None = None,
     after_step: Callable[[], None] | None = None,
     host: HostStep | None = None,
+    hosted: HostedState | None = None,
+    device: torch.device | None = None,
     group: Callable[[Scope], dist.ProcessGroup] | None = None,
     scope: ScopeSetting = "auto",
 ) -> None:
@@ -51,21 +53,31 @@ def step_on_shards(
         optimizer: Made from the module's parameters after it was sharded.
         before_step: Called right before the update, after a closure.
         after_step: Called after every step, such as ``FullySharded.refresh``.
-        host: Steps in place of the optimizer, where its state is offloaded.
+        host: Steps in place of an elementwise optimizer, where its state is offloaded.
+        hosted: Keeps the state of another one, where it is offloaded.
+        device: Where whole tensors are updated; that of the shards if None.
         group: Gives the ranks that update whole tensors together, given what an update depends on.
         scope: What an element's update depends on; found by a trial if ``"auto"``.
 
     Raises:
-        ValueError: If an optimizer's update of an element depends on other elements, and there is no group or its state
-            is offloaded; if it cannot be tried.
+        ValueError: If an optimizer's update of an element depends on other elements, and there is no group; if it
+            cannot be tried.
     """
     if getattr(optimizer, _MARK, False):
         return
     found = find_scope(optimizer, form="dims", setting=scope) if has_parameters(optimizer) else None
     if found is not None and found.scope != "elementwise":
-        if host is not None or group is None:
-            raise ValueError(cannot_step_on_parts(optimizer, found, offloads=host is not None))
-        step_on_wholes(optimizer, found, group=group(found.scope), before_step=before_step, after_step=after_step)
+        if group is None:
+            raise ValueError(cannot_step_on_parts(optimizer, found))
+        step_on_wholes(
+            optimizer,
+            found,
+            group=group(found.scope),
+            device=device,
+            hosted=hosted,
+            before_step=before_step,
+            after_step=after_step,
+        )
         return
     inner = optimizer.step
     twins: dict[nn.Parameter, nn.Parameter] = {}

@@ -13,20 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.checkpoint.tensors import Slots, in_place, shared_entries, shared_state, whole_slots
+from lightning_pardist.engines.common.devices import device_of_mesh
 from lightning_pardist.engines.common.gradient_math import Counts
 from lightning_pardist.engines.common.update_scope import (
     Scope,
     ScopeSetting,
-    cannot_step_on_parts,
-    find_scope,
-    has_parameters,
+    steps_on_wholes,
 )
 from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.data_engine import MicrobatchContext
 from lightning_pardist.engines.fsdp.full_state import is_rank, own_values, whole_values
 from lightning_pardist.engines.fsdp.fully_sharded import Accumulate, FullySharded
 from lightning_pardist.engines.fsdp.sharded_norm import local_gradients, sharded_grad_norm
-from lightning_pardist.engines.offload import HostStep, Offload, StateFile
+from lightning_pardist.engines.offload import HostedState, HostStep, Offload, StateFile
 from lightning_pardist.local_tensors import own_part, own_shape
 
 
@@ -51,7 +50,7 @@ class ShardedDataEngine:
             with the ranks that hold it.
 
     Raises:
-        ValueError: If an optimizer is not elementwise, and its state is offloaded; if it cannot be tried.
+        ValueError: If an optimizer cannot be tried, or it updates all tensors together and state is kept in files.
         RuntimeError: If there is no room for offloaded state.
     """
 
@@ -73,18 +72,17 @@ class ShardedDataEngine:
         self._is_reduced = False
         self._accumulating = False
         self._hosts: dict[Optimizer, HostStep] = {}
-        if offload is not None:
-            in_files = offload.folder is not None
-            store = StateFile(offload.folder) if offload.folder is not None else None
-            window_bytes = int(offload.window_mb * 2**20) if in_files else None
-            for optimizer in optimizers:
-                if has_parameters(optimizer):
-                    found = find_scope(optimizer, form="dims", setting=update_scope)
-                    if found.scope != "elementwise":
-                        raise ValueError(cannot_step_on_parts(optimizer, found, offloads=True))
-                self._hosts[optimizer] = HostStep(optimizer, store=store, window_bytes=window_bytes)
+        store = None if offload is None or offload.folder is None else StateFile(offload.folder)
         for optimizer in optimizers:
-            sharded.attach(optimizer, host=self._hosts.get(optimizer), group=update_group, scope=update_scope)
+            hosted = None
+            if offload is not None and steps_on_wholes(optimizer, form="dims", setting=update_scope):
+                hosted = HostedState.of(offload, device_of_mesh(sharded.mesh), store)
+            elif offload is not None:
+                window_bytes = None if store is None else int(offload.window_mb * 2**20)
+                self._hosts[optimizer] = HostStep(optimizer, store=store, window_bytes=window_bytes)
+            sharded.attach(
+                optimizer, host=self._hosts.get(optimizer), hosted=hosted, group=update_group, scope=update_scope
+            )
 
     @property
     def is_reduced(self) -> bool:

@@ -2,7 +2,8 @@
 
 from lightning_pardist.engines.offload.copies import HostCopies
 from lightning_pardist.engines.offload.host_step import HostStep
+from lightning_pardist.engines.offload.hosted_state import HostedState
 from lightning_pardist.engines.offload.mapped_files import StateFile, require_folder
 from lightning_pardist.engines.offload.offload_settings import Offload
 
-__all__ = ["HostCopies", "HostStep", "Offload", "StateFile", "require_folder"]
+__all__ = ["HostCopies", "HostStep", "HostedState", "Offload", "StateFile", "require_folder"]

@@ -17,7 +17,7 @@ from torch import Tensor
 _PAGE = mmap.PAGESIZE
 _MADV_WILLNEED, _MADV_DONTNEED = 3, 4
 #: Tensors below this stay in memory: a mapping costs them whole pages.
-_SMALLEST = 8 * _PAGE
+SMALLEST_BYTES = 8 * _PAGE
 
 
 def require_folder(folder: str | os.PathLike[str]) -> Path:
@@ -91,7 +91,7 @@ class StateFile:
             RuntimeError: If the disk has no room for it.
         """
         nbytes = numel * dtype.itemsize
-        if nbytes < _SMALLEST:
+        if nbytes < SMALLEST_BYTES:
             return torch.zeros(numel, dtype=dtype)
         self.reserve(nbytes)
         mapped = mmap.mmap(self._file.fileno(), nbytes, offset=self._used)

@@ -268,10 +268,13 @@ class _Measured:
             return value if dim is None else _narrow(value, dim, begin, end)
         if self._is_list_of_samples(value, path):
             return value[begin:end]
+        dim = self._dim(path, value) if _is_array(value) else None
+        samples = () if dim is None else tuple([slice(None)] * dim + [slice(begin, end)])
         children = named_children(value)
         if children is None:
-            dim = self._dim(path, value) if _is_array(value) else None
-            return value if dim is None else value[tuple([slice(None)] * dim + [slice(begin, end)])]
+            return value[samples] if samples else value
+        if samples and (part := _indexed(value, samples)) is not None:
+            return part
         return with_children(value, [self.take(child, begin, end, (*path, name)) for name, child in children])
 
     def report(self, value: Any, path: _Path = ()) -> list[CutTensor]:
@@ -317,6 +320,17 @@ def _named_tensors(value: Any, path: _Path) -> list[tuple[_Path, torch.Tensor]]:
         return [(path, value)]
     children = named_children(value) or ()
     return [each for name, child in children for each in _named_tensors(child, (*path, name))]
+
+
+def _indexed(value: Any, samples: tuple[slice, ...]) -> Any:
+    """A part of a container that keeps one shape for what it holds, and indexes itself (TensorDict); None of others."""
+    if isinstance(value, tuple | list) or not hasattr(value, "__getitem__"):
+        return None
+    try:
+        part = value[samples]
+    except (TypeError, KeyError, IndexError, ValueError):
+        return None
+    return part if type(part) is type(value) else None
 
 
 def _is_array(value: Any) -> bool:

@@ -55,7 +55,10 @@ class PipelineOptions:
         forwards_first: Whether all forwards of a training step come before its backwards, whatever the schedule.
         data_group: Gives the ranks with other samples and the same stages whose losses make up that of the next step;
             None if there are none.
+        batch_rank: Index of this pipeline among those with other samples, which draw other random numbers. Ranks that
+            share each stage's layers among them have the same.
         count: Micro-batches of a batch, in place of ``num_microbatches``.
+        agree: Given how many micro-batches this rank can make, how many all make that run a stage's layers together.
         split: Cuts a batch into so many micro-batches at most.
         share: What every rank learns of the step: the loss, or everything that the step returned.
         whole: Makes of what a unit returned tensors that another rank can take over as they are.
@@ -71,7 +74,9 @@ class PipelineOptions:
     loss_weight: LossWeight = "auto"
     forwards_first: bool = False
     data_group: Callable[[], dist.ProcessGroup | None] = lambda: None
+    batch_rank: int = 0
     count: Callable[[Any], int] | None = None
+    agree: Callable[[int], int] = lambda count: count
     split: Callable[[Any, int], list[MicroBatch]] = split_batch
     share: Share = "loss"
     whole: Callable[[Any], Any] = lambda value: value
@@ -229,7 +234,7 @@ class PipelineEngine:
         """
         options = self.options
         parts = options.split(batch, options.num_microbatches if options.count is None else options.count(batch))
-        count = len(parts) if turns is None else turns.agree(len(parts))
+        count = options.agree(len(parts) if turns is None else turns.agree(len(parts)))
         lists = self._training_lists(count)
         if lists.num_microbatches != len(parts):
             parts = options.split(batch, lists.num_microbatches)
@@ -376,7 +381,7 @@ class PipelineEngine:
 
     def _agree_on_seed(self) -> int:
         source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-        box = [(torch.initial_seed() + source) % 2**31]
+        box = [(torch.initial_seed() + self.options.batch_rank) % 2**31]
         dist.broadcast_object_list(box, src=source, group=self.group)
         return int(box[0])
 

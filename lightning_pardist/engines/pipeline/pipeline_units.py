@@ -7,6 +7,7 @@ no unit (the root, containers, dropout, the loss) is *free* code, which every st
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -20,10 +21,18 @@ class Grain:
     Attributes:
         whole: Names of modules to take as one unit although the rule would look inside.
         opened: Names of modules to look inside although the rule would take them whole.
+        shut: Names of modules that are never looked into.
     """
 
     whole: frozenset[str] = field(default_factory=frozenset)
     opened: frozenset[str] = field(default_factory=frozenset)
+    shut: frozenset[str] = field(default_factory=frozenset)
+
+    @classmethod
+    def around(cls, names: Iterable[str]) -> Grain:
+        """The rule, and some modules that are taken whole whatever a run teaches."""
+        shut = frozenset(names)
+        return cls(whole=shut, shut=shut)
 
     def take_whole(self, name: str) -> Grain:
         """A grain with one more module taken whole."""

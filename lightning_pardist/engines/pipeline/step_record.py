@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ def record_step(
     *,
     grad: bool = True,
     loss_of: Callable[[Any], torch.Tensor | None] | None = None,
+    in_one_piece: Iterable[str] = (),
 ) -> StepRecord:
     """Run ``step(batch)`` once and record its units. Not collective; the module must hold all its parameters.
 
@@ -55,6 +56,7 @@ def record_step(
         batch: One sample micro-batch.
         grad: Whether the step will be differentiated.
         loss_of: Finds the loss in the step's result; :func:`find_loss` by default.
+        in_one_piece: Names of modules that no cut goes through.
 
     Returns:
         Plain data, to be given to :func:`plan`.
@@ -62,7 +64,7 @@ def record_step(
     Raises:
         CannotPipelineError: If a unit runs inside reentrant activation checkpointing, where it has no autograd graph.
     """
-    grain = Grain()
+    grain = Grain.around(in_one_piece)
     for _ in range(_MAX_RUNS):
         recording = _Recording(module, find_pipeline_units(module, grain))
         with undisturbed(module), torch.set_grad_enabled(grad):
@@ -278,7 +280,7 @@ class _Recording:
             owns = next(owner.parameters(recurse=False), None) is not None
             if above and owns and above not in grain.whole and above not in grain.opened:
                 return grain.take_whole(above)
-            if can_open(unit) or name in grain.whole:
+            if name not in grain.shut and (can_open(unit) or name in grain.whole):
                 return grain.open(name)
         return grain
 
@@ -299,6 +301,6 @@ class _Recording:
         leaky = {s.call for needs in (*readers, recorded.result_needs) for s in needs if isinstance(s, Escape)}
         for index in sorted(leaky):
             name = recorded.calls[index].unit
-            if can_open(self.units[name]) and name not in grain.opened:
+            if can_open(self.units[name]) and name not in grain.opened | grain.shut:
                 grain = grain.open(name)
         return grain

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,11 +21,17 @@ from lightning_pardist.engines.ddp.sparse import sparse_parameters
 from lightning_pardist.engines.tensor.dispatch import TensorRuntime
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
 from lightning_pardist.engines.tensor.tensor_plan import TensorParallelPlan
-from lightning_pardist.local_tensors import over_tensor_ranks
+from lightning_pardist.local_tensors import is_over, over_tensor_ranks
+from lightning_pardist.mesh import EXPERT_AXIS
 
 
 def apply_layout(
-    module: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh, *, init: InitFunction | None = None
+    module: nn.Module,
+    plan: TensorParallelPlan,
+    mesh: DeviceMesh,
+    *,
+    init: InitFunction | None = None,
+    plain: Iterable[str] = (),
 ) -> TensorRuntime:
     """Split a module in place. Collective over the mesh; make optimizers afterwards.
 
@@ -40,6 +46,7 @@ def apply_layout(
         mesh: One-dimensional mesh of the tensor ranks.
         init: Gives values to the own parameters of one submodule that was built on ``meta``, in place of its
             ``reset_parameters``; the random state is to be the same on all ranks.
+        plain: Names of parameters that stay plain tensors: somebody else divides them.
 
     Returns:
         The runtime: ``with runtime.step(): loss = module.training_step(batch, 0); loss.backward()``.
@@ -55,7 +62,7 @@ def apply_layout(
         )
     _check(module, plan)
     complete_operators()
-    splitting = _Splitting(module, plan, TensorRuntime(mesh, sequence_parallel=plan.sequence_parallel))
+    splitting = _Splitting(module, plan, TensorRuntime(mesh, sequence_parallel=plan.sequence_parallel), plain)
     if on_meta(module):
         materialize(module, splitting.split, is_unit=lambda child: True, init=init)
     else:
@@ -68,12 +75,14 @@ def apply_layout(
 class _Splitting:
     """One run of :func:`apply`: the parameters and buffers of one submodule after the other."""
 
-    def __init__(self, module: nn.Module, plan: TensorParallelPlan, runtime: TensorRuntime) -> None:
+    def __init__(
+        self, module: nn.Module, plan: TensorParallelPlan, runtime: TensorRuntime, plain: Iterable[str]
+    ) -> None:
         self.module, self.runtime, self.layouts = module, runtime, plan.layouts()
         self.prefixes = {owner: prefix for prefix, owner in module.named_modules()}
         # Their gradients name rows, which a DTensor cannot.
         sparse = set(sparse_parameters(module))
-        self.sparse = {
+        self.plain = set(plain) | {
             full for owner, name, full in _slots(module, buffers=False) if own_parameters(owner)[name] in sparse
         }
         uses = Counter(id(own_parameters(owner)[name]) for owner, name, _ in _slots(module, buffers=False))
@@ -103,7 +112,7 @@ class _Splitting:
         parameter = own_parameters(owner)[name]
         if parameter is None or isinstance(parameter, DTensor):
             return
-        if full in self.sparse:
+        if full in self.plain:
             parameter.data = _broadcast(self._on_device(parameter.data), self.runtime)
             return
         if id(parameter) not in self.made:
@@ -137,7 +146,7 @@ def unsplit_module(module: nn.Module) -> None:
     made: dict[int, nn.Parameter] = {}
     for owner, name, _ in _slots(module, buffers=False):
         parameter: Tensor | None = own_parameters(owner)[name]
-        if not isinstance(parameter, DTensor):
+        if not isinstance(parameter, DTensor) or is_over(parameter, EXPERT_AXIS):
             continue
         if id(parameter) not in made:
             made[id(parameter)] = nn.Parameter(whole_tensor(parameter).clone(), requires_grad=parameter.requires_grad)

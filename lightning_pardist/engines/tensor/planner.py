@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -31,6 +31,7 @@ def plan_layout(
     overrides: Mapping[str, Any] | None = None,
     on_indivisible: Literal["error", "replicate"] = "error",
     sequence_parallel: bool = False,
+    plain: Iterable[str] = (),
 ) -> TensorParallelPlan:
     """Decide how to split a module, from its structure and one traced run. Not collective; needs no process group.
 
@@ -45,6 +46,7 @@ def plan_layout(
             or a torch ``ParallelStyle``; they win over what is found.
         on_indivisible: What to do with an override whose size ``tp_size`` does not divide.
         sequence_parallel: Leave results of row-wise layers split along the sequence.
+        plain: Names of parameters that somebody else divides.
 
     Raises:
         ValueError: If an override matches nothing, names something that has no such split, or does not divide.
@@ -57,6 +59,9 @@ def plan_layout(
     sparse = set(sparse_parameters(module))
     constraints.whole |= {name: "its gradients are sparse" for name, p in found.parameters.items() if p in sparse}
     why = resolve_overrides(module, found, overrides or {}, tp_size, on_indivisible, constraints)
+    for name in plain:
+        constraints.fixed.pop(name, None)
+        constraints.whole[name] = why[name] = "experts, which other ranks divide"
     _prepare(found, constraints)
     walk = (
         _settle(found, tp_size, constraints)

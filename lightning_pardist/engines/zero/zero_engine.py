@@ -20,17 +20,17 @@ from lightning_pardist.engines.common.block_codes import Compression
 from lightning_pardist.engines.common.coded_exchange import Remainders
 from lightning_pardist.engines.common.gradient_math import Counts, sum_of_powers
 from lightning_pardist.engines.common.joint_updates import step_on_wholes
+from lightning_pardist.engines.common.owner_updates import OwnerUpdates
 from lightning_pardist.engines.common.update_scope import (
     Scope,
     ScopeSetting,
-    cannot_step_on_parts,
     find_scope,
     has_parameters,
 )
-from lightning_pardist.engines.common.whole_updates import HeldTensor, OwnerUpdates, updates_of
+from lightning_pardist.engines.common.whole_updates import HeldTensor, updates_of
 from lightning_pardist.engines.ddp.reducer import GradientReducer
 from lightning_pardist.engines.ddp.transport import Narrower
-from lightning_pardist.engines.offload import HostCopies, HostStep, Offload, StateFile
+from lightning_pardist.engines.offload import HostCopies, HostedState, HostStep, Offload, StateFile
 from lightning_pardist.engines.zero.host_slice import HostSlice
 from lightning_pardist.engines.zero.optimizer_slices import gather_optimizer_state, slice_entry, slice_optimizer_state
 from lightning_pardist.engines.zero.reduce_scatter import ReduceScatter
@@ -53,9 +53,10 @@ class ZeroEngine:
     On one rank nothing is changed, unless the optimizer steps on the host.
 
     An optimizer that updates one tensor at a time has each updated, whole, by one rank
-    (:class:`~lightning_pardist.engines.common.whole_updates.OwnerUpdates`), which sends up to ``2 Psi/N`` more.
+    (:class:`~lightning_pardist.engines.common.owner_updates.OwnerUpdates`), which sends up to ``2 Psi/N`` more.
     One that updates all of them together steps on whole parameters and gradients on every rank, as under DDP, also of
-    those that a tensor axis splits or other stages of a pipeline hold.
+    those that a tensor axis splits or other stages of a pipeline hold. With ``offload`` state of both rests on the
+    host, and is brought to the parameters' device for the update.
 
     With ``gather`` and ``reduce`` what travels is rounded to codes (ZeRO++, arXiv 2306.10209), and sums and updates are
     not: slices that are updated stay exact, apart from the parameters that ranks compute with (``Psi/N`` more), and
@@ -80,8 +81,8 @@ class ZeroEngine:
         narrower: Parameters that fewer ranks hold, see :class:`~lightning_pardist.engines.ddp.transport.Transport`.
 
     Raises:
-        ValueError: If the stage is neither 1 nor 2, or an optimizer is not elementwise and its state is offloaded, or
-            it cannot be tried, or it updates all tensors together and parameters travel as codes.
+        ValueError: If the stage is neither 1 nor 2, or an optimizer cannot be tried, or it updates all tensors together
+            and parameters travel as codes or state is kept in files.
         RuntimeError: If there is no room for offloaded state.
     """
 
@@ -392,10 +393,7 @@ class ZeroEngine:
     def _on_slices(self, optimizer: Optimizer, setting: ScopeSetting) -> bool:
         if not has_parameters(optimizer):
             return True
-        found = find_scope(optimizer, form="flat", setting=setting)
-        if found.scope != "elementwise" and self._offload is not None:
-            raise ValueError(cannot_step_on_parts(optimizer, found, offloads=True))
-        return found.scope == "elementwise"
+        return find_scope(optimizer, form="flat", setting=setting).scope == "elementwise"
 
     def _held(self, param: nn.Parameter) -> HeldTensor:
         """Gradients are in slices, which new values are written to; values are whole here, unless masters have more."""
@@ -414,6 +412,8 @@ class ZeroEngine:
     ) -> None:
         """Let an optimizer that is not elementwise have whole tensors. Collective over the world."""
         found = find_scope(optimizer, form="flat", setting=setting)
+        device = next((own_part(param).device for param in _params(optimizer) if not param.is_meta), self._device)
+        hosted = HostedState.of(self._offload, device, self._store)
         if found.scope == "per_tensor":
             updaters = group(found.scope)
             OwnerUpdates(
@@ -422,6 +422,8 @@ class ZeroEngine:
                 held=self._held,
                 held_by_rank=self._held_by_rank if _same_ranks(updaters, self.group) else None,
                 found=found,
+                device=None if self._offload is None else device,
+                hosted=hosted,
             )
             return
         if self._gather is not None:
@@ -429,12 +431,15 @@ class ZeroEngine:
                 f"{type(optimizer).__name__} {found.describe()}, and with gather={self._gather!r} each rank has exact"
                 " values of its own slice only. Leave gather out, or use an optimizer that steps on parts."
             )
-        if any(own_part(param) is not param or param.is_meta for param in _params(optimizer)):
+        in_parts = any(own_part(param) is not param or param.is_meta for param in _params(optimizer))
+        if in_parts or hosted is not None:
             step_on_wholes(
                 optimizer,
                 found,
                 group=group(found.scope),
                 held=lambda param: HeldTensor(self._slot(param), TensorSlot(param), TensorSlot(param)),
+                device=None if self._offload is None else device,
+                hosted=hosted,
                 before_step=lambda: self._settle(optimizer),
             )
 
@@ -447,7 +452,7 @@ class ZeroEngine:
         inner_step, inner_zero_grad = optimizer.step, optimizer.zero_grad
         update: Callable[..., Any] = inner_step
         updates = updates_of(optimizer)
-        if self._offload is not None:
+        if self._offload is not None and optimizer in self._sliced:
             self._host_steps[optimizer] = self._make_host_step(optimizer)
             update = self._host_steps[optimizer].run
 

@@ -20,6 +20,12 @@ def asks_for_alias() -> bool:
     return value not in ("", "0")
 
 
+def given_seed() -> int | None:
+    """What ``seed_everything`` was given; None if it was not called."""
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    return None if seed is None else int(seed)
+
+
 def global_seed() -> int:
     """What ``seed_everything`` was given; 0 if it was not called."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    return given_seed() or 0

@@ -53,6 +53,66 @@ class Encoding(UserDict):  # type: ignore[type-arg]
     """What tokenizers return."""
 
 
+class Shaped(UserDict):  # type: ignore[type-arg]
+    """Has one size for all that it holds, refuses what has another, and indexes itself: a TensorDict."""
+
+    def __init__(self, items: dict[str, Tensor], length: int) -> None:
+        self.shape = torch.Size([length])
+        super().__init__(items)
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        if len(value) != self.shape[0]:
+            raise RuntimeError("batch dimension mismatch")
+        self.data[key] = value
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self.data[key]
+        cut = {name: value[key] for name, value in self.data.items()}
+        return Shaped(cut, len(next(iter(cut.values()))))
+
+
+@dataclass
+class Measured:
+    x: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+
+@dataclass
+class Labelled(Measured):
+    """Indexing gives its main tensor."""
+
+    labels: Tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.x[index]
+
+
+class Sized(NamedTuple):
+    x: Tensor
+    shape: tuple[int, int]
+
+
+def test_containers_that_have_a_shape_and_do_not_index_themselves_are_cut_by_what_they_hold() -> None:
+    x = torch.arange(10).view(5, 2)
+    batch = (Measured(x), Labelled(x, x[:, 0]), Sized(x, (5, 2)), x)
+    measured, labelled, sized, _ = split_batch(batch, 2)[1].value
+    assert torch.equal(measured.x, x[3:])
+    assert torch.equal(labelled.labels, x[3:, 0])
+    assert torch.equal(labelled.x, x[3:])
+    assert torch.equal(sized.x, x[3:])
+
+
+def test_a_container_with_a_shape_is_cut_by_its_own_indexing() -> None:
+    x = torch.arange(10).view(5, 2)
+    parts = [part.value for part in split_batch({"state": Shaped({"x": x, "y": x + 1}, 5), "z": x}, 2)]
+    assert [tuple(part["state"].shape) for part in parts] == [(3,), (2,)]
+    assert torch.equal(torch.cat([part["state"]["y"] for part in parts]), x + 1)
+
+
 def test_sizes_differ_by_at_most_one() -> None:
     x = torch.arange(7)
     parts = split_batch((x, x.float()), 3)

@@ -1,0 +1,276 @@
+"""Steps of optimizers that update one tensor at a time: each tensor by one rank, its owner."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
+from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
+from lightning_pardist.engines.common.elementwise import own_step
+from lightning_pardist.engines.common.owner_plan import Kind, Owners, rounds_of
+from lightning_pardist.engines.common.packed_exchange import PackedExchange
+from lightning_pardist.engines.common.update_scope import group_settings, restore_settings
+from lightning_pardist.engines.common.whole_updates import WholeUpdates, twin_of
+
+#: MiB of whole values that an owner has at work at a time, and as much of gradients.
+ROUND_MB = 64.0
+#: Rounds that a step has at least, unless they come to less than so many bytes each.
+_ROUNDS, _MIN_ROUND_BYTES = 4, 2**20
+
+
+class OwnerUpdates(WholeUpdates):
+    """Steps of an optimizer that updates one tensor at a time: each is updated by one rank, its owner.
+
+    In a round the owners' tensors travel, while those of the round before are updated. A rank sends less than its own
+    shards of gradients, and of values if owners lack them, and as much of new values: ``Psi/N (N-1)/N`` for each. What
+    the owner has whole is updated where it lies.
+
+    Args:
+        round_mb: MiB of whole values that a rank has at work at a time.
+        held_by_rank: Elements of a parameter's gradient that each rank of the group has, equal on all ranks, where some
+            have much more than others: owners are chosen by it.
+        **kwargs: As for :class:`~lightning_pardist.engines.common.whole_updates.WholeUpdates`.
+
+    Raises:
+        ValueError: If state is kept in files, and the optimizer cannot step on some tensors at a time.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        round_mb: float = ROUND_MB,
+        held_by_rank: Callable[[nn.Parameter], Mapping[int, int]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(optimizer, **kwargs)
+        if self._window_bytes is not None and not self.found.in_rounds:
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot step on a few parameters at a time, as offload to a folder has it:"
+                f" it {self.found.describe()}, and a step "
+                + ("is not tried where update_scope is set." if self.found.is_set else "depends on its calls.")
+                + " Use offload='cpu'."
+            )
+        self.round_bytes = round_mb * 2**20
+        self._held_by_rank = held_by_rank
+        self._owners = Owners(self.group.size())
+        self._assign()
+        self._forget_others()
+        self.settle()
+
+    @property
+    def _window_bytes(self) -> int | None:
+        """Bytes of state that is brought at a time; None if all of a round's is."""
+        return None if self._hosted is None else self._hosted.window_bytes
+
+    def _assign(self) -> None:
+        new = {number: param for number, param in enumerate(self._params()) if self._owners.of(number) is None}
+        if new:
+            by_rank = self._held_by_rank or (lambda param: {})
+            self._owners.assign(self._shapes(), {number: by_rank(param) for number, param in new.items()})
+
+    def owns(self, number: int) -> bool:
+        """Whether this rank updates the parameter with this number."""
+        return self._owners.of(number) == self.rank
+
+    def describe(self) -> str:
+        """How evenly the updates are spread."""
+        loads, ranks = self._owners.loads, self.group.size()
+        uneven = max(loads) * ranks / max(sum(loads), 1.0)
+        return (
+            f"{type(self.optimizer).__name__} {self.found.describe()}: each by one of {ranks} ranks, which has its"
+            f" state; the busiest has {uneven:.2f} times the mean of the estimated cost"
+        )
+
+    @torch.no_grad()
+    def step(self, **kwargs: Any) -> None:
+        """Step, with the hooks that torch calls around a step. Takes no closure. Collective over the group."""
+        optimizer = self.optimizer
+        args: tuple[Any, ...] = (optimizer,)
+        for before in pre_hooks(optimizer):
+            changed = before(optimizer, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        if self._before_step is not None:
+            self._before_step()
+        self._update(kwargs)
+        if self._after_step is not None:
+            self._after_step()
+        mark_step(optimizer)
+        for after in post_hooks(optimizer):
+            after(optimizer, args, kwargs)
+
+    def _update(self, kwargs: Mapping[str, Any]) -> None:
+        present = self._present()
+        self._assign()
+        rounds = self._rounds(present)
+        begin = _Beginning(self.optimizer) if len(rounds) > 1 or self._window_bytes is not None else None
+        stepped = False
+        arriving = self._fetch(rounds[0]) if rounds else None
+        leaving: PackedExchange | None = None
+        for index, numbers in enumerate(rounds):
+            if arriving is None:
+                raise RuntimeError("a round is fetched before it is updated")
+            values, grads = arriving.finish()
+            arriving = self._fetch(rounds[index + 1]) if index + 1 < len(rounds) else None
+            for batch, entries in self._batches(values):
+                if stepped and begin is not None:
+                    begin.restore()
+                self._step_on({number: values[number] for number in batch}, grads, entries, kwargs)
+                stepped = True
+            if leaving is not None:
+                leaving.finish()
+            moves = [move for number in numbers for move in self.plan.scatter(number, self._owner(number))]
+            leaving = self._exchange(moves, {(number, "writes"): value.data for number, value in values.items()})
+        if not stepped and self.found.steps_on_none:
+            # It may count steps in its groups.
+            self._step_on({}, {}, {}, kwargs)
+        if leaving is not None:
+            leaving.finish()
+        if self._hosted is not None:
+            self._hosted.wait()
+
+    def _batches(self, numbers: Iterable[int]) -> Iterator[tuple[list[int], dict[int, dict[str, Any]]]]:
+        """Tensors of a round whose state fits into the window, with that state; the next one's is on its way."""
+        batches: list[list[int]] = []
+        room = 0.0
+        for number in numbers:
+            # State that there is none of yet may be of any size.
+            size = self._state_bytes(number)
+            if not batches or size > room:
+                batches.append([])
+                room = math.inf if self._window_bytes is None else self._window_bytes
+            batches[-1].append(number)
+            room -= size
+        arriving = self._entries(batches[0]) if batches else {}
+        for index, batch in enumerate(batches):
+            entries = arriving
+            arriving = self._entries(batches[index + 1]) if index + 1 < len(batches) else {}
+            yield batch, entries
+
+    def _state_bytes(self, number: int) -> float:
+        if self._window_bytes is None or self._hosted is None:
+            return 0.0
+        entry = self.optimizer.state.get(self._current[number])
+        return float(self._window_bytes) if entry is None else self._hosted.num_bytes(entry)
+
+    def _entries(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """State by number, of those that have any."""
+        state, hosted = self.optimizer.state, self._hosted
+        found = {number: state[self._current[number]] for number in numbers if self._current[number] in state}
+        return found if hosted is None else {number: hosted.fetch(entry) for number, entry in found.items()}
+
+    def _owner(self, number: int) -> int:
+        owner = self._owners.of(number)
+        if owner is None:
+            raise RuntimeError(f"Parameter {number} has a gradient on another rank, and is not known here.")
+        return owner
+
+    def _rounds(self, present: Sequence[int]) -> list[list[int]]:
+        owner_of = {number: self._owner(number) for number in present}
+        item = max((self.plan.dtype(number).itemsize for number in present), default=4)
+        shapes = self._shapes()
+        share = sum(math.prod(shapes[number]) for number in present) / self.group.size()
+        # Several rounds also where all would fit into one: what travels does so while others are updated.
+        limit = min(self.round_bytes / item, max(share / _ROUNDS, _MIN_ROUND_BYTES / item))
+        return list(
+            rounds_of(present, owner_of, shapes, round_elements=limit if self.found.in_rounds else float("inf"))
+        )
+
+    def _fetch(self, numbers: Sequence[int]) -> _Arriving:
+        moves = [
+            move
+            for number in numbers
+            for kind in ("grads", "reads")
+            for move in self.plan.gather(number, kind, self._owner(number))
+        ]
+        mine = [number for number in numbers if self.owns(number)]
+        kinds: tuple[Kind, ...] = ("grads", "reads")
+        wholes: dict[tuple[int, Kind], Tensor] = {}
+        for number, kind in itertools.product(mine, kinds):
+            here = self._where_it_lies(number, kind)
+            wholes[number, kind] = self._empty(number) if here is None else here
+        return _Arriving(self._exchange(moves, wholes), wholes)
+
+    def _step_on(
+        self,
+        values: Mapping[int, Tensor],
+        grads: Mapping[int, Tensor],
+        entries: Mapping[int, dict[str, Any]],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Run the optimizer's own step on some whole tensors, with their state."""
+        optimizer = self.optimizer
+        originals = [group["params"] for group in optimizer.param_groups]
+        outside = optimizer.state
+        twins: dict[int, nn.Parameter] = {}
+        number = 0
+        inside: defaultdict[Any, Any] = defaultdict(dict, shared_state(optimizer))
+        for group, params in zip(optimizer.param_groups, originals, strict=True):
+            members = []
+            for param in params:
+                if number in values:
+                    twins[number] = twin = twin_of(param, values[number], grads[number])
+                    members.append(twin)
+                    if number in entries:
+                        inside[twin] = entries[number]
+                number += 1
+            group["params"] = members
+        optimizer.state = inside
+        try:
+            own_step(optimizer)(optimizer, **kwargs)
+        finally:
+            for group, params in zip(optimizer.param_groups, originals, strict=True):
+                group["params"] = params
+            shared = shared_state(optimizer)
+            inside, optimizer.state = optimizer.state, outside
+            restore_shared(optimizer, shared)
+        for number, twin in twins.items():
+            if twin in inside:
+                param = self._current[number]
+                outside[param] = inside[twin] if self._hosted is None else self._hosted.keep(param, inside[twin])
+            if twin.data_ptr() != values[number].data_ptr():
+                # It was given new memory in place of new values.
+                values[number].copy_(twin.detach())
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """Tensors of a round, on their way to their owners."""
+
+    exchange: PackedExchange
+    wholes: Mapping[tuple[int, Kind], Tensor]
+
+    def finish(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Values and gradients by number, of those that this rank updates."""
+        self.exchange.finish()
+        values = {number: tensor for (number, kind), tensor in self.wholes.items() if kind == "reads"}
+        return values, {number: tensor for (number, kind), tensor in self.wholes.items() if kind == "grads"}
+
+
+class _Beginning:
+    """What all calls of ``step`` that make up one begin with.
+
+    Args:
+        optimizer: Before the first of them.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._settings = group_settings(optimizer)
+        self._shared = copy.deepcopy(shared_state(optimizer))
+
+    def restore(self) -> None:
+        """Let the next call begin as the first one did."""
+        restore_settings(self._optimizer, self._settings)
+        restore_shared(self._optimizer, copy.deepcopy(self._shared))

@@ -1,0 +1,178 @@
+"""State of optimizers that update whole tensors, kept in host memory or files between steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pardist.engines.offload.copies import HostCopies
+from lightning_pardist.engines.offload.mapped_files import SMALLEST_BYTES, StateFile
+from lightning_pardist.engines.offload.offload_settings import Offload
+
+
+class HostedState:
+    """Brings state to where updates are computed, and back to where it is kept.
+
+    What the state of a tensor is made of is the optimizer's business: tensors of any shape, also in lists and dicts
+    (Shampoo's factors). Tensors with dims are kept, on the host or in a file; what has none stays where it is. Memory
+    that state was kept in before is used again, by what fits it.
+
+    Args:
+        device: Where updates are computed.
+        store: Where state is kept; if None, in memory that the device copies from and to by itself.
+        window_bytes: With a store, state to be brought at a time; that of one tensor is, however large.
+    """
+
+    def __init__(
+        self, device: torch.device, *, store: StateFile | None = None, window_bytes: int | None = None
+    ) -> None:
+        self.device = device
+        self.window_bytes = window_bytes if store is not None else None
+        self._store = store
+        self._copies = HostCopies(device)
+        #: By whose state it is, all memory that was ever made to keep it.
+        self._homes: dict[Any, list[Tensor]] = {}
+        self._leaving: list[torch.Event] = []
+
+    @classmethod
+    def of(cls, offload: Offload | None, device: torch.device, store: StateFile | None) -> HostedState | None:
+        """What a setting asks for; None where state is on the host as it is."""
+        if offload is None or (store is None and device.type == "cpu"):
+            return None
+        return cls(device, store=store, window_bytes=int(offload.window_mb * 2**20))
+
+    @property
+    def in_files(self) -> bool:
+        """Whether state is kept in a file."""
+        return self._store is not None
+
+    @staticmethod
+    def num_bytes(entry: dict[str, Any]) -> int:
+        """Bytes of a tensor's state, as it is kept."""
+        return sum(value.numel() * value.element_size() for value in _tensors(entry) if value.dim())
+
+    def fetch(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """State for an update, where it is computed: what is kept on the host is what the update changes there.
+
+        What follows on the device's current stream comes after the copies.
+        """
+        arriving: list[torch.Event] = []
+
+        def bring(value: Tensor) -> Tensor:
+            if self._store is not None:
+                self._store.prefetch(value)
+            if value.device == self.device or not value.dim():
+                return value
+            there = torch.empty_like(value, device=self.device)
+            event = self._copies.start(value, there)
+            if event is not None:
+                arriving.append(event)
+            return there
+
+        found: dict[str, Any] = _mapped(entry, bring)
+        for event in arriving:
+            event.wait()
+        return found
+
+    def keep(self, owner: Any, entry: dict[str, Any]) -> dict[str, Any]:
+        """Take over the state that an update, or a checkpoint, has left of a tensor.
+
+        Args:
+            owner: Whose state it is.
+            entry: The state.
+
+        Returns:
+            The same, as it is kept; read on the host after :meth:`wait` only.
+
+        Raises:
+            RuntimeError: If the disk has no room for it.
+        """
+        # It may have changed places: what was kept under one name may lie under another now.
+        used = [value for value in _tensors(entry) if value.device.type == "cpu"]
+        free = [home for home in self._homes.get(owner, ()) if not any(_lies_in(value, home) for value in used)]
+
+        def put(value: Tensor) -> Tensor:
+            if self._rests(value):
+                self._evict(value)
+                return value
+            home = next((each for each in free if _fits(each, value)), None)
+            if home is None:
+                home = self._room(value)
+                self._homes.setdefault(owner, []).append(home)
+            else:
+                free[:] = [each for each in free if each is not home]
+            kept = home.view(value.shape)
+            event = self._copies.start(value.detach(), kept)
+            if event is not None:
+                self._leaving.append(event)
+            self._evict(kept)
+            return kept
+
+        found: dict[str, Any] = _mapped(entry, put)
+        return found
+
+    def evict(self, entry: dict[str, Any]) -> None:
+        """Let go of pages of state that somebody else has read (a checkpoint)."""
+        for value in _tensors(entry):
+            self._evict(value)
+
+    def wait(self) -> None:
+        """Wait until what is kept has come, so that the host may read it."""
+        for event in self._leaving:
+            event.synchronize()
+        self._leaving.clear()
+
+    def _rests(self, value: Tensor) -> bool:
+        if not value.dim():
+            return True
+        if value.device.type != "cpu":
+            return False
+        if self._store is None:
+            # Memory that the device does not copy from by itself would make it wait.
+            return self.device.type == "cpu" or value.is_pinned()
+        return self._store.holds(value) or value.numel() * value.element_size() < SMALLEST_BYTES
+
+    def _room(self, value: Tensor) -> Tensor:
+        if self._store is None:
+            return self._copies.buffer(value.numel(), value.dtype)
+        return self._store.zeros(value.numel(), value.dtype)
+
+    def _evict(self, value: Tensor) -> None:
+        if self._store is not None:
+            self._store.evict(value)
+
+
+def _fits(home: Tensor, value: Tensor) -> bool:
+    return home.dtype == value.dtype and home.numel() == value.numel()
+
+
+def _lies_in(value: Tensor, home: Tensor) -> bool:
+    return 0 <= value.data_ptr() - home.data_ptr() < home.numel() * home.element_size()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor], known: dict[int, Tensor] | None = None) -> Any:
+    """The same in new containers, with other tensors; one that occurs twice still does."""
+    known = {} if known is None else known
+    if isinstance(value, Tensor):
+        if id(value) not in known:
+            known[id(value)] = function(value)
+        return known[id(value)]
+    if isinstance(value, dict):
+        found = copy.copy(value)
+        found.update({key: _mapped(item, function, known) for key, item in value.items()})
+        return found
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_mapped(item, function, known) for item in value)
+    return value

@@ -1,0 +1,42 @@
+"""Parameters of which ranks hold parts stay where they are during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+
+def keep_places(module: nn.Module, strategy: str) -> Callable[[], None]:
+    """Refuse that a parameter gets another name in the layer that has it. Not collective.
+
+    ``torch.nn.utils.prune`` does that, in a callback say: what shards, splits or sends the parameter would go on with a
+    name that is gone, and whatever compares its elements has a part of them.
+
+    Args:
+        module: As it is trained on this rank.
+        strategy: Its class' name, for the message.
+
+    Returns:
+        What allows it again.
+    """
+    layers = {id(layer): name for name, layer in module.named_modules()}
+    names = {
+        (id(layer), name)
+        for layer in module.modules()
+        for name, _ in layer.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+    def refuse(layer: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or id(layer) not in layers or (id(layer), name) in names:
+            return
+        if any(own is parameter for own in layer.parameters(recurse=False)):
+            path = f"{layers[id(layer)]}.{name}".lstrip(".")
+            raise RuntimeError(
+                f"A parameter was registered anew as {path} during the run (as torch.nn.utils.prune does), and each"
+                f" rank of {strategy} has a part of the model's parameters only. Do that before Trainer.fit or after"
+                " it, or use pardist_ddp, pardist_zero1 or pardist_zero2."
+            )
+
+    return register_module_parameter_registration_hook(refuse).remove

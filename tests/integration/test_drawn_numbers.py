@@ -1,0 +1,72 @@
+"""Random numbers in steps: ranks that work on the same samples draw the same, those with other samples others."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pardist import HybridStrategy
+from tests.helpers.models import Base
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Noisy(Base):
+    """Dropout of whole tensors inside of blocks, and noise that the step draws by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.drawn = []
+
+    def training_step(self, batch, batch_idx):
+        noise = torch.rand(WIDTH)
+        self.drawn.append(noise)
+        return self.blocks(batch[0] + noise * (1 + self.shift)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _train(strategy, devices):
+    torch.manual_seed(3)
+    module = Noisy()
+    data = TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1)))
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_steps=4, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(data, batch_size=8))
+    return module.drawn[-1], snapshot(module)
+
+
+def test_ranks_that_share_layers_of_a_stage_draw_the_same():
+    strategy = HybridStrategy(
+        tensor_parallel_size=2, pipeline_parallel_size=2, pipeline_settings={"num_microbatches": 2}
+    )
+    results = run_ranks(4, _train, strategy, 4)
+    for drawn, weights in results[1:]:
+        torch.testing.assert_close(drawn, results[0][0], rtol=0, atol=0)
+        # Copies of one parameter on several ranks are updated by each of them.
+        assert_close(weights, results[0][1], rtol=1e-6)
+
+
+def test_pipelines_with_other_samples_draw_others():
+    strategy = HybridStrategy(pipeline_parallel_size=2, pipeline_settings={"num_microbatches": 2})
+    results = run_ranks(4, _train, strategy, 4)
+    drawn = {tuple(noise.tolist()) for noise, _ in results}
+    assert len(drawn) == 2
+    for _, weights in results[1:]:
+        assert_close(weights, results[0][1], rtol=1e-6)

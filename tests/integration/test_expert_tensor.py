@@ -1,0 +1,107 @@
+"""Experts over data ranks, beside layers that are split over tensor ranks or sequences over context ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from lightning_pardist import HybridStrategy
+from tests.helpers.experts import LAYERS, Mixture
+from tests.helpers.parity import assert_close
+from tests.helpers.ranks import run_ranks
+from tests.integration.test_expert import _compare, _evaluate, _expected, _fit
+
+_SLOW = pytest.mark.slow
+
+
+def _strategy(beside="tensor", data_parallel="ddp", experts=2, ranks=2, **settings):
+    if data_parallel == "zero3":
+        settings["data_settings"] = {"min_unit_size_mb": 0}
+    return HybridStrategy(
+        expert_parallel_size=experts,
+        data_parallel=data_parallel,
+        **{f"{beside}_parallel_size": ranks},
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("beside", "layer", "data_parallel"),
+    [
+        ("tensor", "listed", "zero2"),
+        ("tensor", "stacked", "ddp"),
+        ("context", "stacked", "ddp"),
+        *(
+            pytest.param(*cell, marks=_SLOW)
+            for cell in (
+                ("tensor", "listed", "ddp"),
+                ("tensor", "stacked", "zero1"),
+                ("tensor", "dense", "ddp"),
+                ("tensor", "chain", "zero2"),
+                ("tensor", "listed", "zero3"),
+                ("tensor", "stacked", "zero3"),
+                ("tensor", "dense", "zero3"),
+                ("context", "listed", "zero2"),
+                ("context", "dense", "ddp"),
+                ("context", "chain", "zero1"),
+                ("context", "listed", "zero3"),
+                ("context", "stacked", "zero3"),
+                ("context", "dense", "zero3"),
+            )
+        ),
+    ],
+)
+def test_ranks_that_share_samples_train_like_one_process(beside, layer, data_parallel):
+    module = functools.partial(Mixture, layer, rare=layer in ("listed", "stacked"))
+    of_trainer = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    strategy = functools.partial(_strategy, beside, data_parallel)
+    found = run_ranks(4, functools.partial(_fit, strategy, 4, module=module, **of_trainer))
+    # Ranks that see the same samples have the same experts.
+    _compare(found, _fit(module=module, **of_trainer), 1 / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["tensor", "context"])
+@pytest.mark.parametrize("layer", ["listed", "stacked"])
+def test_checkpointed_blocks_train_like_one_process(beside, layer):
+    module = functools.partial(Mixture, layer)
+    strategy = functools.partial(_strategy, beside, activation_checkpointing=[LAYERS[layer].__name__])
+    _compare(run_ranks(4, functools.partial(_fit, strategy, 4, module=module)), _expected(layer), 1 / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["tensor", "context"])
+@pytest.mark.parametrize("layer", ["listed", "stacked"])
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("data_parallel", ["ddp", "zero2", "zero3"])
+def test_checkpoints_go_to_ranks_that_share_samples_and_back(beside, layer, form, data_parallel, tmp_path):
+    """From one process to both axes, to experts alone, to the other axis alone, to both again, and to one process."""
+    module = functools.partial(Mixture, layer)
+    path = tmp_path / "0.ckpt"
+    _fit(module=module, save=path, max_epochs=1)
+    # With all parameters sharded, ranks gather experts of a list that are not apart as their own tokens ask for them.
+    third = (2, 2) if (data_parallel, layer) == ("zero3", "listed") else (1, 2)
+    for epochs, (experts, ranks) in enumerate(((2, 2), (4, 1), third, (2, 2)), 2):
+        ways = {"experts": experts, "ranks": ranks, "checkpoint": "full" if epochs == 5 else form}
+        strategy = functools.partial(_strategy, beside, data_parallel, **ways)
+        after = tmp_path / f"{epochs}.ckpt"
+        run_ranks(4, functools.partial(_fit, strategy, 4, path, after, module, max_epochs=epochs))
+        path = after
+    assert_close(
+        _fit(ckpt_path=path, module=module, max_epochs=6)["weights"], _fit(module=module, max_epochs=6)["weights"]
+    )
+
+
+@pytest.mark.parametrize("beside", ["tensor", "context"])
+@pytest.mark.parametrize("layer", ["listed", pytest.param("stacked", marks=_SLOW), pytest.param("dense", marks=_SLOW)])
+def test_ranks_with_fewer_batches_take_part_in_the_others_evaluation(beside, layer):
+    expected, results = _evaluate(layer)
+    found = run_ranks(4, _evaluate, layer, functools.partial(_strategy, beside), 4)
+    for metrics, _ in found:
+        assert_close(metrics, expected)
+    rows = torch.cat([batch for _, batches in found for batch in batches]).flatten(1)
+    distance = torch.cdist(rows.double(), torch.cat(results).flatten(1).double())
+    assert distance.min(1).values.max() < 1e-5
+    assert distance.min(0).values.max() < 1e-5
