@@ -30,8 +30,9 @@ CONTEXT_AXIS = "context_parallel"
 BATCH_AXES = ("outer_parallel", "data_replicate", "data_shard", "expert_parallel")
 #: Those over which gradients are averaged in every step.
 GRADIENT_AXES = ("data_replicate", "data_shard", "expert_parallel", "context_parallel")
-#: Those of them over which the gradients of experts are.
-EXPERT_GRADIENT_AXES = ("data_replicate", "data_shard", "context_parallel")
+#: Those over which the gradients of experts are: along which ranks have the same ones. Tensor ranks have copies, which
+#: no layer's sums bring together.
+EXPERT_GRADIENT_AXES = ("data_replicate", "data_shard", "context_parallel", "tensor_parallel")
 #: Those over which states are sharded.
 SHARD_AXES = ("data_shard", "expert_parallel", "context_parallel")
 #: Those whose ranks are what the other axes leave.

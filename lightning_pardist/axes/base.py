@@ -496,8 +496,9 @@ class ParallelAxis:
     def gradient_group(self, param: nn.Parameter) -> dist.ProcessGroup | None:
         """Ranks that hold this parameter, if not all of the gradient mesh do: its gradients are summed over them.
 
-        They are divided as all others are, by the size of the gradient mesh. A data axis that shards parameters leaves
-        these to this axis, which shards and sums them itself.
+        Tensor ranks with copies are among them. Sums are divided as all others are, by the size of the gradient mesh,
+        and by the number of copies. A data axis that shards parameters leaves these to this axis, which shards and sums
+        them itself.
         """
         return None
 

@@ -63,7 +63,8 @@ class DDPAxis(DataParallelAxis):
     @override
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
         group = self.context.gradient_group
-        transport: Transport = AllReduce(group, self.context.narrower_groups(module))
+        narrower = self.context.narrower_groups(module)
+        transport: Transport = AllReduce(group, narrower)
         if self.gradient_compression is not None:
             transport = HookedAllReduce(group, *compression_hook(self.gradient_compression, group=group))
         bucket_groups = {
@@ -79,4 +80,6 @@ class DDPAxis(DataParallelAxis):
             bucket_size_mb=self.bucket_size_mb,
             first_bucket_size_mb=min(1.0, self.bucket_size_mb),
             overlap=self.overlap,
+            # Ranks of a group agree on an order, and tensor ranks, which are of several, share buckets of experts.
+            reorder=not narrower or self.context.dims.tensor_parallel == 1,
         )

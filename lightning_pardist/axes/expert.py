@@ -39,12 +39,14 @@ from lightning_pardist.engines.experts.trial import DISPATCHES, Choice, Dispatch
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
 from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.local_tensors import own_part
-from lightning_pardist.mesh import CONTEXT_AXIS, EXPERT_AXIS, EXPERT_GRADIENT_AXES, REST_AXES, Degree
+from lightning_pardist.mesh import CONTEXT_AXIS, EXPERT_AXIS, EXPERT_GRADIENT_AXES, REST_AXES, TENSOR_AXIS, Degree
 from lightning_pardist.settings import one_of
 from lightning_pardist.trainer import trial_run
 from lightning_pardist.trainer.sample_batches import NoSampleError
 
 ExpertParallelSize = int | Literal["auto"]
+#: Along which ranks see the same samples, and have copies of the same experts.
+_COPIES = (CONTEXT_AXIS, TENSOR_AXIS)
 
 
 class ExpertAxis(ParallelAxis):
@@ -199,11 +201,11 @@ class ExpertAxis(ParallelAxis):
         return ExpertSharding(
             mesh=mesh[shared] if shared else None,
             with_experts=mesh[names],
-            average_over=self.context.gradient_group.size(),
+            average_over=self.context.gradient_group.size() * dims.tensor_parallel,
             compute_dtype=None if policy is None else policy.param_dtype,
             reduce_dtype=None if policy is None else policy.reduce_dtype,
             keep=data.reshard_after_forward is False,
-            copies=mesh[CONTEXT_AXIS].get_group() if dims.context_parallel > 1 else None,
+            copies=self.context.group_over(*_COPIES) if dims.size(*_COPIES) > 1 else None,
         )
 
     @property

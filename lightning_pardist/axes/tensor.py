@@ -214,6 +214,9 @@ class TensorAxis(SharedBatchAxis):
     def counts(self, param: nn.Parameter) -> bool:
         if self.runtime is None or self.runtime.group.rank == 0:
             return True
+        if any(axis.gradient_group(param) is not None for axis in self.context.axes):
+            # Tensor ranks are among those that sum it and may have parts: each counts its share.
+            return True
         return is_over(param, TENSOR_AXIS) and not param.placements[-1].is_replicate()  # type: ignore[attr-defined]
 
     @override

@@ -6,9 +6,11 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 from lightning_pardist import HybridStrategy
-from tests.helpers.experts import LAYERS, Mixture
+from tests.helpers.experts import LAYERS, Expert, Mixture
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import run_ranks
 from tests.integration.test_expert import _compare, _evaluate, _expected, _fit
@@ -60,6 +62,63 @@ def test_ranks_that_share_samples_train_like_one_process(beside, layer, data_par
     found = run_ranks(4, functools.partial(_fit, strategy, 4, module=module, **of_trainer))
     # Ranks that see the same samples have the same experts.
     _compare(found, _fit(module=module, **of_trainer), 1 / 2)
+
+
+class _Times(torch.autograd.Function):
+    """The same value, and a multiple of its gradient."""
+
+    @staticmethod
+    def forward(ctx, tensor, factor):
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class LouderExpert(Expert):
+    def forward(self, x):
+        return F.linear(F.gelu(self.up(x)), _Times.apply(self.down.weight, self.factor), self.down.bias)
+
+
+class Louder(Mixture):
+    """Ranks that see the same tokens come to different gradients of experts: on odd ones they are larger."""
+
+    def __init__(self, layer="listed"):
+        super().__init__(layer)
+        # In a step ranks that share samples have one number.
+        self.factor = 1 + 0.5 * (dist.get_rank() % 2)
+        for each in self.layers:
+            for expert in each.experts if layer == "listed" else ():
+                expert.__class__, expert.factor = LouderExpert, self.factor
+
+    def on_train_start(self):
+        for each in self.layers:
+            if not isinstance(each.experts, torch.nn.ModuleList):
+                each.experts.down.register_hook(lambda grad: grad * self.factor)
+
+
+@pytest.mark.parametrize(
+    ("beside", "layer", "data_parallel"),
+    [
+        ("tensor", "listed", "ddp"),
+        ("tensor", "stacked", "zero2"),
+        ("tensor", "listed", "zero3"),
+        pytest.param("tensor", "stacked", "ddp", marks=_SLOW),
+        pytest.param("tensor", "listed", "zero1", marks=_SLOW),
+        pytest.param("context", "listed", "ddp", marks=_SLOW),
+        pytest.param("context", "stacked", "zero2", marks=_SLOW),
+        pytest.param("context", "listed", "zero3", marks=_SLOW),
+    ],
+)
+def test_copies_of_experts_stay_equal_whatever_their_gradients_are(beside, layer, data_parallel):
+    """Sums whose order changes (``index_add`` on a GPU) give ranks that see the same tokens other gradients."""
+    strategy = functools.partial(_strategy, beside, data_parallel)
+    run = functools.partial(_fit, strategy, 4, module=functools.partial(Louder, layer), gradient_clip_val=0.5)
+    found = [each["weights"] for each in run_ranks(4, run)]
+    for weights in found[1:]:
+        assert all(torch.equal(value, found[0][name]) for name, value in weights.items())
 
 
 @pytest.mark.slow

@@ -272,7 +272,7 @@ class GradientReducer:
             return
         if current_backward() != self._root_task:
             return
-        bucket.adopt(index, self.transport.scale)
+        bucket.adopt(index, self.transport.scale_of(bucket))
         bucket.mark_ready(index)
         if self._order is not None:
             self._order.append(param)
@@ -287,7 +287,7 @@ class GradientReducer:
             self.reduce()
 
     def _launch(self, bucket: Bucket) -> None:
-        bucket.fill(self.transport.scale)
+        bucket.fill(self.transport.scale_of(bucket))
         index = len(self._works)
         self._works.append(self.transport.launch(bucket, index=index, is_last=index == len(self._active) - 1))
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_pardist.engines.ddp.bucket import Bucket
 from lightning_pardist.engines.ddp.compression import CommunicationHook, HookBucket
 
-#: Parameters whose gradients are summed over fewer ranks than those of the others, and over which.
+#: Parameters whose gradients are summed over other ranks than those of the rest, and over which.
 Narrower = Mapping[nn.Parameter, dist.ProcessGroup]
 
 
@@ -23,18 +23,20 @@ class Transport(Protocol):
 
     Attributes:
         group: Who takes part.
-        scale: Factor on the gradients of each rank before they are summed.
         narrower: Parameters that others of the group do not hold (experts on ranks of their own): their gradients are
-            summed over fewer ranks, with the same factor.
+            summed over fewer ranks, and over those that are not of the group and hold copies.
     """
 
     group: dist.ProcessGroup
-    scale: float
     narrower: Narrower = MappingProxyType({})
 
     def group_of(self, param: nn.Parameter) -> dist.ProcessGroup:
         """Over which ranks a parameter's gradients are summed. Parameters of one bucket have the same."""
         return self.narrower.get(param, self.group)
+
+    def scale_of(self, bucket: Bucket) -> float:
+        """Factor on each rank's gradients of a bucket before they are summed."""
+        ...
 
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
         """A bucket for these parameters."""
@@ -64,7 +66,11 @@ class AllReduce(Transport):
     def __init__(self, group: dist.ProcessGroup, narrower: Narrower | None = None) -> None:
         self.group = group
         self.narrower = narrower or {}
-        self.scale = 1.0 / group.size()
+        self._scales = mean_scales(group, self.narrower)
+
+    @override
+    def scale_of(self, bucket: Bucket) -> float:
+        return self._scales[self.group_of(bucket.params[0])]
 
     @override
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
@@ -92,12 +98,14 @@ class HookedAllReduce(Transport):
         state: The hook's first argument.
     """
 
-    scale = 1.0
-
     def __init__(self, group: dist.ProcessGroup, hook: CommunicationHook, state: Any) -> None:
         self.group = group
         self.hook = hook
         self.state = state
+
+    @override
+    def scale_of(self, bucket: Bucket) -> float:
+        return 1.0
 
     @override
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
@@ -117,6 +125,22 @@ class HookedAllReduce(Transport):
     def finish_all(self, buckets: Sequence[Bucket]) -> None:
         # A hook may only be given the gradients.
         reduce_flags(buckets, group=self.group)
+
+
+def mean_scales(group: dist.ProcessGroup, narrower: Narrower) -> dict[dist.ProcessGroup, float]:
+    """For each group that sums gradients, the factor on those of a rank. Not collective.
+
+    Args:
+        group: Ranks over whose samples gradients are means.
+        narrower: See :class:`Transport`. Where ranks of a group are not of ``group``, each of those that are has as
+            many copies, which see its samples.
+    """
+    members = set(dist.get_process_group_ranks(group))
+    scales = {group: 1.0 / group.size()}
+    for other in narrower.values():
+        copies = other.size() // len(members.intersection(dist.get_process_group_ranks(other)))
+        scales[other] = 1.0 / (group.size() * copies)
+    return scales
 
 
 def reduce_flags(buckets: Sequence[Bucket], *, group: dist.ProcessGroup) -> None:

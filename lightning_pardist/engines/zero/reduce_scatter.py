@@ -16,7 +16,7 @@ from lightning_pardist.engines.common.block_codes import Compression
 from lightning_pardist.engines.common.coded_exchange import CodedReduction, Remainders, has_codes, scatter_coded
 from lightning_pardist.engines.common.slice_exchange import Reduction, exchanges_directly, scatter_slices
 from lightning_pardist.engines.ddp.bucket import Bucket
-from lightning_pardist.engines.ddp.transport import Narrower, Transport, reduce_flags
+from lightning_pardist.engines.ddp.transport import Narrower, Transport, mean_scales, reduce_flags
 from lightning_pardist.engines.zero.host_slice import HostSlice
 from lightning_pardist.engines.zero.sharded_bucket import ShardedBucket
 
@@ -55,10 +55,14 @@ class ReduceScatter(Transport):
         self.gather, self.reduce, self.remainders = gather, reduce, remainders
         self.narrower = narrower or {}
         self.make_host = make_host
-        self.scale = 1.0 / group.size()
+        self._scales = mean_scales(group, self.narrower)
         self.keep_full = keep_full
         self._numbers = itertools.count()
         self._flying: deque[tuple[ShardedBucket, Reduction | CodedReduction | tuple[Any, Tensor]]] = deque()
+
+    @override
+    def scale_of(self, bucket: Bucket) -> float:
+        return self._scales[self.group_of(bucket.params[0])]
 
     @override
     def make_bucket(self, params: Sequence[nn.Parameter]) -> Bucket:
