@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class TensorSlot:
         here: Whether this rank updates any of it.
         whole: Whether state is that of the whole parameter, whatever this rank holds of it.
         steps_on: Where it is updated, if state is on the host between steps; None if it stays where it is updated.
+        keep: Takes a parameter and its state that was loaded, and returns it as it is kept; None if it is as it is.
     """
 
     param: Tensor
@@ -43,6 +44,7 @@ class TensorSlot:
     here: bool = True
     whole: bool = False
     steps_on: torch.device | None = None
+    keep: Callable[[Tensor, dict[str, Any]], dict[str, Any]] | None = None
 
     @property
     def like(self) -> Tensor:
@@ -343,7 +345,9 @@ def fill_optimizer(
             state = {key: settled(value, rests) for key, value in small.items()}
             for key, full_key in stored.items():
                 state[key] = _filled(full_key, slot, reader, rests)
-            optimizer.state[slot.param] = in_place(state, device, group)
+            state = in_place(state, device, group)
+            # One at a time: state that is kept in files may be more than memory holds.
+            optimizer.state[slot.param] = state if slot.keep is None else slot.keep(slot.param, state)
 
 
 def require_same_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], wanted: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import sys
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -207,6 +208,28 @@ def test_state_of_any_form_is_kept(tmp_path):
         kept = hosted.keep("a", {"only": torch.full((100, 200), float(step))})
     assert torch.equal(kept["only"], torch.full((100, 200), 2.0))
     assert len(hosted._homes["a"]) == homes
+
+
+class Factors(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Quantised(torch.Tensor):
+    """Memory of a subclass' own making, as torchao's state of eight bits."""
+
+
+def test_state_in_named_tuples_and_subclasses(tmp_path):
+    store, cpu = StateFile(tmp_path), torch.device("cpu")
+    big = torch.randn(100, 200)
+    kept = HostedState(cpu, store=store, window_bytes=1).keep("a", {"factors": Factors(big, big + 1)})["factors"]
+    assert isinstance(kept, Factors)
+    assert store.holds(kept.right)
+    assert torch.equal(kept.right, big + 1)
+    quantised = big.as_subclass(Quantised)
+    with pytest.raises(TypeError, match="plain tensors, and the optimizer's state has a Quantised"):
+        HostedState(cpu, store=store, window_bytes=1).keep("b", {"codes": quantised})
+    assert isinstance(HostedState(cpu).keep("b", {"codes": quantised})["codes"], Quantised)
 
 
 def _resident(stage, offload):

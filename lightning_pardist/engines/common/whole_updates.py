@@ -246,9 +246,10 @@ class WholeUpdates:
         """Whole state on the ranks that have it, group by group."""
         numbers = iter(range(len(self._params())))
         steps_on = None if self._hosted is None else self._hosted.device
+        keep = None if self._hosted is None else self._hosted.keep
         return [
             [
-                TensorSlot(param, here=self.owns(next(numbers)), whole=True, steps_on=steps_on)
+                TensorSlot(param, here=self.owns(next(numbers)), whole=True, steps_on=steps_on, keep=keep)
                 for param in group["params"]
             ]
             for group in self.optimizer.param_groups

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pardist.engines.offload.copies import HostCopies
 from lightning_pardist.engines.offload.mapped_files import SMALLEST_BYTES, StateFile
@@ -19,7 +19,8 @@ class HostedState:
 
     What the state of a tensor is made of is the optimizer's business: tensors of any shape, also in lists and dicts
     (Shampoo's factors). Tensors with dims are kept, on the host or in a file; what has none stays where it is. Memory
-    that state was kept in before is used again, by what fits it.
+    that state was kept in before is used again, by what fits it. Subclasses of tensors (quantised state) have memory of
+    their own making: they move as their class has it, and not to files.
 
     Args:
         device: Where updates are computed.
@@ -67,6 +68,8 @@ class HostedState:
                 self._store.prefetch(value)
             if value.device == self.device or not value.dim():
                 return value
+            if _is_subclass(value):
+                return value.to(self.device)
             there = torch.empty_like(value, device=self.device)
             event = self._copies.start(value, there)
             if event is not None:
@@ -90,15 +93,23 @@ class HostedState:
 
         Raises:
             RuntimeError: If the disk has no room for it.
+            TypeError: If a tensor of it cannot be kept in a file.
         """
         # It may have changed places: what was kept under one name may lie under another now.
-        used = [value for value in _tensors(entry) if value.device.type == "cpu"]
+        used = [value for value in _tensors(entry) if value.device.type == "cpu" and not _is_subclass(value)]
         free = [home for home in self._homes.get(owner, ()) if not any(_lies_in(value, home) for value in used)]
 
         def put(value: Tensor) -> Tensor:
             if self._rests(value):
                 self._evict(value)
                 return value
+            if _is_subclass(value):
+                if self._store is not None:
+                    raise TypeError(
+                        f"offload to a folder keeps plain tensors, and the optimizer's state has a"
+                        f" {type(value).__name__}: use offload='cpu'."
+                    )
+                return value.to("cpu")
             home = next((each for each in free if _fits(each, value)), None)
             if home is None:
                 home = self._room(value)
@@ -133,8 +144,10 @@ class HostedState:
             return False
         if self._store is None:
             # Memory that the device does not copy from by itself would make it wait.
-            return self.device.type == "cpu" or value.is_pinned()
-        return self._store.holds(value) or value.numel() * value.element_size() < SMALLEST_BYTES
+            return self.device.type == "cpu" or _is_subclass(value) or value.is_pinned()
+        return not _is_subclass(value) and (
+            self._store.holds(value) or value.numel() * value.element_size() < SMALLEST_BYTES
+        )
 
     def _room(self, value: Tensor) -> Tensor:
         if self._store is None:
@@ -144,6 +157,10 @@ class HostedState:
     def _evict(self, value: Tensor) -> None:
         if self._store is not None:
             self._store.evict(value)
+
+
+def _is_subclass(value: Tensor) -> bool:
+    return type(value) not in (Tensor, nn.Parameter)
 
 
 def _fits(home: Tensor, value: Tensor) -> bool:
@@ -173,6 +190,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor], known: dict[int, T
         found = copy.copy(value)
         found.update({key: _mapped(item, function, known) for key, item in value.items()})
         return found
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_mapped(item, function, known) for item in value)
+    if isinstance(value, list | tuple):
+        items = [_mapped(item, function, known) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
