@@ -122,6 +122,7 @@ def test_one_rank():
     run_ranks(1, many, [{"name": "Frozen"}, {"name": "Outputs"}])
 
 
+@pytest.mark.slow
 def test_four_ranks():
     names = ("Mlp", "Gpt", "DirectWeight", "ForwardNeverCalled", "Repeated", "OddShapes", "MixedTypes", "ConvNet")
     run_ranks(4, many, [{"name": name} for name in (*names, "RankBranch")])

@@ -20,7 +20,10 @@ SCHEDULES = (
 )
 
 
-@pytest.mark.parametrize("model", sorted(ZOO))
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("classifier", "resnet") else name for name in sorted(ZOO)],
+)
 def test_every_schedule_at_two_ranks(model: str) -> None:
     for results in run_ranks(2, assert_parity_of_all, [replace(case, model=model) for case in SCHEDULES]):
         assert all(result["freed"] > 0 for result in results)

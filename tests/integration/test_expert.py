@@ -81,8 +81,15 @@ def test_experts_of_two_ranks_shared_by_two(layer, data_parallel):
     _compare(found, _fit(module=module, gradient_clip_val=0.5), 1 / 2)
 
 
-@pytest.mark.parametrize("layer", ["listed", "stacked"])
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize(
+    ("form", "layer"),
+    [
+        ("full", "listed"),
+        ("sharded", "stacked"),
+        pytest.param("full", "stacked", marks=pytest.mark.slow),
+        pytest.param("sharded", "listed", marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoints_open_at_any_degree(layer, form, tmp_path):
     module = functools.partial(Mixture, layer)
     expert = functools.partial(ExpertParallelStrategy, checkpoint=form)

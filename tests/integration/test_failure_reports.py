@@ -23,6 +23,7 @@ def test_a_refusal_is_one_sentence_of_one_rank():
     assert "PARDIST_TRACEBACK=full" in last
 
 
+@pytest.mark.slow
 def test_tracebacks_of_a_refusal_on_request():
     finished = run_script(TRAIN, "pardist_pp", "2", PARDIST_TRACEBACK="full")
     assert finished.output.count("Traceback (most recent call last)") >= 2, finished.output
@@ -51,7 +52,7 @@ def test_predictions_that_cannot_come_back_are_said(tmp_path):
     assert "predicted None" in finished.output
 
 
-@pytest.mark.parametrize("late", ["0", "1"])
+@pytest.mark.parametrize("late", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_failure_of_all_ranks_is_shown_once(late):
     finished = run_script(TRAIN, "pardist_ddp", "2", "late all", late)
     assert finished.code == 1
@@ -88,8 +89,8 @@ def _interrupt(strategy, rank, *, start="fit"):
     ("strategy", "start", "rank"),
     [
         ("pardist_ddp", "fit", "0"),
-        ("pardist_ddp", "before", "1"),
-        ("pardist_ddp_spawn", "fit", "1"),
+        pytest.param("pardist_ddp", "before", "1", marks=pytest.mark.slow),
+        pytest.param("pardist_ddp_spawn", "fit", "1", marks=pytest.mark.slow),
         pytest.param("pardist_ddp", "fit", "1", marks=pytest.mark.slow),
         pytest.param("pardist_ddp_spawn", "fit", "0", marks=pytest.mark.slow),
         pytest.param("pardist_ddp_fork", "fit", "0", marks=pytest.mark.slow),

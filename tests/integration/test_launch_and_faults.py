@@ -167,6 +167,7 @@ def test_rank_that_fails_after_training_fails_the_job():
     assert "exit code 3" in finished.output, finished.output
 
 
+@pytest.mark.slow
 def test_exception_in_a_spawned_rank():
     finished = run_script(TRAIN, "pardist_ddp_spawn", "2", "raise", "1")
     assert finished.code == 1
