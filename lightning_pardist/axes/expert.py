@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -39,7 +39,16 @@ from lightning_pardist.engines.experts.trial import DISPATCHES, Choice, Dispatch
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
 from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.local_tensors import own_part
-from lightning_pardist.mesh import CONTEXT_AXIS, EXPERT_AXIS, EXPERT_GRADIENT_AXES, REST_AXES, TENSOR_AXIS, Degree
+from lightning_pardist.mesh import (
+    CONTEXT_AXIS,
+    EXPERT_AXIS,
+    EXPERT_GRADIENT_AXES,
+    GRADIENT_AXES,
+    PIPELINE_AXIS,
+    REST_AXES,
+    TENSOR_AXIS,
+    Degree,
+)
 from lightning_pardist.settings import one_of
 from lightning_pardist.trainer import trial_run
 from lightning_pardist.trainer.sample_batches import NoSampleError
@@ -86,6 +95,8 @@ class ExpertAxis(ParallelAxis):
         self.runtime: ExpertRuntime | None = None
         self.held: HeldExperts | None = None
         self._gradient_group: dist.ProcessGroup | None = None
+        #: Ranks that together run each layer, whatever stage it is in, on all samples.
+        self._load_group: dist.ProcessGroup | None = None
         #: Of the module while it is whole: layers, and what travels in each.
         self._planned: tuple[list[ExpertLayer], list[Choice]] = [], []
         #: Experts that every rank has whole.
@@ -112,11 +123,6 @@ class ExpertAxis(ParallelAxis):
             )
         if isinstance(context.data_axis, FSDPAxis):
             _check_sharding(context.data_axis, dims.expert_parallel)
-        if self.log_expert_load and dims.pipeline_parallel > 1:
-            raise ValueError(
-                f"log_expert_load=True is not available with pipeline_parallel_size={dims.pipeline_parallel}, where no"
-                " rank sees the layers of all stages. Leave it out."
-            )
         if getattr(context.data_axis, "gradient_compression", None) is not None:
             raise ValueError(
                 f"gradient_compression is not available with expert_parallel_size={dims.expert_parallel}, where"
@@ -182,6 +188,8 @@ class ExpertAxis(ParallelAxis):
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         mesh = self.context.mesh["expert_parallel"]
         self._gradient_group = self.context.group_over(*EXPERT_GRADIENT_AXES)
+        if self.log_expert_load:
+            self._load_group = self.context.group_over(*GRADIENT_AXES, PIPELINE_AXIS)
         (layers, choices), self._planned = self._planned, ([], [])
         self.held = HeldExperts(module, layers, mesh, self._sharding())
         # What is taken apart along the sequence would be so inside of experts; of layers that are split, weights are.
@@ -307,14 +315,23 @@ class ExpertAxis(ParallelAxis):
     # --- steps --------------------------------------------------------------------------------------------------
 
     @override
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        module, runtime, group = self.context.module, self.runtime, self._load_group
+        # Without gradients steps are only looked at.
+        counted = module is not None and module.trainer.training and torch.is_grad_enabled()
+        if runtime is None or module is None or group is None or not counted:
+            yield
+            return
+        runtime.forget_loads()
+        yield
+        self._log_loads(runtime, module, group)
+
+    @override
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        module, runtime = self.context.module, self.runtime
+        module = self.context.module
         training = module is not None and module.trainer.training
-        if runtime is not None and training and self.log_expert_load:
-            runtime.forget_loads()
         output = step(*args, **kwargs)
-        if runtime is not None and module is not None and training and self.log_expert_load:
-            self._log_loads(runtime, module)
         if output is None and module is not None and training and module.automatic_optimization:
             raise RuntimeError(
                 f"training_step returned None on a rank of {self.context.name}, whose experts take part in the other"
@@ -322,9 +339,9 @@ class ExpertAxis(ParallelAxis):
             )
         return output
 
-    def _log_loads(self, runtime: ExpertRuntime, module: pl.LightningModule) -> None:
+    def _log_loads(self, runtime: ExpertRuntime, module: pl.LightningModule, group: dist.ProcessGroup) -> None:
         """Log how much more than the mean the most loaded expert of each layer has had. Collective."""
-        for name, load in runtime.loads(self.context.gradient_group, self.context.device).items():
+        for name, load in runtime.loads(group, self.context.device).items():
             # Of a layer that no token went to, all experts have had as much.
             ratio = float(load.max() * len(load)) / max(float(load.sum()), 1.0) if load.any() else 1.0
             module.log(f"expert_load/{name}", ratio, on_step=True, on_epoch=False, batch_size=1)

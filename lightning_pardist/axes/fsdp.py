@@ -28,6 +28,7 @@ from lightning_pardist.axes.codes_setting import CodesSetting
 from lightning_pardist.axes.module_copies import copies_of
 from lightning_pardist.axes.offload_setting import OffloadSetting
 from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_callbacks, refuse_pruning
+from lightning_pardist.axes.routed_lists import find_callers
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.lightning_functions import half_dtype, move_torchmetrics_to_device, update_device
 from lightning_pardist.compat.modules import own_buffers
@@ -116,6 +117,8 @@ class FSDPAxis(DataParallelAxis):
         self._copies: list[FullySharded] = []
         self._evaluating = ExitStack()
         self._metrics: list[Metric] = []
+        #: Names of modules whose experts are gathered with them, where ranks have to gather in one order.
+        self._callers: list[str] = []
 
     @override
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
@@ -177,6 +180,22 @@ class FSDPAxis(DataParallelAxis):
     @property
     def _pipelined(self) -> bool:
         return self.context.dims.pipeline_parallel > 1
+
+    @override
+    def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        training = self._pipelined and trainer.state.fn == TrainerFn.FITTING
+        self._callers = find_callers(self.context, trainer, module) if training else []
+
+    @property
+    @override
+    def in_one_piece(self) -> Sequence[str]:
+        return self._callers
+
+    @property
+    @override
+    def closed(self) -> Sequence[nn.Module]:
+        module = self.context.module
+        return [] if module is None else [module.get_submodule(name) for name in self._callers]
 
     @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -384,7 +403,8 @@ class FSDPAxis(DataParallelAxis):
     def describe(self) -> str:
         if self._sharded is None:
             return ""
-        plan = "\n".join(filter(None, [str(self._sharded), self.codes.describe()]))
+        together = "".join(f"\nExperts of {name}: gathered with it, all of them." for name in self._callers)
+        plan = "\n".join(filter(None, [str(self._sharded) + together, self.codes.describe()]))
         runs = self.context.runs_a_step
         if runs == 1:
             return plan

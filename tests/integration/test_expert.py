@@ -9,49 +9,25 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pardist import ExpertParallelStrategy, HybridStrategy
+from tests.helpers.expert_runs import assert_evaluates_like_one_process, compare, evaluate, fit, one_process
 from tests.helpers.experts import Data, Expert, Mixture, StackedExperts
-from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.parity import assert_close
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.runs import quiet_trainer
-
-
-def _fit(strategy="auto", devices=1, ckpt_path=None, save=None, module=Mixture, **kwargs):
-    module = module()
-    strategy = strategy() if callable(strategy) else strategy
-    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, **kwargs)
-    trainer.fit(module, datamodule=Data(), ckpt_path=ckpt_path)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    metrics = {key: value.clone() for key, value in trainer.callback_metrics.items() if key != "loss_step"}
-    plain = all(type(p) is torch.nn.Parameter and not p.is_meta for p in module.parameters())
-    return {"metrics": metrics, "weights": snapshot(module), "plain": plain, "held": module.held}
-
-
-@functools.cache
-def _expected(layer, **kwargs):
-    return _fit(module=functools.partial(Mixture, layer), **kwargs)
-
-
-def _compare(found, expected, share):
-    for each in found:
-        assert_close(each["weights"], expected["weights"])
-        assert_close(each["metrics"], expected["metrics"])
-        assert each["plain"]
-        assert each["held"]["parameters"] == expected["held"]["parameters"] * share
 
 
 @pytest.mark.parametrize("layer", ["listed", "stacked", "dense", "chain"])
 def test_two_ranks_train_like_one_process(layer):
     module = functools.partial(Mixture, layer)
-    found = run_ranks(2, functools.partial(_fit, ExpertParallelStrategy, 2, module=module))
-    _compare(found, _expected(layer), 1 / 2)
+    found = run_ranks(2, functools.partial(fit, ExpertParallelStrategy, 2, module=module))
+    compare(found, one_process(layer), 1 / 2)
 
 
 def test_weights_of_experts_may_travel_where_tokens_could():
     strategy = functools.partial(ExpertParallelStrategy, expert_dispatch="weights")
     for layer in ("listed", "stacked"):
-        found = run_ranks(2, functools.partial(_fit, strategy, 2, module=functools.partial(Mixture, layer)))
-        _compare(found, _expected(layer), 1 / 2)
+        found = run_ranks(2, functools.partial(fit, strategy, 2, module=functools.partial(Mixture, layer)))
+        compare(found, one_process(layer), 1 / 2)
 
 
 @pytest.mark.parametrize("layer", ["listed", "stacked"])
@@ -60,8 +36,8 @@ def test_accumulated_and_clipped_gradients_and_experts_that_get_nothing(layer, d
     module = functools.partial(Mixture, layer, rare=True)
     settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     strategy = functools.partial(ExpertParallelStrategy, data_parallel=data_parallel)
-    found = run_ranks(2, functools.partial(_fit, strategy, 2, module=module, **settings))
-    _compare(found, _fit(module=module, **settings), 1 / 2)
+    found = run_ranks(2, functools.partial(fit, strategy, 2, module=module, **settings))
+    compare(found, fit(module=module, **settings), 1 / 2)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +53,8 @@ def test_accumulated_and_clipped_gradients_and_experts_that_get_nothing(layer, d
 def test_experts_of_two_ranks_shared_by_two(layer, data_parallel):
     module = functools.partial(Mixture, layer)
     strategy = functools.partial(HybridStrategy, expert_parallel_size=2, data_parallel=data_parallel)
-    found = run_ranks(4, functools.partial(_fit, strategy, 4, module=module, gradient_clip_val=0.5))
-    _compare(found, _fit(module=module, gradient_clip_val=0.5), 1 / 2)
+    found = run_ranks(4, functools.partial(fit, strategy, 4, module=module, gradient_clip_val=0.5))
+    compare(found, fit(module=module, gradient_clip_val=0.5), 1 / 2)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +69,9 @@ def test_experts_of_two_ranks_shared_by_two(layer, data_parallel):
 def test_checkpoints_open_at_any_degree(layer, form, tmp_path):
     module = functools.partial(Mixture, layer)
     expert = functools.partial(ExpertParallelStrategy, checkpoint=form)
-    run_ranks(2, functools.partial(_fit, expert, 2, module=module, save=tmp_path / "two.ckpt", max_epochs=1))
-    expected = _fit(module=module, max_epochs=2)["weights"]
-    resumed = functools.partial(_fit, module=module, ckpt_path=tmp_path / "two.ckpt", max_epochs=2)
+    run_ranks(2, functools.partial(fit, expert, 2, module=module, save=tmp_path / "two.ckpt", max_epochs=1))
+    expected = fit(module=module, max_epochs=2)["weights"]
+    resumed = functools.partial(fit, module=module, ckpt_path=tmp_path / "two.ckpt", max_epochs=2)
     found = run_ranks(2, functools.partial(resumed, ExpertParallelStrategy, 2))
     found += run_ranks(2, functools.partial(resumed, "pardist_zero2", 2))
     found += [resumed() if form == "full" else resumed("pardist_ep", 1)]
@@ -106,31 +82,16 @@ def test_checkpoints_open_at_any_degree(layer, form, tmp_path):
 def test_a_checkpoint_of_one_process_opens(tmp_path):
     for layer in ("listed", "stacked"):
         module = functools.partial(Mixture, layer)
-        _fit(module=module, save=tmp_path / f"{layer}.ckpt", max_epochs=1)
+        fit(module=module, save=tmp_path / f"{layer}.ckpt", max_epochs=1)
         strategy = functools.partial(ExpertParallelStrategy, data_parallel="zero2")
-        resumed = functools.partial(_fit, module=module, ckpt_path=tmp_path / f"{layer}.ckpt", max_epochs=2)
+        resumed = functools.partial(fit, module=module, ckpt_path=tmp_path / f"{layer}.ckpt", max_epochs=2)
         for each in run_ranks(2, functools.partial(resumed, strategy, 2)):
-            assert_close(each["weights"], _fit(module=module, max_epochs=2)["weights"])
-
-
-def _evaluate(layer, strategy="auto", devices=1):
-    trainer = quiet_trainer(strategy=strategy() if callable(strategy) else strategy, devices=devices)
-    module = Mixture(layer)
-    metrics = trainer.validate(module, datamodule=Data(), verbose=False)[0]
-    return {k: torch.tensor(v) for k, v in metrics.items()}, trainer.predict(module, datamodule=Data())
+            assert_close(each["weights"], fit(module=module, max_epochs=2)["weights"])
 
 
 @pytest.mark.parametrize("layer", ["listed", "stacked", "dense"])
 def test_ranks_with_fewer_batches_take_part_in_the_others_evaluation(layer):
-    expected, results = _evaluate(layer)
-    found = run_ranks(2, _evaluate, layer, "pardist_ep", 2)
-    for metrics, _ in found:
-        assert_close(metrics, expected)
-    # Whichever rank has a sample, its prediction is one process's, and no sample lacks one.
-    rows = torch.cat([batch for _, batches in found for batch in batches]).flatten(1)
-    distance = torch.cdist(rows.double(), torch.cat(results).flatten(1).double())
-    assert distance.min(1).values.max() < 1e-5
-    assert distance.min(0).values.max() < 1e-5
+    assert_evaluates_like_one_process(layer, "pardist_ep", 2)
 
 
 def _evaluate_in_halves(strategy="auto", devices=1):
@@ -168,8 +129,8 @@ def test_checkpointed_experts_train_like_one_process(layer, dispatch, classes):
     strategy = functools.partial(
         ExpertParallelStrategy, expert_dispatch=dispatch, activation_checkpointing=classes, data_parallel="zero2"
     )
-    found = run_ranks(2, functools.partial(_fit, strategy, 2, module=functools.partial(Mixture, layer)))
-    _compare(found, _expected(layer), 1 / 2)
+    found = run_ranks(2, functools.partial(fit, strategy, 2, module=functools.partial(Mixture, layer)))
+    compare(found, one_process(layer), 1 / 2)
 
 
 @pytest.mark.slow
@@ -178,19 +139,19 @@ def test_checkpointed_experts_train_like_one_process(layer, dispatch, classes):
 def test_checkpoints_go_from_any_degree_to_any(layer, data_parallel, degrees, tmp_path):
     """On four ranks, from and to one process; every way from one degree to another."""
     module, path = functools.partial(Mixture, layer), tmp_path / "one.ckpt"
-    expected = _fit(module=module, max_epochs=4)
-    _fit(module=module, save=path, max_epochs=1)
+    expected = fit(module=module, max_epochs=4)
+    fit(module=module, save=path, max_epochs=1)
     for epochs, degree in enumerate(degrees, 2):
         strategy = functools.partial(
             HybridStrategy, expert_parallel_size=degree, data_parallel=data_parallel, checkpoint="full"
         )
         after = tmp_path / f"{epochs}.ckpt"
-        found = run_ranks(4, functools.partial(_fit, strategy, 4, path, after, module, max_epochs=epochs))
+        found = run_ranks(4, functools.partial(fit, strategy, 4, path, after, module, max_epochs=epochs))
         assert {each["held"]["parameters"] for each in found} == {expected["held"]["parameters"] // degree}
         path = after
     for each in found:
         assert_close(each["weights"], expected["weights"])
-    assert_close(_fit(ckpt_path=path, module=module, max_epochs=4)["weights"], expected["weights"])
+    assert_close(fit(ckpt_path=path, module=module, max_epochs=4)["weights"], expected["weights"])
 
 
 _ALL_SHARDED = functools.partial(
@@ -226,8 +187,8 @@ def test_experts_of_two_ranks_sharded_over_two_and_all_else_over_four(layer, set
     module = functools.partial(Mixture, layer, rare=True)
     of_trainer = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     strategy = functools.partial(_ALL_SHARDED, **settings)
-    found = run_ranks(4, functools.partial(_fit, strategy, 4, module=module, **of_trainer))
-    _compare(found, _fit(module=module, **of_trainer), share)
+    found = run_ranks(4, functools.partial(fit, strategy, 4, module=module, **of_trainer))
+    compare(found, fit(module=module, **of_trainer), share)
 
 
 @pytest.mark.parametrize("layer", ["listed", "stacked"])
@@ -236,14 +197,14 @@ def test_experts_of_two_ranks_sharded_over_two_and_all_else_over_four(layer, set
 def test_checkpoints_of_sharded_experts_open_at_any_degree(layer, form, tmp_path):
     module = functools.partial(Mixture, layer)
     strategy = functools.partial(_ALL_SHARDED, checkpoint=form)
-    run_ranks(4, functools.partial(_fit, strategy, 4, module=module, save=tmp_path / "four.ckpt", max_epochs=1))
-    expected = _fit(module=module, max_epochs=2)["weights"]
-    resumed = functools.partial(_fit, module=module, ckpt_path=tmp_path / "four.ckpt", max_epochs=2)
+    run_ranks(4, functools.partial(fit, strategy, 4, module=module, save=tmp_path / "four.ckpt", max_epochs=1))
+    expected = fit(module=module, max_epochs=2)["weights"]
+    resumed = functools.partial(fit, module=module, ckpt_path=tmp_path / "four.ckpt", max_epochs=2)
     found = run_ranks(2, functools.partial(resumed, "pardist_ep_zero3", 2))
     found += run_ranks(2, functools.partial(resumed, "pardist_zero3", 2))
     found += [resumed() if form == "full" else resumed("pardist_ep", 1)]
-    _fit(module=module, save=tmp_path / "one.ckpt", max_epochs=1)
-    resumed = functools.partial(_fit, module=module, ckpt_path=tmp_path / "one.ckpt", max_epochs=2)
+    fit(module=module, save=tmp_path / "one.ckpt", max_epochs=1)
+    resumed = functools.partial(fit, module=module, ckpt_path=tmp_path / "one.ckpt", max_epochs=2)
     found += run_ranks(4, functools.partial(resumed, strategy, 4))
     for each in found:
         assert_close(each["weights"], expected)
@@ -251,8 +212,8 @@ def test_checkpoints_of_sharded_experts_open_at_any_degree(layer, form, tmp_path
 
 @pytest.mark.parametrize("layer", ["listed", pytest.param("stacked", marks=_SLOW)])
 def test_ranks_with_fewer_batches_take_part_where_all_is_sharded(layer):
-    expected, _ = _evaluate(layer)
-    for metrics, _ in run_ranks(4, _evaluate, layer, _ALL_SHARDED, 4):
+    expected, _ = evaluate(layer)
+    for metrics, _ in run_ranks(4, evaluate, layer, _ALL_SHARDED, 4):
         assert_close(metrics, expected)
 
 
@@ -262,7 +223,7 @@ def test_mixed_precision_is_that_of_whole_parameters():
     for layer in ("listed", "stacked"):
         module = functools.partial(Mixture, layer)
         whole = functools.partial(HybridStrategy, expert_parallel_size=2, data_parallel="zero2")
-        run = functools.partial(_fit, module=module, precision="bf16-mixed", max_steps=1)
+        run = functools.partial(fit, module=module, precision="bf16-mixed", max_steps=1)
         expected = run_ranks(4, functools.partial(run, whole, 4))[0]
         for each in run_ranks(4, functools.partial(run, _ALL_SHARDED, 4)):
             assert_close(each["weights"], expected["weights"])
@@ -308,8 +269,8 @@ class Thrifty(Mixture):
 )
 def test_experts_that_checkpoint_themselves(layer, strategy):
     ranks, share = (4, 1 / 4) if strategy is _ALL_SHARDED else (2, 1 / 2)
-    found = run_ranks(ranks, functools.partial(_fit, strategy, ranks, module=functools.partial(Thrifty, layer)))
-    _compare(found, _expected(layer), share)
+    found = run_ranks(ranks, functools.partial(fit, strategy, ranks, module=functools.partial(Thrifty, layer)))
+    compare(found, one_process(layer), share)
 
 
 class Counting(Mixture):
@@ -367,7 +328,7 @@ class Lucky(Mixture):
 
 def _caught(module):
     with pytest.raises((ValueError, RuntimeError)) as caught:
-        _fit(ExpertParallelStrategy, 2, module=module)
+        fit(ExpertParallelStrategy, 2, module=module)
     return str(caught.value)
 
 
@@ -383,7 +344,7 @@ class Own(Mixture):
 
 
 def _refused(strategy, devices=2, module=Mixture, **kwargs):
-    return functools.partial(_fit, strategy, devices, module=module, **kwargs)
+    return functools.partial(fit, strategy, devices, module=module, **kwargs)
 
 
 @pytest.mark.parametrize(

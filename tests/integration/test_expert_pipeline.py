@@ -5,15 +5,21 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
-from lightning_pardist import HybridStrategy
+from lightning_pardist import ExpertParallelStrategy, HybridStrategy
+from tests.helpers.expert_runs import (
+    BUSY,
+    assert_checkpoints_go_round,
+    assert_evaluates_like_one_process,
+    assert_trains_like_one_process,
+    busy_module,
+    fit,
+)
 from tests.helpers.experts import LAYERS, Data, Mixture
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.runs import quiet_trainer
-from tests.integration.test_expert import _compare, _evaluate, _expected, _fit
 
 _SLOW = pytest.mark.slow
 
@@ -55,21 +61,16 @@ def _strategy(data_parallel="ddp", schedule="1f1b", experts=2, stages=2, pieces=
     ],
 )
 def test_stages_whose_experts_are_on_two_ranks_train_like_one_process(layer, data_parallel, schedule):
-    module = functools.partial(Mixture, layer, rare=layer in ("listed", "stacked"))
-    of_trainer = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
-    strategy = functools.partial(_strategy, data_parallel, schedule)
-    found = run_ranks(4, functools.partial(_fit, strategy, 4, module=module, **of_trainer))
     # Each rank has half of the experts of one of the two layers.
-    _compare(found, _fit(module=module, **of_trainer), 1 / 4)
+    strategy = functools.partial(_strategy, data_parallel, schedule)
+    assert_trains_like_one_process(strategy, 1 / 4, busy_module(layer), **BUSY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", ["listed", "stacked"])
 def test_checkpointed_blocks_of_stages_train_like_one_process(layer):
-    module = functools.partial(Mixture, layer)
-    classes = [LAYERS[layer].__name__]
-    strategy = functools.partial(_strategy, activation_checkpointing=classes)
-    _compare(run_ranks(4, functools.partial(_fit, strategy, 4, module=module)), _expected(layer), 1 / 4)
+    strategy = functools.partial(_strategy, activation_checkpointing=[LAYERS[layer].__name__])
+    assert_trains_like_one_process(strategy, 1 / 4, functools.partial(Mixture, layer))
 
 
 @pytest.mark.slow
@@ -78,37 +79,17 @@ def test_checkpointed_blocks_of_stages_train_like_one_process(layer):
 @pytest.mark.parametrize("data_parallel", ["ddp", "zero2", "zero3"])
 def test_checkpoints_go_to_stages_and_back(layer, form, data_parallel, tmp_path):
     """From one process to experts in stages, to experts without stages, to stages without, and to one process."""
-    module = functools.partial(Mixture, layer)
-    expected = _fit(module=module, max_epochs=5)["weights"]
-    path = tmp_path / "0.ckpt"
-    _fit(module=module, save=path, max_epochs=1)
-    # With all parameters sharded, ranks gather experts of a list that are not apart as their own tokens ask for them.
-    third = (2, 2) if (data_parallel, layer) == ("zero3", "listed") else (1, 2)
-    for epochs, (experts, stages) in enumerate(((2, 2), (4, 1), third), 2):
-        strategy = functools.partial(_strategy, data_parallel, experts=experts, stages=stages, checkpoint=form)
-        after = tmp_path / f"{epochs}.ckpt"
-        run_ranks(4, functools.partial(_fit, strategy, 4, path, after, module, max_epochs=epochs))
-        path = after
-    back = functools.partial(_strategy, data_parallel, checkpoint="full")
-    after = tmp_path / "last.ckpt"
-    found = run_ranks(4, functools.partial(_fit, back, 4, path, after, module, max_epochs=5))
-    for each in found:
-        assert_close(each["weights"], expected)
-    assert_close(
-        _fit(ckpt_path=after, module=module, max_epochs=6)["weights"], _fit(module=module, max_epochs=6)["weights"]
-    )
+    ways = [(2, 2, form), (4, 1, form), (1, 2, form), (2, 2, "full")]
+    strategies = [
+        functools.partial(_strategy, data_parallel, experts=experts, stages=stages, checkpoint=saved)
+        for experts, stages, saved in ways
+    ]
+    assert_checkpoints_go_round(strategies, functools.partial(Mixture, layer), tmp_path)
 
 
 @pytest.mark.parametrize("layer", ["listed", pytest.param("stacked", marks=_SLOW), pytest.param("dense", marks=_SLOW)])
 def test_stages_with_fewer_batches_take_part_in_the_others_evaluation(layer):
-    expected, results = _evaluate(layer)
-    found = run_ranks(4, _evaluate, layer, _strategy, 4)
-    for metrics, _ in found:
-        assert_close(metrics, expected)
-    rows = torch.cat([batch for _, batches in found for batch in batches]).flatten(1)
-    distance = torch.cdist(rows.double(), torch.cat(results).flatten(1).double())
-    assert distance.min(1).values.max() < 1e-5
-    assert distance.min(0).values.max() < 1e-5
+    assert_evaluates_like_one_process(layer, _strategy)
 
 
 class Ragged(Data):
@@ -150,20 +131,60 @@ class Bare(Mixture):
 
 
 def test_no_cut_goes_through_a_layer_of_experts():
-    found = run_ranks(4, functools.partial(_fit, _strategy, 4, module=Bare))
-    _compare(found, _fit(module=Bare), 1 / 4)
+    assert_trains_like_one_process(_strategy, 1 / 4, Bare)
+
+
+class Loads(Mixture):
+    """Notes what is logged of the load of its experts."""
+
+    def __init__(self):
+        super().__init__("stacked")
+        self.logged = []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        metrics = self.trainer.callback_metrics
+        self.logged += [float(metrics[f"expert_load/layers.{index}.experts"]) for index in range(2)]
+
+
+def _loads(strategy, devices):
+    module = Loads()
+    trainer = quiet_trainer(strategy=strategy(), devices=devices, use_distributed_sampler=False, max_steps=3)
+    trainer.fit(module, datamodule=Data())
+    return module.logged
+
+
+def test_the_load_of_experts_of_all_stages_is_logged_on_every_rank():
+    expected = run_ranks(2, _loads, functools.partial(ExpertParallelStrategy, log_expert_load=True), 2)[0]
+    assert len(expected) == 6
+    settings = {"expert_settings": {"log_expert_load": True}}
+    for logged in run_ranks(4, _loads, functools.partial(_strategy, **settings), 4):
+        assert logged == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"schedule": "interleaved_zb"}, "schedule='interleaved_zb' with expert_parallel_size=2 would come to"),
-        ({"expert_settings": {"log_expert_load": True}}, "log_expert_load=True is not available with pipeline"),
     ],
 )
 def test_what_cannot_be_right_with_stages_is_refused(settings, message):
     with pytest.raises(RankFailed, match=message):
-        run_ranks(4, functools.partial(_fit, functools.partial(_strategy, **settings), 4))
+        run_ranks(4, functools.partial(fit, functools.partial(_strategy, **settings), 4))
+
+
+@pytest.mark.parametrize(
+    ("module", "pieces"),
+    [
+        (Mixture, 2),
+        pytest.param(Bare, 2, marks=_SLOW),
+        pytest.param(functools.partial(Mixture, "chain"), 1, marks=_SLOW),
+    ],
+)
+def test_sharded_stages_whose_experts_are_not_apart_train_like_one_process(module, pieces):
+    """Which experts a rank calls depends on its samples: ranks gather those of a layer together."""
+    strategy = functools.partial(_strategy, "zero3", experts=1, pieces=pieces)
+    for each in run_ranks(4, functools.partial(fit, strategy, 4, module=module, gradient_clip_val=0.5)):
+        assert_close(each["weights"], fit(module=module, gradient_clip_val=0.5)["weights"])
 
 
 class InItself(Mixture):
@@ -188,4 +209,6 @@ class InItself(Mixture):
 
 def test_experts_of_the_module_itself_are_refused_with_stages():
     with pytest.raises(RankFailed, match="called by the forward of InItself itself"):
-        run_ranks(4, functools.partial(_fit, _strategy, 4, module=InItself))
+        run_ranks(4, functools.partial(fit, _strategy, 4, module=InItself))
+    with pytest.raises(RankFailed, match="called by InItself itself, as tokens ask for them"):
+        run_ranks(4, functools.partial(fit, functools.partial(_strategy, "zero3", experts=1), 4, module=InItself))

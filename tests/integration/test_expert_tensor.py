@@ -10,10 +10,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_pardist import HybridStrategy
+from tests.helpers.expert_runs import (
+    BUSY,
+    assert_checkpoints_go_round,
+    assert_evaluates_like_one_process,
+    assert_trains_like_one_process,
+    busy_module,
+    fit,
+)
 from tests.helpers.experts import LAYERS, Expert, Mixture
-from tests.helpers.parity import assert_close
 from tests.helpers.ranks import run_ranks
-from tests.integration.test_expert import _compare, _evaluate, _expected, _fit
 
 _SLOW = pytest.mark.slow
 
@@ -56,12 +62,9 @@ def _strategy(beside="tensor", data_parallel="ddp", experts=2, ranks=2, **settin
     ],
 )
 def test_ranks_that_share_samples_train_like_one_process(beside, layer, data_parallel):
-    module = functools.partial(Mixture, layer, rare=layer in ("listed", "stacked"))
-    of_trainer = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     strategy = functools.partial(_strategy, beside, data_parallel)
-    found = run_ranks(4, functools.partial(_fit, strategy, 4, module=module, **of_trainer))
     # Ranks that see the same samples have the same experts.
-    _compare(found, _fit(module=module, **of_trainer), 1 / 2)
+    assert_trains_like_one_process(strategy, 1 / 2, busy_module(layer), **BUSY)
 
 
 class _Times(torch.autograd.Function):
@@ -115,7 +118,7 @@ class Louder(Mixture):
 def test_copies_of_experts_stay_equal_whatever_their_gradients_are(beside, layer, data_parallel):
     """Sums whose order changes (``index_add`` on a GPU) give ranks that see the same tokens other gradients."""
     strategy = functools.partial(_strategy, beside, data_parallel)
-    run = functools.partial(_fit, strategy, 4, module=functools.partial(Louder, layer), gradient_clip_val=0.5)
+    run = functools.partial(fit, strategy, 4, module=functools.partial(Louder, layer), gradient_clip_val=0.5)
     found = [each["weights"] for each in run_ranks(4, run)]
     for weights in found[1:]:
         assert all(torch.equal(value, found[0][name]) for name, value in weights.items())
@@ -125,9 +128,8 @@ def test_copies_of_experts_stay_equal_whatever_their_gradients_are(beside, layer
 @pytest.mark.parametrize("beside", ["tensor", "context"])
 @pytest.mark.parametrize("layer", ["listed", "stacked"])
 def test_checkpointed_blocks_train_like_one_process(beside, layer):
-    module = functools.partial(Mixture, layer)
     strategy = functools.partial(_strategy, beside, activation_checkpointing=[LAYERS[layer].__name__])
-    _compare(run_ranks(4, functools.partial(_fit, strategy, 4, module=module)), _expected(layer), 1 / 2)
+    assert_trains_like_one_process(strategy, 1 / 2, functools.partial(Mixture, layer))
 
 
 @pytest.mark.slow
@@ -137,30 +139,17 @@ def test_checkpointed_blocks_train_like_one_process(beside, layer):
 @pytest.mark.parametrize("data_parallel", ["ddp", "zero2", "zero3"])
 def test_checkpoints_go_to_ranks_that_share_samples_and_back(beside, layer, form, data_parallel, tmp_path):
     """From one process to both axes, to experts alone, to the other axis alone, to both again, and to one process."""
-    module = functools.partial(Mixture, layer)
-    path = tmp_path / "0.ckpt"
-    _fit(module=module, save=path, max_epochs=1)
     # With all parameters sharded, ranks gather experts of a list that are not apart as their own tokens ask for them.
     third = (2, 2) if (data_parallel, layer) == ("zero3", "listed") else (1, 2)
-    for epochs, (experts, ranks) in enumerate(((2, 2), (4, 1), third, (2, 2)), 2):
-        ways = {"experts": experts, "ranks": ranks, "checkpoint": "full" if epochs == 5 else form}
-        strategy = functools.partial(_strategy, beside, data_parallel, **ways)
-        after = tmp_path / f"{epochs}.ckpt"
-        run_ranks(4, functools.partial(_fit, strategy, 4, path, after, module, max_epochs=epochs))
-        path = after
-    assert_close(
-        _fit(ckpt_path=path, module=module, max_epochs=6)["weights"], _fit(module=module, max_epochs=6)["weights"]
-    )
+    ways = [(2, 2, form), (4, 1, form), (*third, form), (2, 2, "full")]
+    strategies = [
+        functools.partial(_strategy, beside, data_parallel, experts=experts, ranks=ranks, checkpoint=saved)
+        for experts, ranks, saved in ways
+    ]
+    assert_checkpoints_go_round(strategies, functools.partial(Mixture, layer), tmp_path)
 
 
 @pytest.mark.parametrize("beside", ["tensor", "context"])
 @pytest.mark.parametrize("layer", ["listed", pytest.param("stacked", marks=_SLOW), pytest.param("dense", marks=_SLOW)])
 def test_ranks_with_fewer_batches_take_part_in_the_others_evaluation(beside, layer):
-    expected, results = _evaluate(layer)
-    found = run_ranks(4, _evaluate, layer, functools.partial(_strategy, beside), 4)
-    for metrics, _ in found:
-        assert_close(metrics, expected)
-    rows = torch.cat([batch for _, batches in found for batch in batches]).flatten(1)
-    distance = torch.cdist(rows.double(), torch.cat(results).flatten(1).double())
-    assert distance.min(1).values.max() < 1e-5
-    assert distance.min(0).values.max() < 1e-5
+    assert_evaluates_like_one_process(layer, functools.partial(_strategy, beside))

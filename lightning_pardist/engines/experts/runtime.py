@@ -145,7 +145,8 @@ class ExpertRuntime:
         """Tokens that each expert has had since they were forgotten. Collective over ``group``.
 
         Args:
-            group: All ranks whose tokens count: those that hold the experts together, and others that share them.
+            group: All ranks whose tokens count: those that hold the experts together, others that share them, and those
+                that run other layers.
             device: Where the group exchanges.
 
         Returns:

@@ -76,15 +76,13 @@ def find_fsdp_units(
     Raises:
         ValueError: If the policy names classes that do not occur, or chooses modules that cannot be called.
     """
-    skip = set(ignored)
-    chosen = (
-        _by_policy(module, policy) if policy is not None else _by_search(module, skip, min_unit_bytes, max_unit_share)
-    )
+    skip, inside = set(ignored), _below(closed) - {*closed}
+    if policy is None:
+        chosen = _by_search(module, skip, min_unit_bytes, max_unit_share, inside)
+    else:
+        chosen = {unit: why for unit, why in _by_policy(module, policy).items() if unit not in inside}
     if boundaries is not None:
         _keep_inside(chosen, boundaries, skip, None if policy is not None else min_unit_bytes)
-    inside = _below(closed) - {*closed}
-    for unit in inside & {*chosen}:
-        del chosen[unit]
     _dissolve_tied(module, chosen, skip)
     _split_dtypes(module, chosen, skip, boundaries, inside)
     return describe_units(module, chosen, skip)
@@ -247,7 +245,7 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def _by_search(
-    module: nn.Module, skip: set[nn.Parameter], min_unit_bytes: int, max_unit_share: float
+    module: nn.Module, skip: set[nn.Parameter], min_unit_bytes: int, max_unit_share: float, closed: set[nn.Module]
 ) -> dict[nn.Module, str]:
     chosen: dict[nn.Module, str] = {}
     limit = max_unit_share * _size(module, skip)
@@ -255,11 +253,11 @@ def _by_search(
     def visit(parent: nn.Module) -> None:
         repeated = _repeated_items(parent)
         for child in parent.children():
-            if child in chosen:
+            if child in chosen or child in closed:
                 continue
             size = _size(child, skip)
             fits = size >= max(1, min_unit_bytes) and can_be_called(child)
-            if fits and child in repeated and not (size > limit and _has_inner_blocks(child)):
+            if fits and child in repeated and not (size > limit and _has_inner_blocks(child, closed)):
                 chosen[child] = "block"
             elif fits and (_owns_large(child, skip, min_unit_bytes) or is_torch_composite(child)):
                 chosen[child] = "large"
@@ -300,8 +298,8 @@ def _repeated_items(parent: nn.Module) -> set[nn.Module]:
     return {item for item in parent.children() if classes[type(item)] > 1}
 
 
-def _has_inner_blocks(module: nn.Module) -> bool:
-    return any(_repeated_items(child) for child in module.modules())
+def _has_inner_blocks(module: nn.Module, closed: set[nn.Module]) -> bool:
+    return any(_repeated_items(child) - closed for child in module.modules())
 
 
 def _owns_large(module: nn.Module, skip: set[nn.Parameter], min_unit_bytes: int) -> bool:
