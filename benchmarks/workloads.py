@@ -39,6 +39,32 @@ class GPTLoss(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
+class MixtralLoss(nn.Module):
+    """A Mixtral of transformers with its loss inside: two of the experts of each layer for a token."""
+
+    def __init__(self, dim: int, hidden: int, layers: int, heads: int, experts: int, context: int, vocab_size: int):
+        super().__init__()
+        # What nothing else here needs.
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        config = MixtralConfig(
+            vocab_size=vocab_size,
+            hidden_size=dim,
+            intermediate_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            num_local_experts=experts,
+            num_experts_per_tok=2,
+            max_position_embeddings=context,
+            use_cache=False,
+        )
+        self.model = MixtralForCausalLM(config)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(tokens).logits.flatten(0, 1), targets.flatten())
+
+
 class MLPLoss(nn.Module):
     """A perceptron with its loss inside: much to send and to update for little to compute."""
 
@@ -127,6 +153,20 @@ WORKLOADS = {
         )
         for name, dim, layers, batch_size in (("gpt2-124m", 768, 12, 16), ("gpt2-350m", 1024, 24, 8))
     },
+    # 14.7 million parameters, 12.6 million of them in experts.
+    "mixtral": Workload(
+        sizes={
+            **{"dim": 256, "hidden": 512, "layers": 4, "heads": 8, "experts": 8},
+            **{"context": 128, "vocab_size": 2048},
+        },
+        tiny_sizes={
+            **{"dim": 32, "hidden": 48, "layers": 2, "heads": 2, "experts": 4},
+            **{"context": 16, "vocab_size": 64},
+        },
+        batch_size=4,
+        build=MixtralLoss,
+        samples=_text,
+    ),
     # 13.6 million parameters.
     "mlp": Workload(
         sizes={"features": 1024, "hidden": 2048, "layers": 3, "classes": 1000},
