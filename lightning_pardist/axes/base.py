@@ -324,6 +324,11 @@ class ParallelAxis:
         """
         return {}
 
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """Which share of the training data is this job's, and how many there are where other jobs have the others."""
+        return 0, 1
+
     def is_used(self, dims: ParallelDims) -> bool:
         """Whether the axis has anything to do under these degrees."""
         return dims.size(*self.mesh_axes) > 1
@@ -434,6 +439,9 @@ class ParallelAxis:
 
     def start_training(self) -> None:
         """The first step comes next, and everything has been loaded. Not collective."""
+
+    def end_training(self) -> None:
+        """The Trainer's loop has come to its end, before anything is synchronized. Collective over the world."""
 
     def serve(self) -> dict[str, Any] | None:
         """In the place of training on a rank that is set apart: return when the others have trained. Not collective.

@@ -22,6 +22,7 @@ usage: pardist {fit,validate,test,predict} --model CLASS [--data CLASS] [-c CONF
        pardist inspect CHECKPOINT [--tensors] [--check]
        pardist convert FOLDER FILE.ckpt | FILE.ckpt FOLDER [--overwrite]
        pardist doctor [--strategy NAME] [--devices N] [--num-nodes N] [--timeout SECONDS]
+       pardist outer-server [--host ADDRESS] [--port PORT] [--timeout SECONDS]
        pardist --version
 
 fit, validate, test and predict take --deepspeed-config FILE, which stands for --trainer.strategy and what else of the
@@ -29,6 +30,7 @@ Trainer the file sets, and every option of LightningCLI; `pardist fit --help` li
 plan says which strategy fits and is fastest on devices that need not be there; `pardist plan --help` lists its options.
 strategies lists the registered strategies, what each splits and when to choose it.
 inspect says what is inside a checkpoint of either form; convert writes it in the other one.
+outer-server makes the outer steps of islands that are jobs of their own (LocalSGDStrategy(outer_server=...)).
 doctor, started like the training (srun, torchrun, mpirun), shows what each rank sees and says whether it could start.
 
 Exit status: 0; 1 if a command fails or finds a fault; 2 if something that was asked for cannot be.
@@ -40,6 +42,7 @@ _COMMANDS = {
     "inspect": "lightning_pardist.cli.checkpoints:inspect",
     "convert": "lightning_pardist.cli.checkpoints:convert",
     "doctor": "lightning_pardist.cli.doctor:main",
+    "outer-server": "lightning_pardist.cli.outer_server:main",
 }
 _TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_pardist.axes.local_sgd import LocalSGDAxis, OuterSize, SyncEvery
+from lightning_pardist.axes.served_islands import ServedIslandsAxis
 from lightning_pardist.engines.common.block_codes import Compression
 from lightning_pardist.strategies.hybrid import HybridStrategy
 
@@ -41,6 +42,10 @@ class LocalSGDStrategy(HybridStrategy):
         fragment_sync_delay: Steps that an island goes on before it takes in what a meeting has come to, so that it is
             on its way meanwhile.
         fragment_mixing: Share of its own weights that an island keeps then.
+        outer_server: ``"HOST:PORT"`` of a ``pardist outer-server`` where islands meet that are jobs of their own, and
+            that may come, die and come back: all ranks of this job are one island, and ``outer_parallel_size`` is the
+            number of shares that the data is divided into. Validation and checkpoints are of its own weights, then.
+        island: Which of them this job is, from 0; by default the variable ``PARDIST_ISLAND``.
         **kwargs: What each island does, and everything else: see :class:`~lightning_pardist.HybridStrategy`.
 
     Raises:
@@ -61,8 +66,33 @@ class LocalSGDStrategy(HybridStrategy):
         fragments: int = 1,
         fragment_sync_delay: int = 0,
         fragment_mixing: float = 0.0,
+        outer_server: str | None = None,
+        island: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if outer_server is not None:
+            if not isinstance(outer_parallel_size, int) or not isinstance(sync_every, int):
+                raise ValueError(
+                    f"outer_server={outer_server!r} with outer_parallel_size={outer_parallel_size!r} and sync_every="
+                    f"{sync_every!r}: islands of their own do not know of each other. Set both to numbers."
+                )
+            if start_local_step or outer_compression is not None or fragments != 1 or fragment_sync_delay:
+                raise ValueError(
+                    "start_local_step, outer_compression, fragments and fragment_sync_delay are for islands of one job."
+                    " Leave them out with outer_server."
+                )
+            served = ServedIslandsAxis(
+                outer_server=outer_server,
+                island=island,
+                islands=outer_parallel_size,
+                sync_every=sync_every,
+                outer_lr=outer_lr,
+                outer_momentum=outer_momentum,
+            )
+            super().__init__(outer=served, **kwargs)
+            return
+        if island is not None:
+            raise ValueError(f"island={island} is for jobs that meet at a server. Set outer_server, or leave it out.")
         outer = LocalSGDAxis(
             outer_parallel_size=outer_parallel_size,
             sync_every=sync_every,

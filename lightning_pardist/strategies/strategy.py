@@ -394,7 +394,17 @@ class PardistStrategy(ParallelStrategy):
         if self.distributed.is_apart:
             # Loaders that somebody counts there have the lengths of the others.
             return {"num_replicas": self.resolve_dims(self.world_size).batch_size, "rank": 0}
-        return {"num_replicas": self.dims.batch_size, "rank": self.dims.batch_rank(self.global_rank)}
+        replicas, rank = self.dims.batch_size, self.dims.batch_rank(self.global_rank)
+        if not self._evaluates:
+            for axis in self.axes:
+                share, shares = axis.data_share
+                replicas, rank = replicas * shares, rank * shares + share
+        return {"num_replicas": replicas, "rank": rank}
+
+    @property
+    def _evaluates(self) -> bool:
+        trainer = None if self.lightning_module is None else trainer_of(self.lightning_module)
+        return trainer is not None and (trainer.evaluating or trainer.sanity_checking or trainer.predicting)
 
     @override
     def setup_environment(self) -> None:
@@ -730,6 +740,8 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        for axis in self.axes:
+            axis.end_training()
         self._synchronize()
 
     @override

@@ -1,0 +1,298 @@
+"""The outer axis of islands that come and go: each is a job of its own, and an outer server makes their outer steps."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterator
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pardist.axes.base import ParallelAxis
+from lightning_pardist.axes.refusals import refuse_callbacks
+from lightning_pardist.checkpoint.chunks import Shards
+from lightning_pardist.checkpoint.tensors import copy_whole, shards_like
+from lightning_pardist.collectives import table_device, world_group
+from lightning_pardist.engines.averaging import IslandPart, Meeting, OuterClient, OuterSettings
+from lightning_pardist.engines.ddp.buffers import tensors_of_nobody
+from lightning_pardist.local_tensors import own_part
+from lightning_pardist.settings import positive
+
+ISLAND_VARIABLE = "PARDIST_ISLAND"
+#: Meetings in which ranks of an island may be given weights of different outer steps before that is an error.
+_TRIES = 20
+
+
+class ServedIslandsAxis(ParallelAxis):
+    """Brings this job's parameters and floating-point buffers to an outer server every few steps.
+
+    Other islands are other jobs, in which nothing fails when this one does, and the other way round. Checkpoints and
+    evaluation are of this island's own weights: others may be anywhere in their data.
+
+    The arguments are those of :class:`~lightning_pardist.LocalSGDStrategy`.
+
+    Raises:
+        ValueError: If a setting is out of range; during a run, if a callback keeps averages of its own, or the server
+            does not take the island.
+        ConnectionError: During a run, if the server cannot be reached, or has gone.
+    """
+
+    name = "outer"
+    # After every axis that works inside an island.
+    order = 60
+    diverges = True
+
+    def __init__(
+        self,
+        *,
+        outer_server: str,
+        island: int | None,
+        islands: int,
+        sync_every: int,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+    ) -> None:
+        host, _, port = outer_server.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"outer_server={outer_server!r} is no address. Use 'HOST:PORT' of `pardist outer-server`.")
+        if island is None:
+            island = _island_of_environment()
+        if not 0 <= island < islands:
+            raise ValueError(
+                f"island={island} is none of outer_parallel_size={islands} islands, which are counted from 0. Give each"
+                " job its own number."
+            )
+        self.island, self.islands = island, islands
+        self.sync_every = int(positive("sync_every", sync_every, "Use the optimizer steps between two meetings."))
+        if not 0 <= outer_momentum < 1:
+            raise ValueError(f"outer_momentum={outer_momentum} is not in [0, 1). DiLoCo uses 0.9, plain averaging 0.")
+        self.outer_lr = positive("outer_lr", outer_lr, "DiLoCo uses 0.7, plain averaging 1.")
+        self.outer_momentum = outer_momentum
+        self._host, self._port = host.strip("[]"), int(port)
+        self._client: OuterClient | None = None
+        self._steps = 0
+        self._dtype = torch.float32
+        self._names: dict[Tensor, str] = {}
+        self._stepped: list[nn.Parameter] = []
+        self._rest: list[Tensor] = []
+        self._anchor = torch.empty(0)
+        self._momentum: dict[Tensor, Tensor] = {}
+
+    @override
+    def is_used(self, dims: object) -> bool:
+        return True
+
+    @property
+    @override
+    def data_share(self) -> tuple[int, int]:
+        return self.island, self.islands
+
+    @override
+    def check(self, trainer: pl.Trainer) -> None:
+        refuse_callbacks(
+            trainer,
+            (StochasticWeightAveraging, WeightAveraging),
+            "averages the weights of this island by itself, and nothing would bring those averages together. Remove the"
+            " callback.",
+        )
+
+    @override
+    def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        optimizers = self.context.optimizers
+        held = {param for one in optimizers for group in one.param_groups for param in group["params"]}
+        named = [(name, param) for name, param in module.named_parameters() if param in held and _is_averaged(param)]
+        # A checkpoint may be saved after a run, when the module has other parameters again.
+        self._names = {param: name for name, param in named}
+        self._stepped = [param for _, param in named]
+        self._rest = tensors_of_nobody(module, optimizers)
+        self._dtype = torch.float32
+        for tensor in (*self._stepped, *self._rest):
+            self._dtype = torch.promote_types(self._dtype, tensor.real.dtype if tensor.is_complex() else tensor.dtype)
+        self._momentum = {}
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    @override
+    def start_training(self) -> None:
+        self._steps = 0
+        context = self.context
+        part = IslandPart(
+            OuterSettings(self.islands, context.dims.world_size, self.outer_lr, self.outer_momentum),
+            island=self.island,
+            rank=dist.get_rank(),
+            numel=sum(_numel(tensor) for tensor in (*self._stepped, *self._rest)),
+            stepped=sum(_numel(param) for param in self._stepped),
+            dtype=self._dtype,
+            token=context.broadcast(uuid.uuid4().bytes),
+            layout=self._layout(),
+        )
+        self._client = OuterClient(self._host, self._port, part, timeout_s=context.distributed.timeout_s)
+        found = self._client.join(self._flat(), self._flat_momentum)
+        self._take(self._agreed(found))
+        if self._client.generation:
+            rank_zero_info(
+                f"Island {self.island} goes on with the weights that {self.islands} islands at most have after"
+                f" {self._client.generation} outer steps."
+            )
+
+    @override
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Meet the other islands every :attr:`sync_every` steps of the first optimizer. Collective over the world."""
+        if self._client is None or optimizer is not self.context.optimizers[0]:
+            return
+        self._steps += 1
+        if self._steps >= self.sync_every:
+            self._meet(self._client)
+
+    @override
+    def end_training(self) -> None:
+        if self._client is None:
+            return
+        if self._steps:
+            self._meet(self._client)
+        self._keep_momentum(self._client)
+        self._client.leave()
+        self._client = None
+
+    def _meet(self, client: OuterClient) -> None:
+        self._steps = 0
+        self.context.before_collective()
+        # Ranks come at about the same time: the server counts an island whose ranks are all there.
+        dist.barrier(world_group())
+        found = client.meet(self._anchor - self._flat())
+        if not found.islands:
+            rank_zero_warn(
+                f"Island {self.island} came to its meeting after the others' outer step, which was made without it: its"
+                " last steps do not count. A longer `pardist outer-server --timeout` waits for slower islands."
+            )
+        self._take(self._agreed(found))
+
+    def _agreed(self, found: Meeting) -> Tensor:
+        """The same outer step's weights on every rank of the island. Collective over the world."""
+        client = self._client
+        for _ in range(_TRIES):
+            seen = torch.tensor(
+                [found.generation, -found.generation], device=table_device(world_group(), self.context.device)
+            )
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=world_group())
+            newest, oldest = seen.tolist()
+            if newest == -oldest or client is None:
+                return found.values
+            found = client.fetch()
+        raise RuntimeError(
+            f"Ranks of island {self.island} were given weights of different outer steps {_TRIES} times: other islands"
+            " meet faster than these ranks can talk to the server. Use a larger sync_every."
+        )
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _flat(self) -> Tensor:
+        parts = [_real(own_part(each)).reshape(-1).to("cpu", self._dtype) for each in (*self._stepped, *self._rest)]
+        return torch.cat([torch.empty(0, dtype=self._dtype), *(part.detach() for part in parts)])
+
+    @torch.no_grad()
+    def _take(self, values: Tensor) -> None:
+        for tensor, piece in self._pieces(values, [*self._stepped, *self._rest]):
+            _real(own_part(tensor)).copy_(piece)
+        # Not the values: what parameters of fewer bits leave out of them is no work of this island.
+        self._anchor = self._flat()
+
+    def _pieces(self, flat: Tensor, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        for tensor, piece in zip(tensors, flat.split([_numel(each) for each in tensors]), strict=True):
+            yield tensor, piece.view(_real(own_part(tensor)).shape)
+
+    def _layout(self) -> bytes:
+        digest = hashlib.sha256(self.context.dims.describe().encode())
+        for param in self._stepped:
+            digest.update(f"{self._names[param]} {tuple(own_part(param).shape)};".encode())
+        for tensor in self._rest:
+            digest.update(f"{tuple(own_part(tensor).shape)};".encode())
+        return digest.digest()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def _keep_momentum(self, client: OuterClient) -> None:
+        if self.outer_momentum:
+            pieces = self._pieces(client.momentum(), list(self._stepped))
+            self._momentum = {param: piece.clone() for param, piece in pieces}
+
+    def _flat_momentum(self) -> Tensor:
+        kept = [self._momentum.get(param) for param in self._stepped]
+        zeros = [torch.zeros(_numel(param), dtype=self._dtype) for param in self._stepped]
+        return torch.cat([zero if one is None else one.reshape(-1) for one, zero in zip(kept, zeros, strict=True)])
+
+    @override
+    def shards(self) -> dict[str, Shards]:
+        if self._client is not None:
+            self._keep_momentum(self._client)
+        return {
+            f"momentum.{self._names[param]}": shards_like(param, _like(momentum, param))
+            for param, momentum in self._momentum.items()
+        }
+
+    @override
+    def load_shards(self, saved: Callable[[str], Tensor | None]) -> None:
+        if not self.outer_momentum:
+            return
+        for param, name in self._names.items():
+            whole = saved(f"momentum.{name}")
+            if whole is not None:
+                momentum = torch.zeros(_real(own_part(param)).shape, dtype=self._dtype)
+                copy_whole(whole, shards_like(param, _like(momentum, param)))
+                self._momentum[param] = momentum
+
+    # --- for people, and the end --------------------------------------------------------------------------------
+
+    @override
+    def describe(self) -> str:
+        kind = "DiLoCo" if self.outer_momentum or self.outer_lr != 1 else "Local SGD"
+        text = (
+            f"{kind}: island {self.island} of at most {self.islands}, which come to the outer server at"
+            f" {self._host}:{self._port} every {self.sync_every} optimizer steps; it trains on 1/{self.islands} of"
+            " the data, evaluates and saves its own weights"
+        )
+        if kind == "DiLoCo":
+            text += f"; outer SGD with lr {self.outer_lr:g}, Nesterov momentum {self.outer_momentum:g}"
+        return text
+
+    @override
+    def teardown(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+def _island_of_environment() -> int:
+    found = os.environ.get(ISLAND_VARIABLE, "")
+    if not found.isdigit():
+        raise ValueError(
+            f"outer_server is set, and which island this job is, is not: {ISLAND_VARIABLE}={found!r}. Set island, or"
+            f" {ISLAND_VARIABLE}, to a number from 0."
+        )
+    return int(found)
+
+
+def _is_averaged(tensor: Tensor) -> bool:
+    return not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _numel(tensor: Tensor) -> int:
+    return _real(own_part(tensor)).numel()
+
+
+def _like(flat: Tensor, param: Tensor) -> Tensor:
+    """Numbers of a complex parameter as complex ones, sharing memory."""
+    return torch.view_as_complex(flat) if param.is_complex() else flat

@@ -1,0 +1,61 @@
+"""``pardist outer-server``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve islands until interrupted.
+
+    Args:
+        arguments: After ``pardist outer-server``.
+
+    Returns:
+        0 after an interrupt or SIGTERM, 2 if there is no such address or the port is taken.
+    """
+    parser = argparse.ArgumentParser(
+        "pardist outer-server",
+        description="Holds the weights that islands of LocalSGDStrategy(outer_server=...) share, each a job of its own,"
+        " and makes their outer steps. Islands may come, die and come back. Everybody who reaches the port can"
+        " take part: let it listen where only the islands are.",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all of this host's")
+    parser.add_argument("--port", type=int, default=29400)
+    parser.add_argument(
+        "--timeout",
+        type=_positive,
+        default=60.0,
+        help="seconds from the first island's differences to the outer step without those that are late",
+    )
+    found = parser.parse_args(list(arguments))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
+
+    from lightning_pardist.engines.averaging import OuterServer
+
+    try:
+        server = OuterServer(found.host, found.port, timeout_s=found.timeout)
+    except OSError as error:
+        print(f"pardist outer-server: cannot listen on {found.host}:{found.port} ({error}).", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    host, port = server.address
+    print(f"outer server at {host}:{port}, rounds end {found.timeout:g} s after the first island", flush=True)
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        print("interrupted")
+    finally:
+        server.close()
+    return 0
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value

@@ -1,0 +1,126 @@
+"""An island's side of the outer server."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_pardist.engines.averaging.messages import IslandPart, Kind, Message, numbers, receive, send, text
+
+#: Seconds in which the server has to be reached, and between two attempts.
+_REACH_S, _RETRY_S = 60.0, 0.5
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What an island goes on from.
+
+    Attributes:
+        values: The weights after the last outer step, flat.
+        generation: Outer steps so far.
+        islands: How many islands' differences the last one was made of; 0 if this island's were not among them.
+    """
+
+    values: Tensor
+    generation: int
+    islands: int
+
+
+class OuterClient:
+    """One rank's connection to the outer server.
+
+    Args:
+        host: Of the server.
+        port: Of the server.
+        part: What the rank brings.
+        timeout_s: Seconds to wait for each of the server's answers, and at most a minute of them to reach it.
+
+    Raises:
+        ConnectionError: If the server cannot be reached, or has gone.
+        ValueError: If it does not take this island.
+    """
+
+    def __init__(self, host: str, port: int, part: IslandPart, *, timeout_s: float) -> None:
+        self._part, self._where = part, f"{host}:{port}"
+        self.generation = 0
+        self._connection = self._connect(host, port, min(timeout_s, _REACH_S))
+        self._connection.settimeout(timeout_s)
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def join(self, values: Tensor, momentum: Callable[[], Tensor]) -> Meeting:
+        """Come to the others, or begin with what this rank has where there are none.
+
+        Args:
+            values: What this rank has, flat.
+            momentum: Makes the outer optimizer's momentum of the numbers that it steps on, flat.
+        """
+        answer = self._ask(Message(Kind.HELLO, payload=self._part.packed()))
+        while answer.kind == Kind.BEGIN:
+            state = momentum() if self._part.settings.momentum else values.new_empty(0)
+            answer = self._ask(Message(Kind.BEGIN, payload=torch.cat([values, state])))
+        return self._meeting(answer)
+
+    def meet(self, differences: Tensor) -> Meeting:
+        """Bring what has been taken off since the last meeting, and wait for the outer step."""
+        return self._meeting(self._ask(Message(Kind.MEET, self.generation, payload=differences)))
+
+    def fetch(self) -> Meeting:
+        """The weights as they are now."""
+        return self._meeting(self._ask(Message(Kind.FETCH)))
+
+    def momentum(self) -> Tensor:
+        """The outer optimizer's momentum, flat."""
+        return numbers(self._ask(Message(Kind.MOMENTUM)), self._part.dtype, self._part.stepped)
+
+    def leave(self) -> None:
+        """Come to the end: the others go on without waiting."""
+        try:
+            send(self._connection, Message(Kind.LEAVE))
+        except OSError as error:
+            raise self._gone(error) from error
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; without :meth:`leave`, the server takes the island for dead."""
+        self._connection.close()
+
+    def _connect(self, host: str, port: int, timeout_s: float) -> socket.socket:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return socket.create_connection((host, port), timeout=max(1.0, min(10.0, timeout_s)))
+            except OSError as error:
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise ConnectionError(
+                        f"The outer server cannot be reached at {self._where} within {timeout_s:g} s ({error})."
+                        f" Start it with `pardist outer-server --port {port}`, and set outer_server to where it is."
+                    ) from error
+                time.sleep(_RETRY_S)
+
+    def _ask(self, message: Message) -> Message:
+        part = self._part
+        try:
+            send(self._connection, message)
+            answer = receive(self._connection, at_most=2 * part.numel * part.dtype.itemsize)
+        except OSError as error:
+            raise self._gone(error) from error
+        if answer.kind == Kind.REFUSED:
+            raise ValueError(f"The outer server at {self._where} does not take this island: {text(answer)}.")
+        return answer
+
+    def _meeting(self, answer: Message) -> Meeting:
+        self.generation = answer.generation
+        values = numbers(answer, self._part.dtype, self._part.numel)
+        return Meeting(values, answer.generation, answer.islands)
+
+    def _gone(self, error: OSError) -> ConnectionError:
+        return ConnectionError(
+            f"The outer server at {self._where} has gone ({error}), or another job has come as island"
+            f" {self._part.island}. Start it again, and the islands from their checkpoints."
+        )

@@ -1,0 +1,377 @@
+"""The outer server: holds the weights that islands share, and makes an outer step of the differences that come in time.
+
+A round is what happens between two outer steps. It ends when every island that is there has brought its differences, or
+so many seconds after the first one has: who comes later is given the weights as they are by then. Islands are jobs of
+their own, so that one that dies is only a connection that closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pardist.engines.averaging.messages import (
+    HELLO_BYTES,
+    IslandPart,
+    Kind,
+    Message,
+    OuterSettings,
+    numbers,
+    receive,
+    refusal,
+    send,
+)
+
+_log = logging.getLogger(__name__)
+#: Seconds in which a program that connects has to say who it is, and an island's numbers have to be on their way.
+_PATIENCE_S = 60.0
+#: Seconds of silence after which the system asks whether the other host is still there, and how often it asks.
+_KEEPALIVE_S, _KEEPALIVE_COUNT = 10, 3
+
+
+@dataclass(eq=False)
+class _Island:
+    """An island that is there.
+
+    Attributes:
+        token: Of its start.
+        connections: By rank.
+        ready: Ranks that have been given weights.
+        brought: By rank, the differences of this round.
+        counted: Whether they were part of the last outer step.
+    """
+
+    token: bytes
+    connections: dict[int, socket.socket] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)
+    brought: dict[int, Tensor] = field(default_factory=dict)
+    counted: bool = False
+
+
+class _Part:
+    """What one rank of every island holds: the weights after the last outer step, and the outer optimizer's state."""
+
+    def __init__(self, part: IslandPart, values: Tensor, momentum: Tensor) -> None:
+        self.like = part
+        self.values = values
+        self._stepped = nn.Parameter(values[: part.stepped])
+        one = part.settings
+        self._sgd = torch.optim.SGD([self._stepped], lr=one.lr, momentum=one.momentum, nesterov=one.momentum > 0)
+        if one.momentum:
+            self._sgd.state[self._stepped]["momentum_buffer"] = momentum
+
+    @property
+    def momentum(self) -> Tensor:
+        """Of each number that outer steps are made for."""
+        found: Tensor | None = self._sgd.state[self._stepped].get("momentum_buffer")
+        return torch.zeros_like(self._stepped.data) if found is None else found
+
+    @torch.no_grad()
+    def step(self, differences: list[Tensor]) -> None:
+        """Make an outer step on the mean of what has been taken off."""
+        mean = differences[0].clone()
+        for other in differences[1:]:
+            mean += other
+        mean /= len(differences)
+        # What is being sent to somebody stays as it is.
+        self.values = self.values.clone()
+        self._stepped.data = self.values[: self.like.stepped]
+        self._stepped.grad = mean[: self.like.stepped]
+        self._sgd.step()
+        self._stepped.grad = None
+        self.values[self.like.stepped :] -= mean[self.like.stepped :]
+
+
+class OuterServer:
+    """Makes outer steps for islands that come and go.
+
+    The first island to come brings the weights. Whoever comes later is given those of the last outer step, at the end
+    of the round that is going on, so that it is in step with the others. When the last island has come to its end, the
+    next one may begin something else; islands that die leave the weights there for those that come back.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 for any that is free.
+        timeout_s: Seconds from the first island's differences to the end of a round without the others.
+
+    Raises:
+        OSError: If the port is taken, or the address is none of this host's.
+
+    Attributes:
+        generation: Outer steps so far.
+    """
+
+    def __init__(self, host: str, port: int, *, timeout_s: float = 60.0) -> None:
+        self.timeout_s = timeout_s
+        self.generation = 0
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        #: Guards everything below; waited on for the next round.
+        self._changed = threading.Condition()
+        self._settings: OuterSettings | None = None
+        self._islands: dict[int, _Island] = {}
+        self._parts: dict[int, _Part] = {}
+        self._founder: _Island | None = None
+        self._last_count = 0
+        self._ends_at: float | None = None
+
+    def serve(self) -> None:
+        """Serve until :meth:`close`. Each connection has a thread."""
+        while True:
+            try:
+                connection, where = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._converse, args=(connection, where), daemon=True).start()
+
+    def close(self) -> None:
+        """Stop: islands that are there find the connection closed."""
+        # A thread that waits in accept() would hold the port.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._changed:
+            for island in list(self._islands.values()):
+                _hang_up(island)
+
+    # --- one rank of an island, in its thread ---------------------------------------------------------------------
+
+    def _converse(self, connection: socket.socket, where: object) -> None:
+        part: IslandPart | None = None
+        island: _Island | None = None
+        try:
+            _keep_alive(connection)
+            connection.settimeout(_PATIENCE_S)
+            part = IslandPart.unpacked(receive(connection, at_most=HELLO_BYTES).payload)
+            island = self._join(part, connection)
+            self._give_weights(part, island, connection)
+            while self._answer(part, island, connection):
+                pass
+        except ValueError as error:
+            with contextlib.suppress(OSError):
+                send(connection, refusal(str(error)))
+        except OSError as error:
+            if part is not None:
+                _log.info("island %d, rank %d: %s", part.island, part.rank, error)
+        finally:
+            if part is not None and island is not None:
+                self._lose(part, island)
+            connection.close()
+
+    def _join(self, part: IslandPart, connection: socket.socket) -> _Island:
+        with self._changed:
+            if self._settings is not None and not self._islands and not self._parts:
+                self._settings = None
+            if self._settings is None:
+                self._settings = part.settings
+            elif part.settings != self._settings:
+                raise ValueError(
+                    f"this island has {part.settings}, and those before it {self._settings}: let all have the same, or"
+                    " start the server again"
+                )
+            island = self._islands.get(part.island)
+            if island is not None and island.token != part.token:
+                _log.info("island %d comes again: the one before is given up", part.island)
+                self._forget(part.island, island)
+                island = None
+            if island is None:
+                island = self._islands[part.island] = _Island(part.token)
+            island.connections[part.rank] = connection
+            return island
+
+    def _give_weights(self, part: IslandPart, island: _Island, connection: socket.socket) -> None:
+        """Bring a rank to where the others are; the first island's ranks say where that is."""
+        while self._brings(part, island, connection):
+            send(connection, Message(Kind.BEGIN))
+            momentum = part.stepped if part.settings.momentum else 0
+            begun = receive(connection, at_most=(part.numel + momentum) * part.dtype.itemsize)
+            values, state = numbers(begun, part.dtype, part.numel + momentum).split([part.numel, momentum])
+            with self._changed:
+                if self._founder is island:
+                    self._parts[part.rank] = _Part(part, values.clone(), state.clone())
+                    self._changed.notify_all()
+        with self._changed:
+            begun_at = self.generation
+            while (
+                begun_at
+                and self.generation == begun_at
+                and not island.ready
+                and self._is_there(part, island)
+                and any(other.ready for other in self._islands.values() if other is not island)
+            ):
+                _require_open(connection)
+                self._end_round_if_due()
+                self._changed.wait(self._seconds_left())
+            self._require_there(part, island)
+            island.ready.add(part.rank)
+            values_now = self._values(part)
+        send(connection, values_now)
+
+    def _brings(self, part: IslandPart, island: _Island, connection: socket.socket) -> bool:
+        """Wait until the weights are there, or this rank is to bring its part of them; whether it is.
+
+        Raises:
+            ValueError: If those that are there are of another module.
+        """
+        with self._changed:
+            while self._is_there(part, island) and len(self._parts) < part.settings.ranks:
+                if self._founder is None:
+                    # Parts of an island that died before it had brought all of them are of another start.
+                    self._parts.clear()
+                    self._founder = island
+                if self._founder is island and part.rank not in self._parts:
+                    return True
+                _require_open(connection)
+                self._changed.wait(1.0)
+            self._require_there(part, island)
+            there = self._parts[part.rank].like
+            if (there.layout, there.numel, there.dtype) != (part.layout, part.numel, part.dtype):
+                raise ValueError("this island's parameters are not those that the server has: names, shapes or dtypes")
+        return False
+
+    def _answer(self, part: IslandPart, island: _Island, connection: socket.socket) -> bool:
+        """Answer one message; whether there will be another one."""
+        # Between two rounds a rank trains for as long as it likes: whether its host is there, the system asks.
+        connection.settimeout(None)
+        asked = receive(connection, at_most=part.numel * part.dtype.itemsize)
+        connection.settimeout(_PATIENCE_S)
+        if asked.kind == Kind.MEET:
+            answer = self._meet(part, island, asked.generation, numbers(asked, part.dtype, part.numel))
+        elif asked.kind == Kind.FETCH:
+            with self._changed:
+                answer = self._values(part)
+        elif asked.kind == Kind.MOMENTUM:
+            with self._changed:
+                answer = Message(Kind.MOMENTUM, self.generation, payload=self._parts[part.rank].momentum.clone())
+        elif asked.kind == Kind.LEAVE:
+            self._leave(part, island)
+            return False
+        else:
+            raise ValueError(f"{asked.kind.name} is not for the server")
+        send(connection, answer)
+        return True
+
+    def _meet(self, part: IslandPart, island: _Island, generation: int, differences: Tensor) -> Message:
+        with self._changed:
+            if generation != self.generation:
+                return replace(self._values(part), islands=0)
+            island.brought[part.rank] = differences
+            if self._ends_at is None and self._is_complete(island):
+                self._ends_at = time.monotonic() + self.timeout_s
+            self._end_round_if_due()
+            while self.generation == generation and self._is_there(part, island):
+                self._changed.wait(self._seconds_left())
+                self._end_round_if_due()
+            self._require_there(part, island)
+            found = self._values(part)
+            return found if island.counted else replace(found, islands=0)
+
+    def _leave(self, part: IslandPart, island: _Island) -> None:
+        with self._changed:
+            if not self._is_there(part, island):
+                return
+            island.connections.pop(part.rank, None)
+            if island.connections:
+                return
+            del self._islands[part.island]
+            if not self._islands:
+                _log.info("the last island has come to its end after %d outer steps", self.generation)
+                self._parts, self._settings, self.generation = {}, None, 0
+                self._founder = None
+            self._end_round_if_due()
+            self._changed.notify_all()
+
+    def _lose(self, part: IslandPart, island: _Island) -> None:
+        """A connection is over: without one of its ranks an island has no complete differences."""
+        with self._changed:
+            if part.rank not in island.connections or not self._is_there(part, island):
+                return
+            _log.info("island %d has gone", part.island)
+            self._forget(part.island, island)
+            self._end_round_if_due()
+            self._changed.notify_all()
+
+    # --- with the lock --------------------------------------------------------------------------------------------
+
+    def _is_there(self, part: IslandPart, island: _Island) -> bool:
+        return self._islands.get(part.island) is island
+
+    def _require_there(self, part: IslandPart, island: _Island) -> None:
+        if not self._is_there(part, island):
+            raise ConnectionResetError("the island has been given up")
+
+    def _forget(self, number: int, island: _Island) -> None:
+        del self._islands[number]
+        if self._founder is island and len(self._parts) < (self._settings.ranks if self._settings else 0):
+            self._founder = None
+        _hang_up(island)
+
+    def _values(self, part: IslandPart) -> Message:
+        return Message(Kind.VALUES, self.generation, self._last_count, self._parts[part.rank].values)
+
+    def _is_complete(self, island: _Island) -> bool:
+        return self._settings is not None and len(island.brought) == self._settings.ranks
+
+    def _seconds_left(self) -> float:
+        return 1.0 if self._ends_at is None else min(1.0, max(0.0, self._ends_at - time.monotonic()))
+
+    def _end_round_if_due(self) -> None:
+        """Make the outer step if all that are there have brought their differences, or time is up."""
+        complete = {number: island for number, island in self._islands.items() if self._is_complete(island)}
+        late = {number for number, island in self._islands.items() if island.ready and number not in complete}
+        if self.generation == 0 and self._settings is not None:
+            # All that there will be are on their way.
+            late |= set(range(self._settings.islands)) - set(complete)
+        if not complete or (late and (self._ends_at is None or time.monotonic() < self._ends_at)):
+            return
+        if late:
+            _log.info("outer step %d without island %s", self.generation + 1, ", ".join(map(str, sorted(late))))
+        for rank, held in self._parts.items():
+            # In their order, so that it does not matter who came first.
+            held.step([complete[number].brought[rank] for number in sorted(complete)])
+        self.generation += 1
+        self._last_count, self._ends_at = len(complete), None
+        for number, island in self._islands.items():
+            island.counted = number in complete
+            island.brought.clear()
+        self._changed.notify_all()
+
+
+def _require_open(connection: socket.socket) -> None:
+    """Notice in a wait that whoever asked has gone.
+
+    Raises:
+        ConnectionResetError: If so.
+    """
+    readable, _, _ = select.select([connection], [], [], 0)
+    if readable and not connection.recv(1, socket.MSG_PEEK):
+        raise ConnectionResetError("the other side has closed the connection")
+
+
+def _hang_up(island: _Island) -> None:
+    for connection in island.connections.values():
+        # Whoever reads from it finds its end.
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _KEEPALIVE_S),
+        ("TCP_KEEPINTVL", _KEEPALIVE_S),
+        ("TCP_KEEPCNT", _KEEPALIVE_COUNT),
+    ):
+        # Not every system has them.
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

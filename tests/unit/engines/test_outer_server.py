@@ -1,0 +1,178 @@
+"""The outer server: who counts in a round, what those who come late or again are given, and what it refuses."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from lightning_pardist.engines.averaging import IslandPart, OuterClient, OuterServer, OuterSettings
+
+START = torch.tensor([1.0, 2.0, 3.0])
+
+
+@pytest.fixture
+def server():
+    found = OuterServer("127.0.0.1", 0, timeout_s=0.5)
+    threading.Thread(target=found.serve, daemon=True).start()
+    yield found
+    found.close()
+
+
+def _client(server, island, *, rank=0, ranks=1, islands=2, momentum=0.0, token=None, layout=b"l" * 32):
+    settings = OuterSettings(islands, ranks, 1.0, momentum)
+    token = token or bytes([island]) * 16
+    part = IslandPart(settings, island, rank, 3, 2, torch.float32, token, layout)
+    return OuterClient("127.0.0.1", server.address[1], part, timeout_s=10.0)
+
+
+def _joined(server, island, **kwargs):
+    client = _client(server, island, **kwargs)
+    return client, client.join(START.clone(), lambda: torch.zeros(2))
+
+
+def _at_once(*calls):
+    results = [None] * len(calls)
+
+    def run(index):
+        results[index] = calls[index]()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def test_a_round_is_the_mean_of_all(server):
+    one, first = _joined(server, 0)
+    other, second = _joined(server, 1)
+    assert torch.equal(first.values, second.values)
+    found = _at_once(lambda: one.meet(torch.ones(3)), lambda: other.meet(torch.full((3,), 3.0)))
+    for meeting in found:
+        assert meeting.values.tolist() == [-1.0, 0.0, 1.0]
+        assert (meeting.generation, meeting.islands) == (1, 2)
+
+
+def test_momentum_is_that_of_nesterov_and_not_of_the_rest(server):
+    client, _ = _joined(server, 0, islands=1, momentum=0.5)
+    param = torch.nn.Parameter(START[:2].clone())
+    wanted = torch.optim.SGD([param], lr=1.0, momentum=0.5, nesterov=True)
+    for _ in range(3):
+        found = client.meet(torch.ones(3))
+        param.grad = torch.ones(2)
+        wanted.step()
+    assert torch.allclose(found.values[:2], param.data)
+    assert found.values[2] == 0.0
+    assert torch.allclose(client.momentum(), wanted.state[param]["momentum_buffer"])
+
+
+def test_who_dies_is_not_waited_for_and_who_is_late_does_not_count(server):
+    one, _ = _joined(server, 0)
+    other, _ = _joined(server, 1)
+    begun = time.monotonic()
+    # Time is up: the other one trains on.
+    assert one.meet(torch.ones(3)).islands == 1
+    assert 0.4 < time.monotonic() - begun < 5
+    late = other.meet(torch.full((3,), 100.0))
+    assert (late.islands, late.generation, late.values.tolist()) == (0, 1, [0.0, 1.0, 2.0])
+    other.close()
+    server.timeout_s = 60.0
+    begun = time.monotonic()
+    assert one.meet(torch.ones(3)).values.tolist() == [-1.0, 0.0, 1.0]
+    assert time.monotonic() - begun < 5
+
+
+def test_who_comes_back_begins_with_the_next_round(server):
+    server.timeout_s = 60.0
+    one, _ = _joined(server, 0)
+    other, _ = _joined(server, 1)
+    _at_once(lambda: one.meet(torch.ones(3)), lambda: other.meet(torch.ones(3)))
+    other.close()
+    back = []
+    waiting = threading.Thread(target=lambda: back.append(_joined(server, 1, token=b"again" + bytes(11))))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    assert one.meet(torch.ones(3)).islands == 1
+    waiting.join(10)
+    [(again, begun)] = back
+    assert begun.values.tolist() == [-1.0, 0.0, 1.0]
+    found = _at_once(lambda: one.meet(torch.ones(3)), lambda: again.meet(torch.ones(3)))
+    assert [meeting.islands for meeting in found] == [2, 2]
+
+
+def test_an_island_counts_with_all_of_its_ranks_or_not_at_all(server):
+    ranks = _at_once(*(lambda rank=rank: _joined(server, 0, rank=rank, ranks=2)[0] for rank in range(2)))
+    others = _at_once(*(lambda rank=rank: _joined(server, 1, rank=rank, ranks=2)[0] for rank in range(2)))
+    calls = [lambda client=client: client.meet(torch.ones(3)) for client in (*ranks, others[0])]
+    found = _at_once(*calls)
+    assert [meeting.islands for meeting in found] == [1, 1, 0]
+    assert others[1].meet(torch.ones(3)).islands == 0
+    # A rank that has gone is an island that has gone.
+    others[1].close()
+    server.timeout_s = 60.0
+    assert [meeting.islands for meeting in _at_once(*calls[:2])] == [1, 1]
+
+
+def test_the_weights_outlive_islands_that_die_and_not_those_that_end(server):
+    one, _ = _joined(server, 0, islands=1)
+    one.meet(torch.ones(3))
+    one.close()
+    again, begun = _joined(server, 0, islands=1, token=b"again" + bytes(11))
+    assert begun.values.tolist() == [0.0, 1.0, 2.0]
+    again.leave()
+    deadline = time.monotonic() + 10
+    while server.generation and time.monotonic() < deadline:
+        time.sleep(0.01)
+    _, begun = _joined(server, 0, islands=1, momentum=0.9)
+    assert begun.values.tolist() == START.tolist()
+
+
+def test_a_founder_that_dies_has_begun_nothing(server):
+    founder = _client(server, 0, ranks=2)
+    thread = threading.Thread(target=lambda: _swallow(founder))
+    thread.start()
+    time.sleep(0.3)
+    # Its second rank never comes; what the first one brought is of no use to others.
+    founder._connection.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+    found = _at_once(*(lambda rank=rank: _joined(server, 1, rank=rank, ranks=2)[1] for rank in range(2)))
+    assert all(meeting.values.tolist() == START.tolist() for meeting in found)
+
+
+def _swallow(client):
+    with contextlib.suppress(ConnectionError):
+        client.join(torch.full((3,), 9.0), lambda: torch.zeros(2))
+
+
+def test_what_cannot_be_is_refused(server):
+    _joined(server, 0)
+    with pytest.raises(ValueError, match="let all have the same, or start the server again"):
+        _joined(server, 1, momentum=0.5)
+    with pytest.raises(ValueError, match="names, shapes or dtypes"):
+        _joined(server, 1, layout=b"m" * 32)
+    stranger = socket.create_connection(server.address)
+    stranger.sendall(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")
+    stranger.settimeout(5)
+    assert b"does not speak" in stranger.recv(1000)
+
+
+def test_a_second_job_of_one_number_takes_the_place_of_the_first(server):
+    first, _ = _joined(server, 0)
+    _joined(server, 0, token=b"again" + bytes(11))
+    with pytest.raises(ConnectionError, match="another job has come as island 0"):
+        first.meet(torch.ones(3))
+
+
+def test_no_server_is_one_sentence(monkeypatch):
+    monkeypatch.setattr("lightning_pardist.engines.averaging.client._REACH_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = OuterSettings(2, 1, 1.0, 0.0)
+    part = IslandPart(settings, 0, 0, 3, 2, torch.float32, b"t" * 16, b"l" * 32)
+    with pytest.raises(ConnectionError, match=f"pardist outer-server --port {port}"):
+        OuterClient("127.0.0.1", port, part, timeout_s=10.0)
