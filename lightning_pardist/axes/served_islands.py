@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -24,9 +23,9 @@ from lightning_pardist.collectives import table_device, world_group
 from lightning_pardist.engines.averaging import IslandPart, Meeting, OuterClient, OuterSettings
 from lightning_pardist.engines.ddp.buffers import tensors_of_nobody
 from lightning_pardist.local_tensors import own_part
+from lightning_pardist.runtime.environments.program import ISLAND_VARIABLE, given_island
 from lightning_pardist.settings import positive
 
-ISLAND_VARIABLE = "PARDIST_ISLAND"
 #: Meetings in which ranks of an island may be given weights of different outer steps before that is an error.
 _TRIES = 20
 
@@ -272,7 +271,7 @@ class ServedIslandsAxis(ParallelAxis):
 
 
 def _island_of_environment() -> int:
-    found = os.environ.get(ISLAND_VARIABLE, "")
+    found = given_island()
     if not found.isdigit():
         raise ValueError(
             f"outer_server is set, and which island this job is, is not: {ISLAND_VARIABLE}={found!r}. Set island, or"

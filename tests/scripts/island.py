@@ -1,4 +1,4 @@
-"""An island of its own, for a test to kill: ``python island.py SERVER ISLAND ISLANDS FOLDER STEPS``; goes on where it was."""
+"""An island of its own, which goes on where it was: ``python island.py SERVER ISLAND ISLANDS FOLDER STEPS``."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ _STEP_S = 0.02
 def dataset(seed: int = 0) -> TensorDataset:
     """Classes that a small network can tell apart."""
     draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(512, 16, generator=draw)
+    x = torch.randn(8192, 16, generator=draw)
     return TensorDataset(x, (x[:, :4].sum(1) > 0).long() + 2 * (x[:, 4:8].prod(1) > 0).long())
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import lightning_pardist  # isort: skip
 from lightning_pardist.engines.averaging import OuterServer
 from tests.helpers.scripts import ENVIRONMENT, ROOT
 from tests.scripts.island import Module, dataset
@@ -27,9 +26,9 @@ ISLANDS = 3
 KILLS = int(os.environ.get("PARDIST_SOAK_KILLS", "50"))
 SEED = int(os.environ.get("PARDIST_SOAK_SEED", "7"))
 #: Steps of a run in which nothing is killed; a killed island repeats those since its last checkpoint.
-STEPS = 1500
+STEPS = 4000
 #: Between two kills: an island needs about six seconds to come back.
-PAUSES_S = (1.0, 8.0)
+PAUSES_S = (0.5, 5.0)
 LIMIT_S = 1800.0
 
 

@@ -6,6 +6,9 @@ import hashlib
 import os
 import sys
 
+#: Which island this job is, where several meet at an outer server.
+ISLAND_VARIABLE = "PARDIST_ISLAND"
+
 
 def program_key() -> str:
     """A short name for this script and its arguments, equal when the same command runs again."""
@@ -29,3 +32,8 @@ def given_seed() -> int | None:
 def global_seed() -> int:
     """What ``seed_everything`` was given; 0 if it was not called."""
     return given_seed() or 0
+
+
+def given_island() -> str:
+    """Which island of several jobs this one is, as the environment says; empty if it does not."""
+    return os.environ.get(ISLAND_VARIABLE, "")

@@ -140,8 +140,8 @@ def test_a_founder_that_dies_has_begun_nothing(server):
     # Its second rank never comes; what the first one brought is of no use to others.
     founder._connection.shutdown(socket.SHUT_RDWR)
     thread.join(10)
-    found = _at_once(*(lambda rank=rank: _joined(server, 1, rank=rank, ranks=2)[1] for rank in range(2)))
-    assert all(meeting.values.tolist() == START.tolist() for meeting in found)
+    found = _at_once(*(lambda rank=rank: _joined(server, 1, rank=rank, ranks=2) for rank in range(2)))
+    assert all(meeting.values.tolist() == START.tolist() for _, meeting in found)
 
 
 def _swallow(client):
@@ -150,7 +150,7 @@ def _swallow(client):
 
 
 def test_what_cannot_be_is_refused(server):
-    _joined(server, 0)
+    kept = _joined(server, 0)
     with pytest.raises(ValueError, match="let all have the same, or start the server again"):
         _joined(server, 1, momentum=0.5)
     with pytest.raises(ValueError, match="names, shapes or dtypes"):
@@ -159,13 +159,15 @@ def test_what_cannot_be_is_refused(server):
     stranger.sendall(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")
     stranger.settimeout(5)
     assert b"does not speak" in stranger.recv(1000)
+    assert kept[0].fetch().generation == 0
 
 
 def test_a_second_job_of_one_number_takes_the_place_of_the_first(server):
     first, _ = _joined(server, 0)
-    _joined(server, 0, token=b"again" + bytes(11))
+    second, _ = _joined(server, 0, token=b"again" + bytes(11))
     with pytest.raises(ConnectionError, match="another job has come as island 0"):
         first.meet(torch.ones(3))
+    assert second.fetch().generation == 0
 
 
 def test_no_server_is_one_sentence(monkeypatch):
