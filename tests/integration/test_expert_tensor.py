@@ -67,6 +67,20 @@ def test_ranks_that_share_samples_train_like_one_process(beside, layer, data_par
     assert_trains_like_one_process(strategy, 1 / 2, busy_module(layer), **BUSY)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layer", "data_parallel"), [("listed", "ddp"), ("stacked", "zero2"), ("listed", "zero3"), ("stacked", "zero3")]
+)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_split_sequences_and_stages_beside_experts_train_like_one_process(layer, data_parallel, ranks):
+    """On 4 ranks what tensor ranks have whole is split along the sequence; on 8 there are two stages of such ranks."""
+    settings = {"tensor_settings": {"sequence_parallel": True}}
+    if ranks == 8:
+        settings = {"pipeline_parallel_size": 2, "pipeline_settings": {"num_microbatches": 2}}
+    strategy = functools.partial(_strategy, "tensor", data_parallel, **settings)
+    assert_trains_like_one_process(strategy, 2 / ranks, busy_module(layer), ranks, **BUSY)
+
+
 class _Times(torch.autograd.Function):
     """The same value, and a multiple of its gradient."""
 
