@@ -158,8 +158,9 @@ CASES: dict[str, Case] = {
         _A100, (8, 1), 1.42, "s", _MEGATRON, "all blocks computed again, as here",
     ),
     "megatron-22b": Case(
-        _megatron(6144, 48, 64), 51200, (4, 2048), Candidate("pardist_tp", {"tensor_parallel_size": 8}),
-        _A100, (8, 1), 1.10, "s", _MEGATRON, "sequence parallelism; attention alone computed again, here nothing is",
+        _megatron(6144, 48, 64), 51200, (4, 2048),
+        Candidate("pardist_tp", {"tensor_parallel_size": 8, "sequence_parallel": True}),
+        _A100, (8, 1), 1.10, "s", _MEGATRON, "attention alone computed again; here it is fused, and nothing is",
     ),
     "megatron-175b-full": Case(
         _megatron(12288, 96, 96), 51200, (64, 2048), _three_axes("1f1b", 64, "ddp"), _A100, (8, 8), 18.13, "s",
@@ -186,7 +187,8 @@ def run(name: str, case: Case) -> str:
     search = Search(module, batch, case.device, Job(*case.layout, case.settings), leave_out=False)
     search.add(case.candidate)
     try:
-        (row, *_) = search.plan().rows
+        # What does not fit is planned with activation checkpointing as well, which is another run.
+        row = next(row for row in search.plan().rows if row.candidate is case.candidate)
     except lightning_pardist.planner.PlanError as error:
         return f"| {name} | {case.published:g} {case.unit} | {error} | | | | |"
     count = case.layout[0] * case.layout[1]
