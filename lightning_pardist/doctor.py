@@ -30,6 +30,7 @@ from lightning_pardist.engines.common.devices import device_of_rank, rank_device
 from lightning_pardist.mesh import ParallelDims
 from lightning_pardist.planner.measuring import measure_alone, measure_rank
 from lightning_pardist.planner.profiles import DeviceProfile
+from lightning_pardist.planner.words import sentence
 from lightning_pardist.registry import TABLE
 from lightning_pardist.runtime.environments.facts import Facts, gather_facts
 from lightning_pardist.runtime.environments.find import find
@@ -134,8 +135,11 @@ class _Examination:
             return self._with_others(self._meeting, unwritable)
         except Exception as error:
             # One rank's view is all there is now, so every rank shows its own.
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            problem = f"{type(error).__name__}: {sentence(error)}"
             _show([self._facts], {}, {}, [], [*self._facts.problems, problem], [])
+            if not isinstance(error, (OSError, RuntimeError, ValueError)):
+                # Not of this machine: what is wrong is in this file, or below.
+                raise
             return 1
 
     def _not_examined(self, alone: bool) -> list[str]:

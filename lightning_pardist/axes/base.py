@@ -415,6 +415,11 @@ class ParallelAxis:
         return count
 
     @property
+    def kept_on_host(self) -> Sequence[str]:
+        """What rests in the host's memory where a device computes: of parameters, gradients and optimizer."""
+        return ()
+
+    @property
     def runs_a_step(self) -> int:
         """How often a training step runs forward and backward of the module."""
         return 1

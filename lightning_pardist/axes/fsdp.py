@@ -127,6 +127,11 @@ class FSDPAxis(DataParallelAxis):
         shards = ranks_per_node if self.data_shard_size == "node" else self.data_shard_size
         return {"data_replicate": "auto", "data_shard": shards}
 
+    @property
+    @override
+    def kept_on_host(self) -> Sequence[str]:
+        return () if self.offload.offload is None else ("parameters", "gradients", "optimizer")
+
     @override
     def check(self, trainer: pl.Trainer) -> None:
         self.offload.check(trainer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -60,6 +60,11 @@ class ZeroAxis(DataParallelAxis):
         self.offload = OffloadSetting(offload, offload_window_mb)
         self.codes = CodesSetting(gather, reduce, error_feedback)
         self._engine: ZeroEngine | None = None
+
+    @property
+    @override
+    def kept_on_host(self) -> Sequence[str]:
+        return () if self.offload.offload is None else ("gradients", "optimizer")
 
     @override
     def check(self, trainer: pl.Trainer) -> None:

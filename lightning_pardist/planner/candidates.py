@@ -29,16 +29,18 @@ DEFAULT = (
     "pardist_pp",
     "pardist_pp_interleaved",
     "pardist_3d",
+    "pardist_zero2_offload",
+    "pardist_zero3_offload",
 )
 _COMPRESSED = "what its messages are made of (low precision, low rank) is worked out behind them, where a plan has none"
-_OFFLOADED = "a plan does not tell the host's memory and steps from the device's"
+_IN_FILES = "its files would be made on this machine; of a device it takes what pardist_zero3_offload takes"
 #: Why experts on ranks of their own are not planned, under any name.
 EXPERTS = "which tokens go to which rank's experts depends on values"
 #: Names that cannot be planned, and why.
 NOT_PLANNED = {
     "pardist_dp": "its devices are threads of one process, and a plan runs one device",
     **dict.fromkeys(("pardist_ddp_bf16", "pardist_ddp_fp16", "pardist_ddp_powersgd"), _COMPRESSED),
-    **dict.fromkeys(("pardist_zero2_offload", "pardist_zero3_offload", "pardist_zero3_nvme"), _OFFLOADED),
+    "pardist_zero3_nvme": _IN_FILES,
     **dict.fromkeys(("pardist_ep", "pardist_ep_zero2", "pardist_ep_zero3"), EXPERTS),
     "pardist_ps_async": "its ranks do not wait for each other, and a plan's step is one of all ranks together",
     "pardist_auto": "it is chosen by a plan",
@@ -91,6 +93,11 @@ class Candidate:
         made = self.make()
         coded = any({**self.entry.preset, **self.settings}.get(name) is not None for name in ("gather", "reduce"))
         return not coded and (made.axis(ZeroAxis) is not None or made.axis(FSDPAxis) is not None)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether states rest on the host, where the optimizer steps on them."""
+        return bool(self.make().kept_on_host)
 
     @property
     def takes_microbatches(self) -> bool:

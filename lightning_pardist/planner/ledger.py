@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -77,6 +77,21 @@ class Message:
     peer: int = -1
 
 
+@dataclass(slots=True)
+class HostStep:
+    """The optimizer's step on the host, for which the device waits.
+
+    Attributes:
+        moved: Bytes of the host's memory that it reads and writes.
+        copied: Bytes between the host and the device in the whole step.
+        operators: How many it issues.
+    """
+
+    moved: int
+    copied: int
+    operators: int
+
+
 @dataclass
 class Held:
     """Bytes by kind at one moment.
@@ -94,7 +109,7 @@ class Held:
 
 
 #: A change of memory is a block and bytes.
-Event = Operator | Message | tuple[Block, int]
+Event = Operator | Message | HostStep | tuple[Block, int]
 
 
 class Ledger(UncompiledMode):
@@ -163,19 +178,32 @@ class Ledger(UncompiledMode):
         """Keep no more events."""
         self.recording = False
 
-    def at_peak(self) -> tuple[Held, int]:
-        """What was held when it was most, and the index of the event that led there."""
+    def at_peak(self, away: Sequence[str] = (), until: int | None = None) -> tuple[Held, int]:
+        """What was held when it was most, and the index of the event that led there.
+
+        Args:
+            away: Kinds that do not count: they are elsewhere.
+            until: Index of the event before which the peak is looked for; all if None.
+        """
         now = most = where = 0
-        for index, event in enumerate(self.events):
-            if isinstance(event, tuple):
+        for index, event in enumerate(self.events[:until]):
+            if isinstance(event, tuple) and event[0].kind not in away:
                 now += event[1]
                 if now > most:
                     most, where = now, index
         kinds = dict.fromkeys(KINDS, 0)
         for event in self.events[: where + 1]:
-            if isinstance(event, tuple):
+            if isinstance(event, tuple) and event[0].kind not in away:
                 kinds[event[0].kind] += event[1]
         return Held(kinds), where
+
+    def held_before(self, kinds: Sequence[str], index: int) -> dict[str, int]:
+        """Bytes of some kinds before an event."""
+        found = dict.fromkeys(kinds, 0)
+        for event in self.events[:index]:
+            if isinstance(event, tuple) and event[0].kind in found:
+                found[event[0].kind] += event[1]
+        return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

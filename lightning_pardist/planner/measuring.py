@@ -105,6 +105,8 @@ def measure_rank(
             f"link {which}: not measured with {world_size} rank(s) on {len(set(hosts))} host(s), assumed to be that of"
             f" {sheet.name}: {'; '.join(sheet.sources)}"
         )
+    if device.type != "cpu":
+        sources.append(f"the host's memory and the link to it: not measured, assumed to be those of {sheet.name}")
     return DeviceProfile(
         name,
         memory,
@@ -125,6 +127,8 @@ def measure_rank(
         rates=operators,
         message_rates=messages,
         link_host_share=share,
+        host_link_bytes_per_s=sheet.host_link_bytes_per_s * sheet.link_efficiency,
+        host_bytes_per_s=sheet.host_bytes_per_s,
     )
 
 

@@ -41,6 +41,7 @@ class Row:
         reason: Why it is not the best; of the best why it is.
         looked_at: Where the module looked at values, which were guessed.
         timelines: Of each rank that was looked at.
+        on_host: Bytes of the fullest rank in the host's memory, which ``memory`` is without.
     """
 
     candidate: Candidate
@@ -59,6 +60,7 @@ class Row:
     reason: str = ""
     looked_at: tuple[str, ...] = ()
     timelines: Mapping[int, StepTime] = field(default_factory=dict, repr=False)
+    on_host: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: bytes, seconds."""
@@ -67,6 +69,7 @@ class Row:
             "settings": dict(self.candidate.settings),
             "degrees": self.dims.layout,
             "memory": dict(self.memory),
+            "on_host": self.on_host,
             "peak_in": self.peak_in,
             "fullest_rank": self.fullest_rank,
             "sent": {axis: round(size) for axis, size in self.sent.items()},
@@ -221,6 +224,8 @@ class Plan:
             *(f"  Sent over {axis}: {size_text(size)} a step." for axis, size in row.sent.items()),
             f"  {row.reason}",
         ]
+        if row.on_host:
+            lines.insert(2, f"  The host holds {size_text(row.on_host)} besides, and the optimizer steps there.")
         if row.looked_at:
             lines.append(f"  Values were guessed where the module looks at them: {', '.join(row.looked_at)}.")
         return "\n".join(lines)

@@ -28,7 +28,7 @@ from lightning_pardist.compat.optimizers import as_on_devices
 from lightning_pardist.compat.pytree import tree_map_only
 from lightning_pardist.mesh import ParallelDims
 from lightning_pardist.planner.exchange import Exchange, Stuck, Turns
-from lightning_pardist.planner.ledger import Event, Held
+from lightning_pardist.planner.ledger import Event, Held, HostStep, Operator
 from lightning_pardist.planner.skipped_kernels import Forms, SkippedKernels
 from lightning_pardist.planner.step_ledger import StepLedger
 from lightning_pardist.runtime.distributed_context import rehearsed
@@ -51,6 +51,8 @@ class RankTrace:
         events: Operators, messages and changes of memory, in order.
         before_optimizer: How many of them come before the optimizer's step.
         looked_at: Where user code looked at values that were not known.
+        microbatches: How many a step is made of.
+        on_host: Bytes in the host's memory where the device has one of its own, and ``held`` is without them.
     """
 
     dims: ParallelDims
@@ -60,6 +62,8 @@ class RankTrace:
     events: list[Event]
     before_optimizer: int
     looked_at: list[str]
+    microbatches: int = 1
+    on_host: int = 0
 
 
 @dataclass(frozen=True)
@@ -196,9 +200,12 @@ def _traced(
     broadcast = None if exchange is None else exchange.broadcast
     group = alone_among(place.world_size, rank=place.rank, stands_for=place.stands_for, broadcast=broadcast)
     with group, SkippedKernels(forms, exchange) as skipped:
-        watch = StepLedger(ends=True)
+        made = strategy()
+        # On CPU the host's memory is the device's.
+        away = made.kept_on_host if place.stands_for != "gloo" else []
+        watch = StepLedger(ends=True, away=away)
         trainer = pl.Trainer(
-            strategy=strategy(),
+            strategy=made,
             accelerator="cpu",
             devices=place.devices,
             num_nodes=place.num_nodes,
@@ -218,10 +225,29 @@ def _traced(
         trainer.fit(without_values(module, skipped), train_dataloaders=_Batches(batch, 2 * accumulated))
     if watch.held is None:
         raise ValueError("The Trainer ended before its second step: nothing is known of one.")
-    dims = trainer.strategy.dims  # type: ignore[attr-defined]
-    return RankTrace(
-        dims, place.rank, watch.held, watch.peak_in, watch.events, watch.before_optimizer, list(skipped.looked_at)
-    )
+    events, begins = watch.events, watch.before_optimizer
+    if away:
+        events = _stepping_on_host(events, begins, _copied(watch.held_away))
+    on_host = sum(watch.held_away.values())
+    if away and "parameters" not in away:
+        # Of what the device holds whole there is a slice to step on.
+        on_host += watch.held_away["gradients"]
+    looked_at, runs = list(skipped.looked_at), watch.microbatches
+    return RankTrace(made.dims, place.rank, watch.held, watch.peak_in, events, begins, looked_at, runs, on_host)
+
+
+def _copied(away: Mapping[str, int]) -> int:
+    """Bytes between host and device in a step: gradients, and what was updated; shards for forward and backward."""
+    gradients = away["gradients"]
+    return gradients + (2 * away["parameters"] if "parameters" in away else gradients)
+
+
+def _stepping_on_host(events: Sequence[Event], begins: int, copied: int) -> list[Event]:
+    """The events of a step whose optimizer's operators are the host's."""
+    last = events[begins:]
+    works = [event for event in last if isinstance(event, Operator)]
+    step = HostStep(sum(event.moved for event in works), copied, len(works))
+    return [*events[:begins], step, *(each for each in last if not isinstance(each, Operator))]
 
 
 def _optimizers_of(place: Place) -> AbstractContextManager[None]:

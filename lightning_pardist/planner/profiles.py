@@ -60,6 +60,8 @@ class DeviceProfile:
         message_rates: Bytes a second that a rank sends inside a node besides latencies, by bytes sent and by kind of
             message (``"reduce"``, ``"gather"``, ``"send"``); where it is empty, those of the links.
         link_host_share: Share of a message's time in which it keeps the processor busy that computes.
+        host_link_bytes_per_s: Between the host's memory and a device, in one direction.
+        host_bytes_per_s: Of the host's memory, a device's share: for optimizers that step there.
     """
 
     name: str
@@ -82,6 +84,8 @@ class DeviceProfile:
     rates: Rates = field(default_factory=dict, repr=False)
     message_rates: Rates = field(default_factory=dict, repr=False)
     link_host_share: float = 0.0
+    host_link_bytes_per_s: float = 32e9
+    host_bytes_per_s: float = 50e9
 
     def flops_of(self, dtype: str) -> float:
         """Operations a second of matrix products of a dtype; those of fp32 where it is not listed."""
@@ -131,6 +135,7 @@ class DeviceProfile:
                 raise ValueError(f"assumed_links names {', '.join(unknown)}")
             numbers = [made.memory_bytes, made.bytes_per_s, *flops.values()]
             numbers += [made.inside.bytes_per_s, made.between.bytes_per_s]
+            numbers += [made.host_link_bytes_per_s, made.host_bytes_per_s]
             numbers += [number for each in rates.values() for points in each.values() for point in points
                         for number in point]  # fmt: skip
             if "float32" not in flops or not all(float(number) > 0 for number in numbers):
@@ -149,42 +154,50 @@ def _points(content: Mapping[str, Any]) -> Rates:
 
 _LINKS = {"inside": "inside a node", "between": "between nodes"}
 _NODE_400G = "8 network cards of 400 Gb/s for 8 devices, as in DGX H100: 50 GB/s a device"
-_LATENCY = "latencies, efficiencies, host time an operator and reserved memory: assumed"
+_LATENCY = "latencies, efficiencies, host time an operator, the host's memory rate and reserved memory: assumed"
+_PCIE4, _PCIE5 = 32e9, 64e9
 _INSIDE_LATENCY, _BETWEEN_LATENCY = 5e-6, 15e-6
 
 _TABLE: dict[str, DeviceProfile] = {
     "a100": DeviceProfile(
         "A100 SXM 80 GB", 80e9, {"float32": 19.5e12, "tf32": 156e12, "bfloat16": 312e12, "float16": 312e12}, 2.039e12,
         Link(_INSIDE_LATENCY, 300e9), Link(_BETWEEN_LATENCY, 25e9),
-        sources=("NVIDIA A100 data sheet (dense; NVLink 600 GB/s both ways)",
+        host_link_bytes_per_s=_PCIE4,
+        sources=("NVIDIA A100 data sheet (dense; NVLink 600 GB/s, PCIe 64 GB/s both ways)",
                  "8 network cards of 200 Gb/s for 8 devices, as in DGX A100: 25 GB/s a device", _LATENCY),
     ),
     "h100": DeviceProfile(
         "H100 SXM", 80e9, {"float32": 67e12, "tf32": 494.5e12, "bfloat16": 989.5e12, "float16": 989.5e12}, 3.35e12,
         Link(_INSIDE_LATENCY, 450e9), Link(_BETWEEN_LATENCY, 50e9),
-        sources=("NVIDIA H100 data sheet (half of the figures with sparsity; NVLink 900 GB/s both ways)", _NODE_400G,
-                 _LATENCY),
+        host_link_bytes_per_s=_PCIE5,
+        sources=("NVIDIA H100 data sheet (half of the figures with sparsity; NVLink 900 GB/s, PCIe 128 GB/s both ways)",
+                 _NODE_400G, _LATENCY),
     ),
     "h200": DeviceProfile(
         "H200 SXM", 141e9, {"float32": 67e12, "tf32": 494.5e12, "bfloat16": 989.5e12, "float16": 989.5e12}, 4.8e12,
         Link(_INSIDE_LATENCY, 450e9), Link(_BETWEEN_LATENCY, 50e9),
-        sources=("NVIDIA H200 data sheet (half of the figures with sparsity; NVLink 900 GB/s both ways)", _NODE_400G,
-                 _LATENCY),
+        host_link_bytes_per_s=_PCIE5,
+        sources=("NVIDIA H200 data sheet (half of the figures with sparsity; NVLink 900 GB/s, PCIe 128 GB/s both ways)",
+                 _NODE_400G, _LATENCY),
     ),
     "b200": DeviceProfile(
         "B200", 180e9, {"float32": 75e12, "tf32": 1.1e15, "bfloat16": 2.25e15, "float16": 2.25e15}, 8e12,
         Link(_INSIDE_LATENCY, 900e9), Link(_BETWEEN_LATENCY, 50e9),
+        host_link_bytes_per_s=_PCIE5,
         sources=("NVIDIA DGX B200 and HGX B200 data sheets (an eighth of a system, half of the figures with sparsity;"
-                 " NVLink 1.8 TB/s both ways)", _NODE_400G, _LATENCY),
+                 " NVLink 1.8 TB/s, PCIe 5.0 x16 128 GB/s both ways)", _NODE_400G, _LATENCY),
     ),
     "mi300x": DeviceProfile(
         "MI300X", 192e9, {"float32": 163.4e12, "tf32": 653.7e12, "bfloat16": 1307.4e12, "float16": 1307.4e12}, 5.3e12,
         Link(_INSIDE_LATENCY, 448e9), Link(_BETWEEN_LATENCY, 50e9),
-        sources=("AMD Instinct MI300X data sheet (dense; Infinity Fabric 896 GB/s both ways)", _NODE_400G, _LATENCY),
+        host_link_bytes_per_s=_PCIE5,
+        sources=("AMD Instinct MI300X data sheet (dense; Infinity Fabric 896 GB/s, PCIe 128 GB/s both ways)",
+                 _NODE_400G, _LATENCY),
     ),
     "l40s": DeviceProfile(
         "L40S", 48e9, {"float32": 91.6e12, "tf32": 183e12, "bfloat16": 362e12, "float16": 362e12}, 864e9,
         Link(_INSIDE_LATENCY, 32e9), Link(_BETWEEN_LATENCY, 25e9),
+        host_link_bytes_per_s=_PCIE4,
         sources=("NVIDIA L40S data sheet (dense; PCIe 4.0 x16, 64 GB/s both ways)", "between nodes: assumed 200 Gb/s",
                  _LATENCY),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -147,10 +148,13 @@ class Search:
         self._alone = self._traced_alone()
 
     def add_all(self, candidates: Iterable[Candidate]) -> None:
-        """Plan candidates: replicas first, then those that may be the fastest, next to which others may be left out."""
+        """Plan candidates: replicas first, then those that may be the fastest, next to which others may be left out.
+
+        Last come those whose states rest on the host, which are for what fits no other way.
+        """
         some = list(candidates)
         if self._leave_out:
-            some.sort(key=self._promise, reverse=True)
+            some.sort(key=lambda each: (not each.offloads, self._promise(each)), reverse=True)
         for candidate in some:
             self.add(candidate)
 
@@ -196,7 +200,9 @@ class Search:
             return
         self._traced.append(traced)
         self._rows.append(row)
-        self._vary_microbatches(bound, row)
+        if traced.ranks[0].microbatches > 1:
+            # Other batches are whole for a reason.
+            self._vary_microbatches(bound, row)
         may_fit = _may_fit_with_checkpointing(row, self._profile) or not self._leave_out
         if not row.fits and may_fit and "activation_checkpointing" not in candidate.settings:
             self.add(with_checkpointing(candidate))
@@ -344,6 +350,8 @@ class Search:
         except (ValueError, MisconfigurationException, CannotPipelineError) as error:
             return Refused(candidate, f"refused: {sentence(error)}")
         except Exception as error:
+            if _is_own_defect(error):
+                raise
             _log.debug("%s cannot be planned.", candidate, exc_info=error)
             reason = f"cannot be planned, which says nothing of training: {type(error).__name__}: {sentence(error)}"
             return Refused(candidate, reason)
@@ -358,6 +366,8 @@ class Search:
             place = Place(0, 1, 1, self._profile.backend)
             return self._trace(Candidate("pardist_ddp"), [place], 1.0)[0]
         except Exception as error:
+            if _is_own_defect(error):
+                raise
             raise PlanError(
                 f"The module's step fails on this batch without values: {type(error).__name__}: {sentence(error)}"
             ) from error
@@ -378,6 +388,11 @@ class Search:
         best = max((row.samples_per_s for row in rows if row.fits), default=0.0)
         if not best:
             return None
+        if candidate.offloads:
+            return (
+                "not traced: others fit, and states on the host cost copies and a step there. Name it in strategies to"
+                " see it."
+            )
         for row in rows if dims.world_size > dims.batch_size else ():
             if row.fits and row.samples_per_s < best and candidate.is_wider_than(row.candidate):
                 return (
@@ -489,6 +504,7 @@ class Search:
             fullest.held.peak + profile.reserved_bytes <= profile.memory_bytes,
             looked_at=tuple(dict.fromkeys(place for each in ranks for place in each.looked_at)),
             timelines=times,
+            on_host=fullest.on_host,
         )
 
     def _timed(
@@ -498,6 +514,14 @@ class Search:
         times = time_ranks({each.rank: each.events for each in ranks}, profile, ranks_per_node=self._job.devices)
         sent = [_sent_by_axis(each.events, each.dims) for each in ranks]
         return times, max(sent, key=lambda by_axis: sum(by_axis.values()))
+
+
+def _is_own_defect(error: BaseException) -> bool:
+    """Whether the planner's own code is wrong, and not what it runs, whose operators fail inside its modes as well."""
+    if not isinstance(error, (AssertionError, AttributeError, KeyError, NameError, TypeError)):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith(f"{__package__}.")
 
 
 def _may_fit_with_checkpointing(row: Row, profile: DeviceProfile) -> bool:

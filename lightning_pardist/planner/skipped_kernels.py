@@ -12,6 +12,7 @@ for "are they equal" and "are they all". That user code did so is noted.
 
 from __future__ import annotations
 
+import mmap
 import sys
 import weakref
 from collections.abc import Iterable
@@ -163,7 +164,7 @@ class SkippedKernels(UncompiledMode):
             if isinstance(leaf, _Input):
                 return inputs[leaf.index]
             if isinstance(leaf, _Output):
-                made = torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype)
+                made = _unwritten(leaf)
                 self._is_unknown(made, yes)
                 if made.numel() <= _FILLED:
                     made.fill_(1 if yes or made.dtype != torch.bool else 0)
@@ -330,6 +331,19 @@ class _Output:
 
 
 _META = torch.device("meta")
+#: Of Linux: memory that is not counted before it is written to.
+_MAP_NORESERVE = 0x4000
+
+
+def _unwritten(output: _Output) -> Tensor:
+    """Memory that nobody has written to. More than the machine has is mapped without a claim on it."""
+    try:
+        return torch.empty_strided(output.size, output.stride, dtype=output.dtype)
+    except RuntimeError:
+        last = sum((size - 1) * step for size, step in zip(output.size, output.stride, strict=True))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        space = mmap.mmap(-1, (last + 1) * output.dtype.itemsize, flags=flags)
+        return torch.frombuffer(space, dtype=output.dtype).as_strided(output.size, output.stride)
 
 
 def _key(value: Any) -> Any:

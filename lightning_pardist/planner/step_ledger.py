@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,20 +24,25 @@ class StepLedger(pl.Callback):
         ends: Whether the module is not used after the run.
         step: Which step, from 1. In the second optimizer state exists; what strategies look at once, when the first
             is over, comes before the third.
+        away: Kinds that rest on the host, where the optimizer steps on them: memory is the device's without them.
 
     Attributes:
         held: Bytes by kind when they were most in that step, once it is over.
+        held_away: Bytes of each kind on the host when the optimizer steps.
         peak_in: ``"forward"``, ``"backward"`` or ``"optimizer"``.
         events: What happened in the step.
         before_optimizer: How much of that before the optimizer's step.
+        microbatches: How often the step ran forward and backward.
     """
 
-    def __init__(self, *, ends: bool = False, step: int = 2) -> None:
-        self._ends, self._step = ends, step
+    def __init__(self, *, ends: bool = False, step: int = 2, away: Sequence[str] = ()) -> None:
+        self._ends, self._step, self._away = ends, step, away
         self.held: Held | None = None
+        self.held_away: dict[str, int] = {}
         self.peak_in = ""
         self.events: list[Event] = []
         self.before_optimizer = 0
+        self.microbatches = 1
         self._ledger: Ledger | None = None
         self._batches = 0
         self._marks: list[tuple[int, str]] = []
@@ -86,11 +92,13 @@ class StepLedger(pl.Callback):
         self._ledger.stop()
         self._name(trainer)
         self.events = self._ledger.events
-        self.held, where = self._ledger.at_peak()
-        self.peak_in = next((name for at, name in reversed(self._marks) if at <= where), "forward")
         ends = (at for at, name in self._marks if name == "optimizer")
         self.before_optimizer = next(ends, len(self.events))
-        if self.peak_in != "optimizer" and trainer.strategy.context.runs_a_step > 1:  # type: ignore[attr-defined]
+        self.held, where = self._ledger.at_peak(self._away, self.before_optimizer if self._away else None)
+        self.held_away = self._ledger.held_before(self._away, self.before_optimizer)
+        self.peak_in = next((name for at, name in reversed(self._marks) if at <= where), "forward")
+        self.microbatches = trainer.strategy.context.runs_a_step  # type: ignore[attr-defined]
+        if self.peak_in != "optimizer" and self.microbatches > 1:
             self.peak_in = "forward and backward of micro-batches"
 
     @override

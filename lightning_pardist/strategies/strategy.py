@@ -262,6 +262,11 @@ class PardistStrategy(ParallelStrategy):
         return next((axis for axis in self._axes_as_set if isinstance(axis, kind)), None)
 
     @property
+    def kept_on_host(self) -> list[str]:
+        """See :attr:`~lightning_pardist.axes.base.ParallelAxis.kept_on_host`."""
+        return [kind for axis in self._axes_as_set for kind in axis.kept_on_host]
+
+    @property
     def data_engine(self) -> DataEngine | None:
         """Keeps gradients right over the gradient mesh; from the first ``fit`` on."""
         return self.context.data_engine

@@ -6,6 +6,7 @@ from dataclasses import replace
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed import HashStore
 from torch.multiprocessing import ProcessRaisedException
@@ -16,7 +17,7 @@ from lightning_pardist.cli import main
 from lightning_pardist.compat.fake_group import alone_among
 from lightning_pardist.planner import DeviceProfile, PlanError, ProfileError, find_profile, measuring, plan, search
 from lightning_pardist.planner.candidates import DEFAULT, Candidate, enumerate_candidates
-from lightning_pardist.planner.ledger import Ledger, Message, Operator
+from lightning_pardist.planner.ledger import HostStep, Ledger, Message, Operator
 from lightning_pardist.planner.measuring import measure_alone, measure_rank, nodes_of
 from lightning_pardist.planner.operator_rates import measure_operators, rate_near, size_of
 from lightning_pardist.planner.profiles import Link, data_sheet_of
@@ -52,6 +53,28 @@ class TwoByHand(Classifier):
     def configure_optimizers(self):
         params = list(self.parameters())
         return [torch.optim.Adam(params[:2]), torch.optim.Adam(params[2:])]
+
+
+class Contrasts(pl.LightningModule):
+    """A loss that compares the samples of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        found = self.layers(batch)
+        return F.cross_entropy(found @ found.T, torch.arange(len(batch)))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Compares(Contrasts):
+    """The same of each sample with its own target."""
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.layers(batch), batch)
 
 
 class BrokenData(pl.LightningDataModule):
@@ -128,6 +151,7 @@ def test_every_name_is_there_with_numbers_or_a_reason():
     assert all(named.values())
     assert "threads of one process" in named["pardist_dp"]
     assert "Name it in strategies" in named["pardist_mp"]
+    assert "others fit, and states on the host" in named["pardist_zero2_offload"]
 
 
 def test_no_strategy_is_faster_than_its_bound():
@@ -156,6 +180,50 @@ def test_plans_compare_several_strategies_where_one_is_the_best_by_far():
     found = plan(model, BATCH, devices=2, num_nodes=4, device=replace(fast, **links))
     assert len({row.candidate.strategy for row in found.rows}) >= 4
     assert any("of a step to send, at least" in each.reason for each in found.refused)
+
+
+def test_states_on_the_host_are_not_the_devices():
+    names = ["pardist_zero2", "pardist_zero2_offload", "pardist_zero3_offload"]
+    found = make_plan(strategies=names)
+    rows = {row.candidate.strategy: row for row in found.rows}
+    plain, second, third = (rows[name] for name in names)
+    psi = 4 * sum(param.numel() for param in Classifier().parameters())
+    assert (plain.on_host, second.memory["optimizer"], third.memory["parameters"]) == (0, 0, 0)
+    # Masters, gradients and two numbers of Adam; without the masters' copy on the device.
+    assert second.on_host == pytest.approx(psi, rel=0.05)
+    assert third.on_host == pytest.approx(psi, rel=0.05)
+    assert second.memory["peak"] < plain.memory["peak"] - 1.8 * psi / 4
+    slow = found.what_if(device=replace(found.device, host_bytes_per_s=1e6))
+    waits = {row.candidate.strategy: row.time.idle - rows[row.candidate.strategy].time.idle for row in slow.rows}
+    assert waits[names[0]] == 0
+    assert all(1e-3 < waits[name] < 0.1 for name in names[1:])
+    assert "The host holds" in found.explain(second)
+    between = (second.memory["peak"] + plain.memory["peak"]) / 2 + found.device.reserved_bytes
+    assert found.what_if(memory_gb=between / 1e9).best.candidate.strategy.endswith("_offload")
+    # On CPU it is one memory.
+    (row,) = make_plan(strategies=["pardist_zero2_offload"], device="cpu").rows
+    assert row.on_host == 0
+    assert row.memory["optimizer"] == pytest.approx(2 * psi / 4, rel=0.05)
+
+
+def test_a_device_waits_for_the_hosts_step():
+    profile = replace(find_profile("h100"), host_bytes_per_s=50e9, host_link_bytes_per_s=40e9, link_efficiency=0.5)
+    time = time_step([HostStep(moved=50_000_000, copied=20_000_000, operators=0)], profile, ranks_per_node=1)
+    assert (time.compute, time.communication) == (0, 0)
+    assert time.idle == pytest.approx(2e-3)
+
+
+def test_defects_of_the_planner_are_no_refusals(monkeypatch):
+    monkeypatch.setattr("lightning_pardist.planner.planned_rank.StepLedger", None)
+    with pytest.raises(TypeError, match="not callable"):
+        make_plan(strategies=["pardist_ddp"])
+
+
+def test_tensors_may_be_larger_than_the_machine():
+    with SkippedKernels():
+        rows = torch.empty(1 << 40).view(-1, 2) * 2
+    assert rows.shape == (1 << 39, 2)
+    assert rows.untyped_storage().nbytes() == 1 << 42
 
 
 def test_islands_send_once_in_many_steps():
@@ -406,6 +474,16 @@ def test_micro_batches_are_chosen_by_what_a_step_takes():
     usual = Candidate("pardist_pp", {"pipeline_parallel_size": 2}).microbatches(2, BATCH)
     assert usual == 8
     assert 16 not in counts
+
+
+@pytest.mark.parametrize(("kind", "counts"), [(Contrasts, {1}), (Compares, {8, 4, 2})])
+def test_batches_whose_samples_are_compared_are_planned_whole(kind, counts):
+    slow = replace(find_profile("h100"), host_s_per_operator=1e-3)
+    found = plan(kind(), torch.randn(8, 16), devices=2, device=slow, strategies=["pardist_pp"])
+    sent = {round(row.sent["pipeline_parallel"] / (8 * 16 * 4)) for row in found.rows}
+    assert sent == {1}
+    settings = {row.candidate.settings.get("num_microbatches", 8 if kind is Compares else 1) for row in found.rows}
+    assert settings == counts
 
 
 def test_three_axes_at_once():

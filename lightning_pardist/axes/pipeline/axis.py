@@ -106,6 +106,7 @@ class PipelineAxis(ParallelAxis):
         self._plans: dict[StepKey, PipelinePlan] = {}
         self._unstaged: dict[StepKey, str] = {}
         self._observed: Recorded | None = None
+        self._is_whole = False
         self._rules: dict[StepKey, Rules] = {}
         self._cut, self._loss = "", LossMakeup()
         #: Of evaluation: the loop's fetcher, results of batches that have been run before their turn, how many may be.
@@ -212,6 +213,7 @@ class PipelineAxis(ParallelAxis):
         group, device = self.group, self.context.device
         recorded = self._observed or self._record(trainer)
         self._observed = None
+        self._is_whole = recorded.microbatching is not None and recorded.microbatching.is_whole
         if recorded.owners is not None and (joint := self.context.in_one_piece):
             raise CannotPipelineError(
                 f"{next(iter(recorded.unstaged.values()))} So there are no fixed stages, and ranks that run"
@@ -266,7 +268,7 @@ class PipelineAxis(ParallelAxis):
     @property
     @override
     def runs_a_step(self) -> int:
-        return 1 if self.engine is None else self.engine.options.num_microbatches
+        return 1 if self.engine is None or self._is_whole else self.engine.options.num_microbatches
 
     @override
     def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

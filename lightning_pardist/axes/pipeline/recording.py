@@ -272,13 +272,25 @@ class StepRecorder:
     def _why_whole(self, sample: _Sample, rules: Mapping[StepKey, Rules]) -> str | None:
         """Why a batch is not to be cut, where nobody has said into how many parts; None if it may be."""
         found = rules.get(sample.key)
-        if found is None or self._rehearsed or not self.microbatching.is_free or self.settings.split_batch is not None:
+        if found is None or not self.microbatching.is_free or self.settings.split_batch is not None:
             return None
         if found.mixing is not None:
             return f"{found.mixing} mixes the samples of a batch"
-        if found.is_explained or self.loss_weight != "auto":
+        coupled = self._coupled_in_whole(sample) if self._rehearsed else self._loss.coupled
+        if self.loss_weight != "auto" or (not coupled if self._rehearsed else found.is_explained):
             return None
-        return f"the loss compares the samples of a batch{f' ({self._loss.coupled})' if self._loss.coupled else ''}"
+        return f"the loss compares the samples of a batch{f' ({coupled})' if coupled else ''}"
+
+    def _coupled_in_whole(self, sample: _Sample) -> str:
+        """What makes the whole batch's loss more than a sum over samples, by its graph, which needs no values."""
+        if len(self._parts(sample)) < 2:
+            return ""
+        with self._running(sample) as run, undisturbed(self.module), torch.enable_grad():
+            loss = loss_of(run(fresh_copy(sample.batch)))
+        if loss is None or loss.numel() != 1:
+            return ""
+        samples = self.microbatching.cut.samples_of(sample.batch)
+        return LossMakeup.of(loss, sample.batch, samples, self.loss_weight).coupled
 
     def _steady_buffers(self, sample: _Sample, recorded: StepRecord) -> frozenset[str]:
         """Buffers of units that change once a batch, whatever its samples and their number."""
