@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pardist.engines.pipeline.nested import map_leaves
+from lightning_pardist.engines.pipeline.nested import map_leaves, named_children, tensors_in
 
 
 def of_first_rank(value: Any, *, group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -17,12 +19,40 @@ def of_first_rank(value: Any, *, group: dist.ProcessGroup, device: torch.device)
     Args:
         value: A batch, or several: anything that holds tensors, and can be pickled.
         group: Ranks that use the same.
-        device: Of this rank's tensors.
+        device: Of this rank's tensors, but for those that the first rank has on the host.
+
+    Raises:
+        TypeError: On all of them, if the first rank's cannot be pickled.
     """
-    box = [map_leaves(_to_host, value) if group.rank() == 0 else None]
+    box: list[Any] = [None, [], None]
+    if group.rank() == 0:
+        on_host = [leaf.device.type == "cpu" for leaf in tensors_in(value)]
+        value = map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, value)
+        try:
+            box = [pickle.dumps(value), on_host, None]
+        except Exception:
+            box[2] = _not_pickled(value)
     dist.broadcast_object_list(box, group_src=0, group=group)
-    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, box[0])
+    sent, on_host, unsent = box
+    if unsent is not None:
+        raise TypeError(
+            "Ranks that work on one batch got different ones, and the first rank's cannot be sent to the others:"
+            f" {unsent}. Leave it out of the batch, or let these ranks have the same samples: seed alike what shuffles"
+            " or augments them, and share samples out by distributed_sampler_kwargs of the strategy."
+        )
+    stays = iter(on_host)
+    found = pickle.loads(sent)
+    return map_leaves(lambda leaf: leaf if not isinstance(leaf, Tensor) or next(stays) else leaf.to(device), found)
 
 
-def _to_host(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+def _not_pickled(value: Any, path: str = "") -> str | None:
+    """Which innermost part of a batch cannot be pickled, and why; None if all of it can."""
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        parts = ((f"{path}.{name}".removeprefix("."), child) for name, child in named_children(value) or ())
+        inside = (_not_pickled(child, name) for name, child in parts)
+        # Without the places of the batch among what was given.
+        where = f"{re.sub('^([0-9]+[.])+', '', path) or 'it'} ({type(value).__name__})"
+        return next((found for found in inside if found), f"{where}: {error}")
+    return None

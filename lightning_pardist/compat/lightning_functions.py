@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device as move_torchmetrics_to_device
 from lightning.fabric.strategies.launchers.subprocess_script import _HYDRA_AVAILABLE as HYDRA_AVAILABLE
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd as basic_subprocess_cmd
 from lightning.fabric.strategies.launchers.subprocess_script import _hydra_subprocess_cmd as hydra_subprocess_cmd
 from lightning.fabric.utilities.cloud_io import _load as load_from_url
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_device
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.fabric.utilities.init import _materialize_distributed_module as materialize_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _PATH as PATH
 from lightning.fabric.utilities.types import _Stateful as Stateful
 from lightning.pytorch.core.optimizer import _configure_optimizers as configure_optimizers
@@ -36,6 +41,8 @@ NAMES = (
     Private("lightning.fabric.strategies.launchers.subprocess_script._basic_subprocess_cmd", _LAUNCH, _COPY),
     Private("lightning.fabric.strategies.launchers.subprocess_script._hydra_subprocess_cmd", _LAUNCH, _COPY),
     Private("lightning.fabric.utilities.cloud_io._load", "checkpoints behind URLs", "fsspec and torch.load"),
+    Private("lightning.fabric.utilities.data._auto_add_worker_init_fn", "random numbers in workers of loaders",
+            "worker_init_fn=partial(pl_worker_init_function, rank=...)"),
     Private("lightning.fabric.utilities.data._set_sampler_epoch", "the order of samples of an epoch", _COPY),
     Private("lightning.fabric.utilities.device_dtype_mixin._update_properties", "self.device of a module on meta",
             _COPY),
@@ -81,12 +88,26 @@ __all__ = [
     "materialize_module",
     "move_torchmetrics_to_device",
     "optimizers_to_device",
+    "seed_workers",
     "set_num_threads_if_needed",
     "set_sampler_epoch",
     "start_method",
     "update_dataloader",
     "update_device",
 ]
+
+
+def seed_workers(loader: Any, rank: int) -> None:
+    """Seed a loader's workers as Lightning does after ``seed_everything(workers=True)``, by another rank than its own.
+
+    Args:
+        loader: Any; what has no workers, and seeds of the user's, stay as they are.
+        rank: Workers of ranks with the same number draw alike.
+    """
+    if getattr(loader, "worker_init_fn", None) is pl_worker_init_function:
+        # The user's choice, which takes the global rank where it is told none.
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+    _auto_add_worker_init_fn(loader, rank)
 
 
 def half_dtype(plugin: HalfPrecision) -> torch.dtype:

@@ -33,7 +33,7 @@ from lightning_pardist.axes.user_parallelized import UserParallelizedAxis, is_us
 from lightning_pardist.collectives import barrier, broadcast_object, reduce, table_device, world_group
 from lightning_pardist.compat.contract import warn_if_untested
 from lightning_pardist.compat.default_group import in_step
-from lightning_pardist.compat.lightning_functions import PATH, optimizers_to_device
+from lightning_pardist.compat.lightning_functions import PATH, optimizers_to_device, seed_workers
 from lightning_pardist.compat.lightning_loops import layer_sync as layer_sync_of
 from lightning_pardist.compat.lightning_loops import lightning_optimizers, plain_optimizer, set_device_mesh, trainer_of
 from lightning_pardist.engines.common import activation_checkpointing
@@ -454,6 +454,8 @@ class PardistStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """A training loader of a resumed run goes on where the run was saved; what was taken of one comes again."""
+        # Lightning would by the global rank, also where ranks have the same samples.
+        seed_workers(dataloader, self.distributed_sampler_kwargs["rank"])
         module = self.lightning_module
         if module is None or trainer_of(module) is None:
             return dataloader

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_debug
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_pardist.compat.lightning_functions import Stateful
+from lightning_pardist.compat.lightning_functions import Stateful, seed_workers
 from lightning_pardist.compat.lightning_loops import (
     DataLoaderSource,
     batch_to_device,
@@ -213,6 +213,7 @@ class SampleBatches:
     def _first_of(self, loader: Any) -> tuple[Any, _Taken | None]:
         if isinstance(loader, (list, tuple)):
             return _first(loader), None
+        seed_workers(loader, self._trainer.strategy.distributed_sampler_kwargs["rank"])
         with undisturbed_random():
             if (indices := _first_indices(loader)) is not None:
                 # A worker reads a copy of the data set.

@@ -1,16 +1,20 @@
 """A run draws what one process draws: the order of samples, data made in hooks, weights made in configure_model."""
 
+import os
 import random
+import warnings
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import seed_everything
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lightning_pardist.axes.first_batch import of_first_rank
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -97,3 +101,81 @@ def _augmented(strategy, devices):
 def test_of_different_batches_the_first_ranks_are_used(strategy):
     for found in run_ranks(2, _augmented, strategy, 2):
         assert_close(found, _augmented("auto", 1))
+
+
+def _of_first_rank(item):
+    rank = torch.distributed.get_rank()
+    batch = {"x": torch.full((2,), float(rank)), "said": [rank, item]}
+    try:
+        group = torch.distributed.group.WORLD
+        return of_first_rank((batch, 0), group=group, device=torch.device("meta"))
+    except TypeError as error:
+        return str(error)
+
+
+def test_tensors_that_the_first_rank_has_on_the_host_stay_there():
+    for batch, index in run_ranks(2, _of_first_rank, None):
+        assert batch["x"].device.type == "cpu"
+        assert batch["x"].tolist() == [0, 0]
+        assert (batch["said"], index) == ([0, None], 0)
+
+
+def test_what_cannot_be_sent_is_named_on_all_ranks():
+    said = run_ranks(2, _of_first_rank, Unsent())
+    assert said[0] == said[1]
+    assert "the first rank's cannot be sent to the others: said.1 (Unsent): Not by post.. Leave it out" in said[0]
+
+
+class Unsent:
+    """Is made on each rank, and stays there."""
+
+    def __init__(self, stays=False):
+        self.stays = stays
+
+    def __reduce__(self):
+        if self.stays:
+            raise TypeError("Not by post.")
+        return Unsent, (True,)
+
+
+class AugmentsInWorker(TensorDataset):
+    """Draws in the process that reads it."""
+
+    def __init__(self):
+        super().__init__(torch.ones(16, 6), torch.zeros(16, 2))
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x * torch.rand(6) + float(np.random.rand()) + random.random(), y
+
+
+class StreamsInWorker(IterableDataset):
+    """The same without indices."""
+
+    def __iter__(self):
+        data = AugmentsInWorker()
+        return (data[index] for index in range(len(data)))
+
+
+def _augmented_in_worker(strategy, devices, data, init):
+    os.environ["PL_SEED_WORKERS"] = "0"
+    seed_everything(5, workers=init is None, verbose=False)
+    module = Given(0)
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        context = torch.multiprocessing.get_context("fork")
+        workers = {"num_workers": 1, "worker_init_fn": init, "multiprocessing_context": context}
+        trainer.fit(module, DataLoader(data, batch_size=4, **workers))
+    os.environ.pop("PL_SEED_WORKERS", None)
+    return snapshot(module), [str(each.message) for each in caught if "different batches" in str(each.message)]
+
+
+@pytest.mark.parametrize("init", [None, pl_worker_init_function], ids=["of_the_trainer", "of_the_user"])
+@pytest.mark.parametrize("data", [AugmentsInWorker(), StreamsInWorker()], ids=["indices", "stream"])
+@pytest.mark.parametrize("strategy", ["pardist_tp", "pardist_pp"])
+def test_workers_of_ranks_with_the_same_samples_draw_alike(strategy, data, init):
+    want, _ = _augmented_in_worker("auto", 1, data, init)
+    for found, warned in run_ranks(2, _augmented_in_worker, strategy, 2, data, init):
+        assert_close(found, want)
+        assert not warned
