@@ -26,6 +26,7 @@ from lightning_pardist.axes.pipeline.microbatching import Microbatching
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import StepRecorder
 from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares
+from lightning_pardist.axes.pipeline.spanning_functions import SpanningFunctions
 from lightning_pardist.axes.refusals import refuse_renormalized
 from lightning_pardist.compat.lightning_functions import update_device
 from lightning_pardist.compat.lightning_loops import is_compiled, layer_sync
@@ -103,7 +104,7 @@ class ReplicaAxis(ParallelAxis):
         """Find out how what a step leaves behind goes together, and try whether the module can be replicated.
 
         Raises:
-            ValueError: If the module cannot be replicated.
+            ValueError: If the module cannot be replicated, or layers leave in attributes what a backward may read.
             CannotPipelineError: If batches cannot be cut, or steps of parts do not go together.
         """
         if trainer.state.fn != TrainerFn.FITTING:
@@ -111,11 +112,18 @@ class ReplicaAxis(ParallelAxis):
         self._try_to_replicate(module)
         number = len(self.devices)
         settings = self._settings(num_microbatches=number)
-        with undisturbed_random():
+        with undisturbed_random(), SpanningFunctions(module) as functions:
             ways: dict[str, Any] = {"check_samples": self.context.check_samples}
             samples, weight = self.context.samples, self.context.loss_weight
             recorder = StepRecorder(trainer, settings, range(number), samples, weight, **ways)
             self._rules, self._loss, self._cut = recorder.training_rules()
+        if functions.kept is not None:
+            function, attribute = functions.kept
+            raise ValueError(
+                f"{function}, a custom autograd function, calls a layer of {type(module).__name__} that sets"
+                f" {attribute} in forward. Its backward may read it, and would find what another replica left there."
+                " Use pardist_ddp, with a process for each device."
+            )
         name, rules = f"{type(module).__name__}.training_step", self._rules
         if not rules.is_explained or rules.unexplained:
             what = ", ".join(rules.unexplained) or "its loss"

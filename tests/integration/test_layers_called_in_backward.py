@@ -104,12 +104,41 @@ def test_layers_that_a_backward_calls_are_gathered_for_it(strategies):
                 assert_close(each[part], expected[part])
 
 
-def _refused():
+class Seeded(Coupling):
+    """Keeps for the backward pass what its forward has drawn, as the Reformer does (arXiv 2001.04451)."""
+
+    seed = None
+
+    def forward(self, one, two):
+        self.seed = torch.seed() % 2**31
+        return super().forward(one, two)
+
+    def backward_pass(self, *state):
+        torch.manual_seed(self.seed)
+        return super().backward_pass(*state)
+
+
+class SeededRevNet(RevNet):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.layers = nn.ModuleList([Seeded(), Seeded()])
+
+
+def _refused(strategy, module_class):
+    trainer = quiet_trainer(strategy=STRATEGIES.get(strategy, lambda: strategy)(), devices=2)
     with pytest.raises(
-        CannotPipelineError, match=r"Reversible, a custom autograd function, calls 3 layers \(layers\.0"
+        CannotPipelineError, match=r"Reversible, a custom autograd function, calls \d layers \(layers\.0"
     ):
-        _fit("pp")
+        trainer.fit(module_class(), datamodule=Data(points(BATCH * STEPS)))
 
 
-def test_a_function_over_several_layers_is_not_cut():
-    run_ranks(2, _refused)
+@pytest.mark.parametrize("module_class", [RevNet, SeededRevNet])
+@pytest.mark.parametrize("strategy", ["pp", "pardist_mp"])
+def test_a_function_over_several_layers_is_not_cut(strategy, module_class):
+    run_ranks(2, _refused, strategy, module_class)
+
+
+def test_replicas_do_not_share_what_layers_keep_for_backward():
+    trainer = quiet_trainer(strategy="pardist_dp", devices=2)
+    with pytest.raises(ValueError, match=r"Reversible, a custom autograd function, .* sets layers\.0\.seed in forward"):
+        trainer.fit(SeededRevNet(), datamodule=Data(points(BATCH * STEPS)))

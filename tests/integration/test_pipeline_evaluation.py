@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lightning_pardist.engines.pipeline import CannotPipelineError
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -190,3 +191,64 @@ def test_encoders_with_padding_masks(strategy):
         assert fast_path
         for name, values in expected.items():
             assert_close(found[name], values)
+
+
+class NowAndThen(Regression):
+    """Calls the model once more in its first run (a count of operations), or with the first batch (pictures)."""
+
+    def __init__(self, when, training=False):
+        super().__init__()
+        self.when, self.training_too, self.size = when, training, None
+
+    def more(self, batch, batch_idx):
+        if self.when == "first run" and self.size is None:
+            self.size = float(self.net(batch[0][:1]).abs().sum())
+        if self.when == "first batch" and batch_idx == 0:
+            self.log("shown", self.net[:3](batch[0][:2]).sum())
+
+    def training_step(self, batch, batch_idx):
+        if self.training_too:
+            self.more(batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.more(batch, batch_idx)
+        return super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        self.more(batch, batch_idx)
+        return super().validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self):
+        self.log("size", self.size or 0.0)
+        super().on_test_epoch_end()
+
+
+def _now_and_then(strategy, devices, when):
+    torch.manual_seed(3)
+    module, loader = NowAndThen(when), DataLoader(_data(24), batch_size=8)
+    trainer = quiet_trainer(strategy=strategy, devices=devices)
+    trainer.fit(module, loader, loader)
+    fit = {key: value.clone() for key, value in trainer.callback_metrics.items()}
+    test = quiet_trainer(strategy=strategy, devices=devices).test(module, loader, verbose=False)
+    return fit | snapshot(module), {key: torch.as_tensor(value) for key, value in test[0].items()}
+
+
+@pytest.mark.parametrize("when", ["first run", "first batch"])
+@pytest.mark.parametrize("strategy", ["pardist_pp", "pardist_mp"])
+def test_steps_that_do_more_now_and_then(strategy, when):
+    fit, test = _now_and_then("auto", 1, when)
+    for found in run_ranks(2, _now_and_then, strategy, 2, when):
+        assert_close(found[0], fit)
+        assert_close(found[1], test)
+
+
+def _trains_now_and_then(when):
+    trainer = quiet_trainer(strategy="pardist_pp", devices=2)
+    with pytest.raises(CannotPipelineError, match="training_step does not call the same layers in every step"):
+        trainer.fit(NowAndThen(when, training=True), DataLoader(_data(24), batch_size=8))
+
+
+@pytest.mark.parametrize("when", ["first run", "first batch"])
+def test_training_steps_that_do_more_now_and_then_are_refused_before_the_first(when):
+    run_ranks(2, _trains_now_and_then, when)

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
+from lightning_pardist.axes.pipeline.spanning_functions import SpanningFunctions
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
 from lightning_pardist.engines.pipeline import CannotPipelineError, PipelinePlan, StepRecord, record_step
 from lightning_pardist.engines.pipeline.owner_plan import plan_owners
@@ -46,7 +47,8 @@ def record_for_owners(
 
     Raises:
         Exception: What the first step raises. Others that fail tell nothing.
-        CannotPipelineError: If the first step calls fewer layers than there are ranks.
+        CannotPipelineError: If the first step calls fewer layers than there are ranks, or a custom autograd function
+            calls several.
     """
     module = trainer.lightning_module
     records: list[StepRecord] = []
@@ -57,12 +59,16 @@ def record_for_owners(
                 def step(given: Any, name: str = name) -> Any:
                     return trial_run.run(module, name, given, trainer)
 
-                records.append(
-                    record_step(module, step, batch, grad=name == "training_step", loss_of=lambda result: None)
-                )
+                training = name == "training_step"
+                with SpanningFunctions(module) as functions:
+                    record = record_step(module, step, batch, grad=training, loss_of=lambda result: None)
+                records.append(record)
         except Exception:
             if not records:
                 raise
+            continue
+        if training:
+            functions.refuse(record.unit_names)
     if not records[0].calls:
         raise CannotPipelineError("The step calls no module that holds parameters, so there is nothing to distribute.")
     return plan_owners(records, num_ranks, split=settings.split)

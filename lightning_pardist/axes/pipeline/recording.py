@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count, repeat
 from typing import Any
 
 import lightning.pytorch as pl
@@ -52,7 +53,8 @@ from lightning_pardist.engines.pipeline import (
     plan_stages,
     record_step,
 )
-from lightning_pardist.engines.pipeline.interception import undisturbed
+from lightning_pardist.engines.pipeline.errors import ALTERNATIVES
+from lightning_pardist.engines.pipeline.interception import intercepted, undisturbed
 from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, common_ratios, part_weight
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
 from lightning_pardist.engines.pipeline.nested import map_leaves
@@ -192,7 +194,8 @@ class StepRecorder:
         samples = list(self._samples())
         if not samples:
             raise CannotPipelineError("There is no batch to record a run of a step with.", ())
-        if self.settings.schedule != "mp":
+        evaluates = self.trainer.state.fn in (TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.PREDICTING)
+        if self.settings.schedule != "mp" and not evaluates:
             return self._record_stages(samples)
         if (why := needs_owners(self.module)) is not None and self.trainer.state.fn == TrainerFn.FITTING:
             return self._record_owners(samples, f"{type(self.module).__name__} {why}.")
@@ -471,13 +474,56 @@ class StepRecorder:
                 " pipeline it runs stage by stage, and ranks come to that line as their stages do, or not at all. Call"
                 " it in a hook (on_train_batch_end), or log with sync_dist=True."
             )
-        if training and (found := functions.over_several(recorded.unit_names)) is not None:
-            raise CannotPipelineError(
-                f"{found[0]}, a custom autograd function, calls {len(found[1])} layers ({', '.join(found[1][:3])},"
-                " ...), and calls them again in its backward, which no rank can do that holds some of them only.",
-                ("pardist_ddp", "pardist_zero3", "pardist_tp"),
-            )
+        if training:
+            functions.refuse(recorded.unit_names)
+        self._refuse_other_calls(sample, recorded)
         return recorded
+
+    def _refuse_other_calls(self, sample: _Sample, recorded: StepRecord) -> None:
+        """A step may do something once, or with some batches only: then a recorded run is not what later ones are.
+
+        Raises:
+            CannotPipelineError: If a second run, with the next index, calls other units than the recorded one.
+        """
+        first, later = [call.unit for call in recorded.calls], self._later_calls(sample, recorded)
+        # A step that returns before it calls anything is left out by all stages.
+        if later and first != later:
+            index = next((i for i, (one, two) in enumerate(zip(first, later, strict=False)) if one != two), None)
+            index = min(len(first), len(later)) if index is None else index
+            one, two = (repr(each[index]) if index < len(each) else "no further layer" for each in (first, later))
+            raise CannotPipelineError(
+                f"{STEPS[sample.stage]} does not call the same layers in every step: after {index} calls of layers,"
+                f" {one} in a first run, {two} in a second with batch_idx=1. Stages follow one order. Move what is done"
+                " once, or with some batches only, to a hook.",
+                ("pardist_mp", *ALTERNATIVES),
+            )
+
+    def _later_calls(self, sample: _Sample, recorded: StepRecord) -> list[str]:
+        """Units that a second run calls behind a first, with the next index; none if nothing is known."""
+        found: list[str] = []
+
+        def note(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found.append(name)
+            return forward(*args, **kwargs)
+
+        if self._rehearsed:
+            return []
+        units = {name: self.module.get_submodule(name) for name in recorded.unit_names}
+        try:
+            with (
+                undisturbed(self.module),
+                ParameterWriteGuard(self.module),
+                self._running(sample, in_order=True) as run,
+                torch.set_grad_enabled(sample.stage == RunningStage.TRAINING),
+            ):
+                run(fresh_copy(sample.microbatch))
+                with intercepted(units, note):
+                    run(fresh_copy(sample.microbatch))
+        except Exception as error:
+            # Without a backward between them, say.
+            rank_zero_debug(f"{STEPS[sample.stage]} was not tried a second time: {error}")
+            return []
+        return found
 
     @torch.no_grad()
     def _refuse_changes(self, sample: _Sample, run: Callable[[Any], Any], written: Sequence[nn.Parameter]) -> None:
@@ -671,24 +717,28 @@ class StepRecorder:
         return collector
 
     @contextmanager
-    def _running(self, sample: _Sample, *, plain: bool = False) -> Iterator[Callable[[Any], Any]]:
+    def _running(
+        self, sample: _Sample, *, plain: bool = False, in_order: bool = False
+    ) -> Iterator[Callable[[Any], Any]]:
+        """What runs the step on a batch: as the first, or each as the one behind those before it."""
         name = STEPS[sample.stage]
         function = getattr(self.module, name)
-        rest = [0] if is_param_in_hook_signature(function, "batch_idx", min_args=2) else []
-        if sample.num_dataloaders > 1:
-            rest.append(sample.dataloader_idx)
+        takes_index = is_param_in_hook_signature(function, "batch_idx", min_args=2)
+        rest = [sample.dataloader_idx] if sample.num_dataloaders > 1 else []
+        indices = count() if in_order else repeat(0)
+        run = self._effects.run_in_order if in_order else self._effects.run
         precision: Any = self.trainer.precision_plugin
         context = nullcontext if plain else getattr(precision, _CONTEXTS[name])
 
         def step(microbatch: Any) -> Any:
             with context():
-                return function(microbatch, *rest)
+                return function(microbatch, *([next(indices)] if takes_index else []), *rest)
 
         before = current_hook(self.module)
         set_current_hook(self.module, name)
         try:
             with self._as_in(sample.stage), self._effects.watching(), self._hooks_run(sample):
-                yield lambda microbatch: self._effects.run(step, microbatch)
+                yield lambda microbatch: run(step, microbatch)
         finally:
             set_current_hook(self.module, before)
 

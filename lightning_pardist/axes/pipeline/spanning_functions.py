@@ -11,7 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import Self
 
+from lightning_pardist.compat.modules import TABLES
 from lightning_pardist.compat.patches import custom_functions
+from lightning_pardist.engines.pipeline import CannotPipelineError
+from lightning_pardist.engines.pipeline.interception import HOOKS
 
 
 class SpanningFunctions:
@@ -24,9 +27,11 @@ class SpanningFunctions:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._names = {each: name for name, each in module.named_modules()}
+        self._modules = dict(module.named_modules())
+        self._names = {each: name for name, each in self._modules.items()}
         self._calls: list[tuple[str, list[str]]] = []
-        self._inside: list[list[str]] = []
+        self._inside: list[dict[str, dict[str, Any]]] = []
+        self._kept: list[tuple[str, str]] = []
         self._entered = ExitStack()
 
     def __enter__(self) -> Self:
@@ -43,20 +48,39 @@ class SpanningFunctions:
     def _call(self, function: type, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if function is CheckpointFunction:
             return apply(*args, **kwargs)
-        self._inside.append([])
+        self._inside.append({})
         try:
             return apply(*args, **kwargs)
         finally:
-            self._calls.append((function.__name__, self._inside.pop()))
+            called = self._inside.pop()
+            self._calls.append((function.__name__, list(called)))
+            for name, before in called.items():
+                now = self._modules[name].__dict__
+                changed = {key for key in now if key not in before or now[key] is not before[key]}
+                self._kept += [(function.__name__, f"{name}.{key}") for key in changed - _REGISTRIES]
 
     def _note(self, module: nn.Module, args: Any) -> None:
         if self._inside:
-            self._inside[-1].append(self._names[module])
+            self._inside[-1].setdefault(self._names[module], dict(module.__dict__))
 
-    def over_several(self, units: Collection[str]) -> tuple[str, list[str]] | None:
-        """A function that called several of these modules, and which; None if there is none."""
+    @property
+    def kept(self) -> tuple[str, str] | None:
+        """A function, and an attribute that a layer called by it has set for its backward, say; None without any."""
+        return next(iter(self._kept), None)
+
+    def refuse(self, units: Collection[str]) -> None:
+        """Refuse a function that called several of these modules.
+
+        Raises:
+            CannotPipelineError: With its name and theirs.
+        """
         for function, called in self._calls:
-            found = [name for name in dict.fromkeys(called) if name in units]
+            found = [name for name in called if name in units]
             if len(found) > 1:
-                return function, found
-        return None
+                raise CannotPipelineError(
+                    f"{function}, a custom autograd function, calls {len(found)} layers ({', '.join(found[:3])},"
+                    " ...), and calls them again in its backward, which no rank can do that holds some of them only.",
+                )
+
+
+_REGISTRIES = TABLES | HOOKS
