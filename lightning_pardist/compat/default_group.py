@@ -99,23 +99,39 @@ class DefaultGroup:
         if self.depth and call.named is None:
             return self.group
         if call.caller is not None and call.names & _COUNTING:
-            self._warn(call.caller)
+            self._warn(
+                call.caller,
+                f"This combines values of all {world.size()} ranks, of which only {self.group.size()} see"
+                " different samples: those of the others count several times. Use self.all_gather, sync_dist=True, or"
+                " group=self.trainer.strategy.data_group.",
+            )
         return world
 
-    def _warn(self, frame: FrameType) -> None:
-        line = frame.f_code, frame.f_lineno
-        if line in self._warned:
+    def world_size_read(self, frame: FrameType | None, world_size: int) -> None:
+        """Warn if user code asks the Trainer for the number of ranks in a step, or where it makes its optimizers.
+
+        Args:
+            frame: Of Lightning, or of whoever asks the strategy.
+            world_size: The answer.
+        """
+        if not self.depth or world_size == self.group.size():
             return
-        self._warned.add(line)
-        # By itself: the lookup is not made at the line that the warning is about.
-        warnings.warn_explicit(
-            f"This combines values of all {dist.get_world_size()} ranks, of which only {self.group.size()} see"
-            " different samples: those of the others count several times. Use self.all_gather, sync_dist=True, or"
-            " group=self.trainer.strategy.data_group.",
-            UserWarning,
-            frame.f_code.co_filename,
-            frame.f_lineno,
-        )
+        while frame is not None and frame.f_code.co_name == "world_size":
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES):
+            self._warn(
+                frame,
+                f"This reads a world_size of {world_size} ranks, of which only {self.group.size()} see different"
+                f" samples: a learning rate or loss scaled by it is {world_size // self.group.size()} times that of one"
+                ' process with these batches. Use self.trainer.distributed_sampler_kwargs["num_replicas"].',
+            )
+
+    def _warn(self, frame: FrameType, text: str) -> None:
+        line = frame.f_code, frame.f_lineno
+        if line not in self._warned:
+            self._warned.add(line)
+            # By itself: the lookup is not made at the line that the warning is about.
+            warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
 class _Call:
@@ -179,6 +195,12 @@ def in_step() -> Iterator[None]:
         yield
     finally:
         current.depth -= 1
+
+
+def world_size_read(world_size: int) -> None:
+    """The caller's caller has asked a strategy for the number of ranks: a warning, if it should have another."""
+    if _attached:
+        _attached[-1].world_size_read(sys._getframe(2), world_size)
 
 
 def show_as_default(group: dist.ProcessGroup) -> None:

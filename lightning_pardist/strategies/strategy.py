@@ -32,7 +32,7 @@ from lightning_pardist.axes.refusals import refuse_renormalized
 from lightning_pardist.axes.user_parallelized import UserParallelizedAxis, is_user_parallelized, note_user_parallelized
 from lightning_pardist.collectives import barrier, broadcast_object, reduce, table_device, world_group
 from lightning_pardist.compat.contract import warn_if_untested
-from lightning_pardist.compat.default_group import in_step
+from lightning_pardist.compat.default_group import in_step, world_size_read
 from lightning_pardist.compat.lightning_functions import PATH, optimizers_to_device, seed_workers
 from lightning_pardist.compat.lightning_loops import layer_sync as layer_sync_of
 from lightning_pardist.compat.lightning_loops import lightning_optimizers, plain_optimizer, set_device_mesh, trainer_of
@@ -336,7 +336,9 @@ class PardistStrategy(ParallelStrategy):
     @override
     def world_size(self) -> int:
         """Number of ranks that train."""
-        return super().world_size - self.ranks_apart
+        world_size = super().world_size - self.ranks_apart
+        world_size_read(world_size)
+        return world_size
 
     @property
     @override

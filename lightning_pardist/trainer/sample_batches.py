@@ -213,7 +213,7 @@ class SampleBatches:
     def _first_of(self, loader: Any) -> tuple[Any, _Taken | None]:
         if isinstance(loader, (list, tuple)):
             return _first(loader), None
-        seed_workers(loader, self._trainer.strategy.distributed_sampler_kwargs["rank"])
+        seed_workers(loader, (self._trainer.distributed_sampler_kwargs or {}).get("rank", 0))
         with undisturbed_random():
             if (indices := _first_indices(loader)) is not None:
                 # A worker reads a copy of the data set.

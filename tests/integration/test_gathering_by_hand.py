@@ -126,3 +126,27 @@ def _warned():
 def test_counting_over_the_world_outside_of_steps_is_warned_about_with_its_line():
     line = Hooked.on_train_epoch_end.__code__.co_firstlineno + 3
     assert run_ranks(2, _warned) == [[(sys.modules[__name__].__file__, line)]] * 2
+
+
+class ScalesByRanks(Contrastive):
+    """A learning rate for as many ranks as there are, the linear scaling rule (arXiv 1706.02677)."""
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
+
+
+def _scales(strategy):
+    with warnings.catch_warnings(record=True) as caught:
+        trainer = quiet_trainer(strategy=strategy, devices=2, use_distributed_sampler=False)
+        warnings.simplefilter("always")
+        trainer.fit(ScalesByRanks())
+    return [(str(each.message), each.filename) for each in caught if "world_size" in str(each.message)]
+
+
+@pytest.mark.parametrize(("strategy", "times"), [("pardist_tp", 1), ("pardist_pp", 1), ("pardist_zero2", 0)])
+def test_a_learning_rate_scaled_by_ranks_with_the_same_samples_is_warned_about(strategy, times):
+    for found in run_ranks(2, _scales, strategy):
+        assert [("2 times that of one process" in said, where) for said, where in found] == [(True, __file__)] * times
