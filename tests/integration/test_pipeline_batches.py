@@ -192,6 +192,24 @@ def test_micro_batches_are_as_small_as_the_step_allows():
         assert "4 micro-batches of 1 sample (num_microbatches=32" in said[0]
 
 
+class TakesGradients(Base):
+    """Takes a gradient in its step, which fails on micro-batches of one sample."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(x.square().sum(), x)
+        if len(x) < 2:
+            raise ValueError("One is not enough.")
+        return F.cross_entropy(self.net(slope), batch[1])
+
+
+def test_steps_that_take_gradients_are_tried_with_them():
+    want, *_ = _fit(TakesGradients, _pairs(24, 8))
+    for got, _, said in run_ranks(2, _fit, TakesGradients, _pairs(24, 8), None, 2):
+        assert_close(got, want)
+        assert "smaller ones fail: ValueError: One is not enough." in said[0]
+
+
 def test_what_is_derived_from_a_loss():
     want, _, text = _fit(Derived, _pairs())
     heard = []

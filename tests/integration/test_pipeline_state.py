@@ -1,11 +1,13 @@
 """What steps keep from batch to batch, in attributes and buffers: a pipeline beside one process."""
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pardist.engines.pipeline import CannotPipelineError
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -147,3 +149,39 @@ def test_what_steps_keep_is_that_of_one_process():
     for got in run_ranks(2, _fit_all, "pardist_pp", 2):
         for mine, whole in zip(got, want, strict=True):
             assert_close(mine, whole)
+
+
+class TwoViews(pl.LightningModule):
+    """Calls a backbone with batch norms on two views of each sample, as self-supervised training does."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 4)
+
+    def training_step(self, batch, batch_idx):
+        one, two = (self.head(self.backbone(view)) for view in (batch[0], batch[0].flip(1)))
+        return (one - two).square().mean() + one.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _two_views(strategy, devices):
+    torch.manual_seed(3)
+    module = TwoViews()
+    trainer = quiet_trainer(strategy=strategy, devices=devices)
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(32, 6)), batch_size=8))
+    return snapshot(module)
+
+
+def _two_views_refused():
+    with pytest.raises(CannotPipelineError, match=r"'backbone\.1' several times, .* changes 'backbone\.1\.\w+'"):
+        _two_views("pardist_pp", 2)
+
+
+def test_running_statistics_of_calls_in_several_stages():
+    run_ranks(2, _two_views_refused)
+    want = _two_views("auto", 1)
+    for got in run_ranks(2, _two_views, "pardist_mp", 2):
+        assert_close(got, want)

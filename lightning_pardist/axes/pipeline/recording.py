@@ -253,6 +253,8 @@ class StepRecorder:
         written = frozenset(self._effects.seen_written)
         self._effects = StepOutputs(self.module, recorded.unit_names, written=written)
         main = self._plan(recorded, also=list(found.values()))
+        if first.stage == RunningStage.TRAINING:
+            self._refuse_shared_buffers(main, written)
         plans = {first.key: main, **{key: main.adapt(other) for key, other in found.items()}}
         self._try(first, main)
         for sample in others:
@@ -271,6 +273,22 @@ class StepRecorder:
             return self._record_stages(asked)
         ways: dict[str, Any] = {"steady": steady, "microbatching": self.microbatching, "cut": cut, "loss": self._loss}
         return Recorded(plans, rules, written, self._unstaged, **ways)
+
+    def _refuse_shared_buffers(self, made: PipelinePlan, written: frozenset[tuple[Any, ...]]) -> None:
+        """Refuse units that several ranks run, each of which would update the unit's buffers by its own calls alone.
+
+        Raises:
+            CannotPipelineError: With the name of one.
+        """
+        for unit, stages in made.unit_stages.items():
+            ranks = sorted({stage % self.num_ranks for stage in stages})
+            name = next((".".join(each) for each in sorted(written) if f"{each[0]}.".startswith(f"{unit}.")), None)
+            if len(ranks) > 1 and name is not None:
+                raise CannotPipelineError(
+                    f"training_step calls {unit!r} several times, in the stages of ranks {', '.join(map(str, ranks))},"
+                    f" and each call changes {name!r}: a rank would have the changes of its own calls alone.",
+                    ("pardist_mp", *ALTERNATIVES),
+                )
 
     def _why_whole(self, sample: _Sample, rules: Mapping[StepKey, Rules]) -> str | None:
         """Why a batch is not to be cut, where nobody has said into how many parts; None if it may be."""
@@ -443,7 +461,14 @@ class StepRecorder:
             raise failed from error
 
     def _runs_on_whole(self, sample: _Sample) -> bool:
-        with suppress(Exception), undisturbed(self.module), torch.no_grad(), self._running(sample) as run:
+        # With gradients, since steps may take some themselves (forces, penalties).
+        training = sample.stage == RunningStage.TRAINING
+        with (
+            suppress(Exception),
+            undisturbed(self.module),
+            self._running(sample) as run,
+            torch.set_grad_enabled(training),
+        ):
             run(fresh_copy(sample.batch))
             return True
         return False
