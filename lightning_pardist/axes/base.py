@@ -126,6 +126,11 @@ class RunContext:
         return self.distributed.dims
 
     @property
+    def replicas(self) -> int:
+        """How many shares the training data is divided into, those of other jobs included."""
+        return self.dims.batch_size * math.prod(axis.data_share[1] for axis in self.axes)
+
+    @property
     def device(self) -> torch.device:
         """Where this rank computes."""
         return self.distributed.device

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging, WeightAveraging
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -102,6 +103,14 @@ class ServedIslandsAxis(ParallelAxis):
             "averages the weights of this island by itself, and nothing would bring those averages together. Remove the"
             " callback.",
         )
+        refuse_callbacks(
+            trainer,
+            (LearningRateFinder, BatchSizeFinder),
+            "trains for trial, and other islands would take part. Run it without outer_server.",
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_client": None}
 
     @override
     def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -133,7 +142,7 @@ class ServedIslandsAxis(ParallelAxis):
             token=context.broadcast(uuid.uuid4().bytes),
             layout=self._layout(),
         )
-        self._client = OuterClient(self._host, self._port, part, timeout_s=context.distributed.timeout_s)
+        self._client = OuterClient(self._host, self._port, part)
         found = self._client.join(self._flat(), self._flat_momentum)
         self._take(self._agreed(found))
         if self._client.generation:
@@ -221,7 +230,13 @@ class ServedIslandsAxis(ParallelAxis):
 
     def _keep_momentum(self, client: OuterClient) -> None:
         if self.outer_momentum:
-            pieces = self._pieces(client.momentum(), list(self._stepped))
+            found, generation = client.momentum()
+            if generation != client.generation:
+                rank_zero_warn(
+                    f"The other islands have made {generation - client.generation} outer steps since the last meeting"
+                    f" of island {self.island}: the checkpoint keeps the outer momentum after them."
+                )
+            pieces = self._pieces(found, list(self._stepped))
             self._momentum = {param: piece.clone() for param, piece in pieces}
 
     def _flat_momentum(self) -> Tensor:

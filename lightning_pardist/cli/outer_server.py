@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str]) -> int:
 
     from lightning_pardist.engines.averaging import OuterServer
 
+    # A connection for every rank.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         server = OuterServer(found.host, found.port, timeout_s=found.timeout)
     except OSError as error:

@@ -76,10 +76,18 @@ class LocalSGDStrategy(HybridStrategy):
                     f"outer_server={outer_server!r} with outer_parallel_size={outer_parallel_size!r} and sync_every="
                     f"{sync_every!r}: islands of their own do not know of each other. Set both to numbers."
                 )
-            if start_local_step or outer_compression is not None or fragments != 1 or fragment_sync_delay:
+            inside = {
+                "start_local_step": start_local_step,
+                "sync_before_validation": not sync_before_validation,
+                "outer_compression": outer_compression,
+                "fragments": fragments - 1,
+                "fragment_sync_delay": fragment_sync_delay,
+                "fragment_mixing": fragment_mixing,
+            }
+            if wrong := [name for name, value in inside.items() if value]:
                 raise ValueError(
-                    "start_local_step, outer_compression, fragments and fragment_sync_delay are for islands of one job."
-                    " Leave them out with outer_server."
+                    f"{', '.join(wrong)} of {type(self).__name__} is for islands of one job. Leave it out with"
+                    f" outer_server={outer_server!r}."
                 )
             served = ServedIslandsAxis(
                 outer_server=outer_server,

@@ -401,12 +401,13 @@ class PardistStrategy(ParallelStrategy):
         if self.distributed.is_apart:
             # Loaders that somebody counts there have the lengths of the others.
             return {"num_replicas": self.resolve_dims(self.world_size).batch_size, "rank": 0}
-        replicas, rank = self.dims.batch_size, self.dims.batch_rank(self.global_rank)
-        if not self._evaluates:
-            for axis in self.axes:
-                share, shares = axis.data_share
-                replicas, rank = replicas * shares, rank * shares + share
-        return {"num_replicas": replicas, "rank": rank}
+        rank = self.dims.batch_rank(self.global_rank)
+        if self._evaluates:
+            return {"num_replicas": self.dims.batch_size, "rank": rank}
+        for axis in self.axes:
+            share, shares = axis.data_share
+            rank = rank * shares + share
+        return {"num_replicas": self.context.replicas, "rank": rank}
 
     @property
     def _evaluates(self) -> bool:
@@ -507,7 +508,7 @@ class PardistStrategy(ParallelStrategy):
         self.context.precision = self.precision_plugin
         data = self.context.data_axis
         if self.deepspeed is not None and trainer.state.fn == TrainerFn.FITTING:
-            self.deepspeed.apply(trainer, replicas=self.dims.batch_size)
+            self.deepspeed.apply(trainer, replicas=self.context.replicas)
         for axis in self.axes:
             axis.check(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -520,7 +521,7 @@ class PardistStrategy(ParallelStrategy):
             self._attached.attach(PlainEncoders(module))
         # On one device as on several.
         shares = shares or any(axis.splits_batch for axis in self._axes_as_set)
-        if self.dims.batch_size == 1 and shares:
+        if self.dims.batch_size == 1 and shares and all(axis.data_share[1] == 1 for axis in self.axes):
             self._changes.callback(keep_loaders(trainer))
         self.data_duties.attach_first(trainer)
         verify_same_module(module, group=world_group())

@@ -237,13 +237,13 @@ class LoaderState:
     def _global_batch(self, trainer: pl.Trainer) -> list[int | None]:
         combined = combined_loader(trainer.fit_loop)
         loaders = [] if combined is None else combined.flattened
-        return [_batch_size(loader, self.context.dims.batch_size) for loader in loaders]
+        return [_batch_size(loader, self.context.replicas) for loader in loaders]
 
     def _batches_done(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> int:
         current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         done = int(current.completed)
         before = (self._saved.get("global_batch") or [None])[0]
-        now = _batch_size(loader, self.context.dims.batch_size)
+        now = _batch_size(loader, self.context.replicas)
         if not done or not self._saved or before == now or before is None or now is None:
             return done
         samples = done * before

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from lightning.pytorch.tuner import Tuner
 
 from lightning_pardist import LocalSGDStrategy
 from lightning_pardist.engines.averaging import OuterServer
@@ -105,22 +106,36 @@ class _Evaluated(islands.Regressor):
         self.seen = getattr(self, "seen", 0) + len(batch[0])
 
 
-def _evaluate(address, number):
+def _evaluate(address, number, inside):
     torch.manual_seed(0)
     module = _Evaluated()
-    trainer = quiet_trainer(strategy=_strategy(address, number, "ddp", {"sync_every": 3}), devices=1, max_steps=2)
+    _, ranks = islands.INSIDE[inside]
+    trainer = quiet_trainer(strategy=_strategy(address, number, inside, {"sync_every": 3}), devices=ranks, max_steps=2)
     data = torch.utils.data.DataLoader(islands._dataset(), batch_size=4)
     trainer.fit(module, data, data)
     trainer.validate(module, data, verbose=False)
     return module.seen, trainer.num_training_batches, len(islands._dataset())
 
 
-def test_an_island_trains_on_its_share_and_evaluates_on_everything(server, jobs):
-    for of_island in jobs(1, _evaluate, [(server.address, number) for number in range(2)]):
-        [(seen, batches, samples)] = of_island
-        assert batches == -(-(samples // 2) // 4)
-        # Sanity checking, and validation; the epoch ended before its own.
-        assert seen == 8 + samples
+@pytest.mark.parametrize("inside", ["ddp", "tp"])
+def test_an_island_trains_on_its_share_and_evaluates_on_everything(server, jobs, inside):
+    _, ranks = islands.INSIDE[inside]
+    for of_island in jobs(ranks, _evaluate, [(server.address, number, inside) for number in range(2)]):
+        for seen, batches, samples in of_island:
+            assert batches == -(-(samples // 2) // 4)
+            # Sanity checking, and validation; the epoch ended before its own.
+            assert seen == 8 + samples
+
+
+def _search(address):
+    trainer = quiet_trainer(strategy=_strategy(address, 0, "ddp", {}), devices=1)
+    with pytest.raises(ValueError, match="trains for trial, and other islands would take part"):
+        Tuner(trainer).lr_find(islands.Regressor(), Data(islands._dataset()))
+
+
+def test_searches_that_train_are_refused(server, jobs):
+    jobs(1, _search, [(server.address,)])
+    assert server.generation == 0
 
 
 @pytest.mark.parametrize(
@@ -130,7 +145,7 @@ def test_an_island_trains_on_its_share_and_evaluates_on_everything(server, jobs)
         ({"outer_server": "here:1", "island": 2}, "island=2 is none of outer_parallel_size=2 islands"),
         ({"outer_server": "here:1"}, "Set island, or PARDIST_ISLAND"),
         ({"outer_server": "here:1", "sync_every": "epoch"}, "Set both to numbers"),
-        ({"outer_server": "here:1", "fragments": 2}, "are for islands of one job"),
+        ({"outer_server": "here:1", "fragments": 2}, "fragments of LocalSGDStrategy is for islands of one job"),
         ({"island": 1}, "Set outer_server, or leave it out"),
     ],
 )

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from lightning_pardist.engines.averaging.messages import IslandPart, Kind, Message, numbers, receive, send, text
 
-#: Seconds in which the server has to be reached, and between two attempts.
-_REACH_S, _RETRY_S = 60.0, 0.5
+#: Seconds in which the server has to be reached, of an attempt, and between two of them.
+_REACH_S, _ATTEMPT_S, _RETRY_S = 60.0, 10.0, 0.5
+#: Seconds of silence after which the server is given up: while an island waits there, it says so every second.
+_SILENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -38,20 +40,18 @@ class OuterClient:
         host: Of the server.
         port: Of the server.
         part: What the rank brings.
-        timeout_s: Seconds to wait for each of the server's answers, and at most a minute of them to reach it.
 
     Raises:
         ConnectionError: If the server cannot be reached, or has gone.
         ValueError: If it does not take this island.
     """
 
-    def __init__(self, host: str, port: int, part: IslandPart, *, timeout_s: float) -> None:
+    def __init__(self, host: str, port: int, part: IslandPart) -> None:
         self._part, self._where = part, f"{host}:{port}"
         self.generation = 0
-        self._connection = self._connect(host, port, min(timeout_s, _REACH_S))
-        self._connection.settimeout(timeout_s)
+        self._connection = self._connect(host, port)
+        self._connection.settimeout(_SILENCE_S)
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def join(self, values: Tensor, momentum: Callable[[], Tensor]) -> Meeting:
         """Come to the others, or begin with what this rank has where there are none.
@@ -74,9 +74,10 @@ class OuterClient:
         """The weights as they are now."""
         return self._meeting(self._ask(Message(Kind.FETCH)))
 
-    def momentum(self) -> Tensor:
-        """The outer optimizer's momentum, flat."""
-        return numbers(self._ask(Message(Kind.MOMENTUM)), self._part.dtype, self._part.stepped)
+    def momentum(self) -> tuple[Tensor, int]:
+        """The outer optimizer's momentum, flat, and after how many outer steps: as at the last meeting if it can be."""
+        answer = self._ask(Message(Kind.MOMENTUM, self.generation))
+        return numbers(answer, self._part.dtype, self._part.stepped), answer.generation
 
     def leave(self) -> None:
         """Come to the end: the others go on without waiting."""
@@ -90,15 +91,15 @@ class OuterClient:
         """Close the connection; without :meth:`leave`, the server takes the island for dead."""
         self._connection.close()
 
-    def _connect(self, host: str, port: int, timeout_s: float) -> socket.socket:
-        deadline = time.monotonic() + timeout_s
+    def _connect(self, host: str, port: int) -> socket.socket:
+        deadline = time.monotonic() + _REACH_S
         while True:
             try:
-                return socket.create_connection((host, port), timeout=max(1.0, min(10.0, timeout_s)))
+                return socket.create_connection((host, port), timeout=_ATTEMPT_S)
             except OSError as error:
                 if time.monotonic() + _RETRY_S > deadline:
                     raise ConnectionError(
-                        f"The outer server cannot be reached at {self._where} within {timeout_s:g} s ({error})."
+                        f"The outer server cannot be reached at {self._where} within {_REACH_S:g} s ({error})."
                         f" Start it with `pardist outer-server --port {port}`, and set outer_server to where it is."
                     ) from error
                 time.sleep(_RETRY_S)
@@ -107,7 +108,8 @@ class OuterClient:
         part = self._part
         try:
             send(self._connection, message)
-            answer = receive(self._connection, at_most=2 * part.numel * part.dtype.itemsize)
+            while (answer := receive(self._connection, at_most=part.numel * part.dtype.itemsize)).kind == Kind.WAIT:
+                pass
         except OSError as error:
             raise self._gone(error) from error
         if answer.kind == Kind.REFUSED:

@@ -37,6 +37,7 @@ class Kind(enum.IntEnum):
     MOMENTUM = 6
     LEAVE = 7
     REFUSED = 8
+    WAIT = 9
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,8 @@ class _Part:
         self._sgd = torch.optim.SGD([self._stepped], lr=one.lr, momentum=one.momentum, nesterov=one.momentum > 0)
         if one.momentum:
             self._sgd.state[self._stepped]["momentum_buffer"] = momentum
+        #: As it was before the last step.
+        self.momentum_before: Tensor | None = None
 
     @property
     def momentum(self) -> Tensor:
@@ -81,6 +83,8 @@ class _Part:
         for other in differences[1:]:
             mean += other
         mean /= len(differences)
+        if self.like.settings.momentum:
+            self.momentum_before = self.momentum.clone()
         # What is being sent to somebody stays as it is.
         self.values = self.values.clone()
         self._stepped.data = self.values[: self.like.stepped]
@@ -122,19 +126,28 @@ class OuterServer:
         self._parts: dict[int, _Part] = {}
         self._founder: _Island | None = None
         self._last_count = 0
+        #: Islands that died and have not come back.
+        self._missed: set[int] = set()
+        self._closed = False
         self._ends_at: float | None = None
 
     def serve(self) -> None:
         """Serve until :meth:`close`. Each connection has a thread."""
         while True:
             try:
-                connection, where = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._converse, args=(connection, where), daemon=True).start()
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                # Somebody who has gone before, or more connections than a process may have.
+                _log.warning("a connection could not be accepted: %s", error)
+                time.sleep(0.1)
+                continue
+            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def close(self) -> None:
         """Stop: islands that are there find the connection closed."""
+        self._closed = True
         # A thread that waits in accept() would hold the port.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -145,7 +158,7 @@ class OuterServer:
 
     # --- one rank of an island, in its thread ---------------------------------------------------------------------
 
-    def _converse(self, connection: socket.socket, where: object) -> None:
+    def _converse(self, connection: socket.socket) -> None:
         part: IslandPart | None = None
         island: _Island | None = None
         try:
@@ -186,6 +199,7 @@ class OuterServer:
             if island is None:
                 island = self._islands[part.island] = _Island(part.token)
             island.connections[part.rank] = connection
+            self._missed.discard(part.island)
             return island
 
     def _give_weights(self, part: IslandPart, island: _Island, connection: socket.socket) -> None:
@@ -208,9 +222,8 @@ class OuterServer:
                 and self._is_there(part, island)
                 and any(other.ready for other in self._islands.values() if other is not island)
             ):
-                _require_open(connection)
+                self._wait(connection)
                 self._end_round_if_due()
-                self._changed.wait(self._seconds_left())
             self._require_there(part, island)
             island.ready.add(part.rank)
             values_now = self._values(part)
@@ -230,8 +243,7 @@ class OuterServer:
                     self._founder = island
                 if self._founder is island and part.rank not in self._parts:
                     return True
-                _require_open(connection)
-                self._changed.wait(1.0)
+                self._wait(connection)
             self._require_there(part, island)
             there = self._parts[part.rank].like
             if (there.layout, there.numel, there.dtype) != (part.layout, part.numel, part.dtype):
@@ -245,13 +257,17 @@ class OuterServer:
         asked = receive(connection, at_most=part.numel * part.dtype.itemsize)
         connection.settimeout(_PATIENCE_S)
         if asked.kind == Kind.MEET:
-            answer = self._meet(part, island, asked.generation, numbers(asked, part.dtype, part.numel))
+            answer = self._meet(part, island, connection, asked.generation, numbers(asked, part.dtype, part.numel))
         elif asked.kind == Kind.FETCH:
             with self._changed:
                 answer = self._values(part)
         elif asked.kind == Kind.MOMENTUM:
             with self._changed:
-                answer = Message(Kind.MOMENTUM, self.generation, payload=self._parts[part.rank].momentum.clone())
+                held, now = self._parts[part.rank], self.generation
+                # Of the step that the island goes on from, if there has been one more since at most.
+                before = asked.generation == now - 1 and held.momentum_before is not None
+                momentum = held.momentum_before if before else held.momentum.clone()
+                answer = Message(Kind.MOMENTUM, asked.generation if before else now, payload=momentum)
         elif asked.kind == Kind.LEAVE:
             self._leave(part, island)
             return False
@@ -260,7 +276,11 @@ class OuterServer:
         send(connection, answer)
         return True
 
-    def _meet(self, part: IslandPart, island: _Island, generation: int, differences: Tensor) -> Message:
+    def _meet(
+        self, part: IslandPart, island: _Island, connection: socket.socket, generation: int, differences: Tensor
+    ) -> Message:
+        if not torch.isfinite(differences).all():
+            raise ValueError("its differences hold NaN or infinity, which would become everybody's")
         with self._changed:
             if generation != self.generation:
                 return replace(self._values(part), islands=0)
@@ -269,7 +289,7 @@ class OuterServer:
                 self._ends_at = time.monotonic() + self.timeout_s
             self._end_round_if_due()
             while self.generation == generation and self._is_there(part, island):
-                self._changed.wait(self._seconds_left())
+                self._wait(connection)
                 self._end_round_if_due()
             self._require_there(part, island)
             found = self._values(part)
@@ -283,7 +303,9 @@ class OuterServer:
             if island.connections:
                 return
             del self._islands[part.island]
-            if not self._islands:
+            if not self._islands and self._missed:
+                _log.info("weights are kept for islands that died: %s", ", ".join(map(str, sorted(self._missed))))
+            elif not self._islands:
                 _log.info("the last island has come to its end after %d outer steps", self.generation)
                 self._parts, self._settings, self.generation = {}, None, 0
                 self._founder = None
@@ -297,10 +319,21 @@ class OuterServer:
                 return
             _log.info("island %d has gone", part.island)
             self._forget(part.island, island)
+            self._missed.add(part.island)
             self._end_round_if_due()
             self._changed.notify_all()
 
     # --- with the lock --------------------------------------------------------------------------------------------
+
+    def _wait(self, connection: socket.socket) -> None:
+        """Wait for a change for at most a second, and let the other side know that it is waited.
+
+        Raises:
+            OSError: If it has gone.
+        """
+        _require_open(connection)
+        send(connection, Message(Kind.WAIT))
+        self._changed.wait(1.0 if self._ends_at is None else min(1.0, max(0.0, self._ends_at - time.monotonic())))
 
     def _is_there(self, part: IslandPart, island: _Island) -> bool:
         return self._islands.get(part.island) is island
@@ -321,9 +354,6 @@ class OuterServer:
     def _is_complete(self, island: _Island) -> bool:
         return self._settings is not None and len(island.brought) == self._settings.ranks
 
-    def _seconds_left(self) -> float:
-        return 1.0 if self._ends_at is None else min(1.0, max(0.0, self._ends_at - time.monotonic()))
-
     def _end_round_if_due(self) -> None:
         """Make the outer step if all that are there have brought their differences, or time is up."""
         complete = {number: island for number, island in self._islands.items() if self._is_complete(island)}
@@ -331,13 +361,23 @@ class OuterServer:
         if self.generation == 0 and self._settings is not None:
             # All that there will be are on their way.
             late |= set(range(self._settings.islands)) - set(complete)
-        if not complete or (late and (self._ends_at is None or time.monotonic() < self._ends_at)):
+        if not complete:
+            # Whoever came first has gone.
+            self._ends_at = None
+            return
+        if late and (self._ends_at is None or time.monotonic() < self._ends_at):
             return
         if late:
             _log.info("outer step %d without island %s", self.generation + 1, ", ".join(map(str, sorted(late))))
-        for rank, held in self._parts.items():
-            # In their order, so that it does not matter who came first.
-            held.step([complete[number].brought[rank] for number in sorted(complete)])
+        try:
+            for rank, held in self._parts.items():
+                # In their order, so that it does not matter who came first.
+                held.step([complete[number].brought[rank] for number in sorted(complete)])
+        except Exception:
+            # Some parts may have made the step, and others not: nobody may go on from these.
+            _log.exception("an outer step failed: the server ends")
+            self.close()
+            raise
         self.generation += 1
         self._last_count, self._ends_at = len(complete), None
         for number, island in self._islands.items():
@@ -352,8 +392,9 @@ def _require_open(connection: socket.socket) -> None:
     Raises:
         ConnectionResetError: If so.
     """
-    readable, _, _ = select.select([connection], [], [], 0)
-    if readable and not connection.recv(1, socket.MSG_PEEK):
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    if poller.poll(0) and not connection.recv(1, socket.MSG_PEEK):
         raise ConnectionResetError("the other side has closed the connection")
 
 

@@ -31,7 +31,7 @@ class HostCopies:
         Returns:
             What to wait for before ``target`` is read; None if the copy has been made.
         """
-        if self._stream is None:
+        if self._stream is None or source.device == target.device:
             target.copy_(source)
             return None
         self._stream.wait_stream(torch.accelerator.current_stream(self.device))

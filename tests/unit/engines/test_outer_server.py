@@ -25,7 +25,7 @@ def _client(server, island, *, rank=0, ranks=1, islands=2, momentum=0.0, token=N
     settings = OuterSettings(islands, ranks, 1.0, momentum)
     token = token or bytes([island]) * 16
     part = IslandPart(settings, island, rank, 3, 2, torch.float32, token, layout)
-    return OuterClient("127.0.0.1", server.address[1], part, timeout_s=10.0)
+    return OuterClient("127.0.0.1", server.address[1], part)
 
 
 def _joined(server, island, **kwargs):
@@ -67,7 +67,9 @@ def test_momentum_is_that_of_nesterov_and_not_of_the_rest(server):
         wanted.step()
     assert torch.allclose(found.values[:2], param.data)
     assert found.values[2] == 0.0
-    assert torch.allclose(client.momentum(), wanted.state[param]["momentum_buffer"])
+    momentum, generation = client.momentum()
+    assert torch.allclose(momentum, wanted.state[param]["momentum_buffer"])
+    assert generation == 3
 
 
 def test_who_dies_is_not_waited_for_and_who_is_late_does_not_count(server):
@@ -149,6 +151,65 @@ def _swallow(client):
         client.join(torch.full((3,), 9.0), lambda: torch.zeros(2))
 
 
+def test_a_deadline_goes_with_the_island_that_set_it(server):
+    server.timeout_s = 2.0
+    one, _ = _joined(server, 0)
+    other, _ = _joined(server, 1)
+    thread = threading.Thread(target=lambda: _meets(one))
+    thread.start()
+    time.sleep(0.3)
+    again, _ = _joined(server, 0, token=b"again" + bytes(11))
+    thread.join(10)
+    time.sleep(2.0)
+    begun = time.monotonic()
+    threading.Timer(0.5, lambda: again.meet(torch.ones(3))).start()
+    assert other.meet(torch.ones(3)).islands == 2
+    assert time.monotonic() - begun > 0.3
+
+
+def _meets(client):
+    with contextlib.suppress(ConnectionError):
+        client.meet(torch.ones(3))
+
+
+def test_momentum_is_that_of_the_step_an_island_goes_on_from(server):
+    one, _ = _joined(server, 0, momentum=0.9)
+    other, _ = _joined(server, 1, momentum=0.9)
+    _at_once(lambda: one.meet(torch.ones(3)), lambda: other.meet(torch.ones(3)))
+    before, _ = one.momentum()
+    assert other.meet(torch.ones(3)).islands == 1
+    now, generation = one.momentum()
+    assert generation == 1
+    assert torch.equal(before, now)
+    assert torch.allclose(other.momentum()[0], torch.tensor([1.9, 1.9]))
+    other.meet(torch.ones(3))
+    assert one.momentum()[1] == 3
+
+
+def test_weights_are_kept_for_islands_that_died(server):
+    one, _ = _joined(server, 0)
+    other, _ = _joined(server, 1)
+    _at_once(lambda: one.meet(torch.ones(3)), lambda: other.meet(torch.ones(3)))
+    other.close()
+    deadline = time.monotonic() + 10
+    while len(server._islands) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    one.leave()
+    back, begun = _joined(server, 1, token=b"again" + bytes(11))
+    assert begun.values.tolist() == [0.0, 1.0, 2.0]
+    assert begun.generation == 1
+    back.leave()
+
+
+def test_differences_that_are_no_numbers_end_their_island(server):
+    one, _ = _joined(server, 0)
+    other, _ = _joined(server, 1)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        one.meet(torch.tensor([1.0, float("nan"), 1.0]))
+    server.timeout_s = 60.0
+    assert other.fetch().values.tolist() == START.tolist()
+
+
 def test_what_cannot_be_is_refused(server):
     kept = _joined(server, 0)
     with pytest.raises(ValueError, match="let all have the same, or start the server again"):
@@ -156,9 +217,10 @@ def test_what_cannot_be_is_refused(server):
     with pytest.raises(ValueError, match="names, shapes or dtypes"):
         _joined(server, 1, layout=b"m" * 32)
     stranger = socket.create_connection(server.address)
-    stranger.sendall(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")
+    stranger.sendall(b"GET / HTTP/1.1\r\nHost: me\r\n\r\n")
     stranger.settimeout(5)
-    assert b"does not speak" in stranger.recv(1000)
+    with stranger.makefile("rb") as answer:
+        assert b"does not speak" in answer.read()
     assert kept[0].fetch().generation == 0
 
 
@@ -177,4 +239,4 @@ def test_no_server_is_one_sentence(monkeypatch):
     settings = OuterSettings(2, 1, 1.0, 0.0)
     part = IslandPart(settings, 0, 0, 3, 2, torch.float32, b"t" * 16, b"l" * 32)
     with pytest.raises(ConnectionError, match=f"pardist outer-server --port {port}"):
-        OuterClient("127.0.0.1", port, part, timeout_s=10.0)
+        OuterClient("127.0.0.1", port, part)
