@@ -160,7 +160,7 @@ FEATURES = {
 
 
 #: What rows refuse, and why.
-_BY_PIPELINES = {"gan": "optimizes by hand", "awkward": "control flow depends on the data"}
+_BY_PIPELINES = {"gan": "optimizes by hand", "awkward": "does not call the same layers in every step"}
 _TOO_SMALL = dict.fromkeys(("classifier", "param_groups", "large_embedding"), "the step calls only [23] unit")
 _FOUR_STAGES = ("pp_interleaved-2", "pp-4", "pp_zb-4")
 REFUSED = {row: _BY_PIPELINES for row in STRATEGIES if row.startswith("pp")}
