@@ -21,14 +21,15 @@ _T = TypeVar("_T", bound=Tensor)
 
 _STEPS = 3
 #: By number of dims, a small shape and one of a few thousand elements: some optimizers treat large tensors in another
-#: way (states of 8 bits, factored ones). Of more dims, every further one is 2 and 1.
+#: way (states of 8 bits, factored ones), some of them in blocks of 256 and only where those come out even. Of more
+#: dims, every further one is 2 and 1.
 _SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((), ()),
-    ((6,), (5760,)),
-    ((4, 6), (80, 72)),
-    ((2, 4, 6), (40, 2, 72)),
-    ((4, 3, 3, 3), (40, 16, 3, 3)),
-    ((3, 2, 3, 3, 3), (20, 12, 3, 3, 3)),
+    ((6,), (5888,)),
+    ((4, 6), (80, 64)),
+    ((2, 4, 6), (40, 2, 64)),
+    ((4, 3, 3, 3), (64, 16, 3, 3)),
+    ((3, 2, 3, 3, 3), (64, 4, 3, 3, 3)),
 )
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
@@ -311,7 +312,9 @@ def trial_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if "lr" in options:
             # That of a warmup's first step may be 0, and would hide what the optimizer does.
-            options["lr"] = 0.1
+            # It stays a tensor for classes that refuse numbers; torch's own take tensors under "capturable" alone.
+            tensor = isinstance(options["lr"], Tensor) and "capturable" not in options
+            options["lr"] = torch.tensor(0.1) if tensor else 0.1
         # Kernels for one device say nothing about the arithmetic.
         options.update({key: False for key in ("fused", "capturable") if key in options})
         found.append({key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in options.items()})

@@ -53,6 +53,25 @@ class LargeOnes(torch.optim.Optimizer):
                 p.sub_(group["lr"] * p.grad / scale)
 
 
+class EvenBlocks(torch.optim.Optimizer):
+    """Scales blocks of 256 elements of large tensors where they come out even, and keeps its rate in a tensor."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": torch.tensor(0.1)})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not isinstance(group["lr"], torch.Tensor):
+                raise RuntimeError("lr was changed to a non-Tensor object")
+            for p in group["params"]:
+                grad = p.grad
+                if p.numel() >= 4096 and p.numel() % 256 == 0:
+                    blocks = grad.reshape(-1, 256)
+                    grad = (blocks / blocks.abs().amax(1, keepdim=True)).view_as(grad)
+                p.sub_(group["lr"] * grad)
+
+
 class CountsCalls(torch.optim.Optimizer):
     """Knows how often it was called."""
 
@@ -114,6 +133,8 @@ class Draws(torch.optim.Optimizer):
 
 def test_what_depends_on_size_or_on_calls_is_seen():
     assert find_scope(LargeOnes(_parameters()), form="flat").scope == "per_tensor"
+    assert find_scope(EvenBlocks(_parameters()), form="flat").scope == "per_tensor"
+    assert find_scope(EvenBlocks(_parameters()), form="dims").scope == "per_tensor"
     found = find_scope(CountsCalls(_parameters()), form="dims")
     assert found.scope == "per_tensor"
     assert not found.in_rounds
