@@ -283,6 +283,8 @@ class ServedIslandsAxis(ParallelAxis):
         if self._client is not None:
             self._client.close()
             self._client = None
+        # The parameters of a run are not kept alive by it.
+        self._stepped, self._rest, self._anchor = [], [], torch.empty(0)
 
 
 def _island_of_environment() -> int:
