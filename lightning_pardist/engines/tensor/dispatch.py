@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -63,6 +64,8 @@ _VIEWS = frozenset([
 _KINDS = ("step", "call")
 #: Of how many different calls the rules' answers are kept: a model of many layers and lengths has a few hundred.
 _KNOWN_CALLS = 4096
+#: How long a process group's thread may hold what it has sent, with the machine busy.
+_LET_GO_S = 1.0
 
 
 @dataclass
@@ -455,7 +458,7 @@ class TensorRuntime:
             waiting += [key for key in partners if key not in others]
             others |= set(partners)
         others.discard(storage_key(local))
-        if not all(is_only_holder(self._copied_views[key][0]) for key in others):
+        if not _let_go([self._copied_views[key][0] for key in others]):
             raise RuntimeError(
                 f"{name} overwrites a tensor of which a view exists that had to be gathered, so that the view would not"
                 f" change with it. {self.remedy}"
@@ -467,6 +470,20 @@ class TensorRuntime:
         for leaf in pytree.tree_leaves(tree):
             if isinstance(leaf, SplitTensor):
                 fallback.bytes_gathered += leaf.local.numel() * leaf.local.element_size() * self.group.size
+
+
+def _let_go(tensors: Sequence[Tensor]) -> bool:
+    """Whether nobody else holds the memory of ``tensors``.
+
+    A process group's thread (gloo's) holds what it has sent for a moment after the collective has returned, on one rank
+    longer than on another: all of them have to come to the same answer.
+    """
+    deadline = time.monotonic() + _LET_GO_S
+    while not all(map(is_only_holder, tensors)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 class _Open(PlainFunction):
