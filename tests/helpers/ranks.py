@@ -195,6 +195,9 @@ def _leave_with(parent: int) -> None:
 def _serve(rank: int, world_size: int, port: int, inbox: Any, outbox: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        # A seed that the first test had set when the server of all ranks was started.
+        os.environ.pop(name, None)
     threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
     import lightning_pardist  # noqa: F401  (first, as users are told to)
     from lightning_pardist.runtime.ranks_apart import make_whole
