@@ -36,7 +36,7 @@ from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, LossSeeds
 from lightning_pardist.engines.pipeline.nested import map_leaves
 from lightning_pardist.engines.replicas import ReplicaThreads, WeighedLoss, replicate
 from lightning_pardist.mesh import ParallelDims
-from lightning_pardist.trainer.layer_sync import converts
+from lightning_pardist.trainer.layer_sync import batch_norms, converts, normalized_apart
 from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
 from lightning_pardist.trainer.patch_stack import Patch
 from lightning_pardist.trainer.sample_batches import undisturbed_random
@@ -139,6 +139,9 @@ class ReplicaAxis(ParallelAxis):
             )
         if rules.mixing is not None:
             rank_zero_warn(mixed_samples(module, rules.mixing, "replica"))
+        if self.context.check_samples and (names := batch_norms(module)):
+            remedy = "pardist_ddp with Trainer(sync_batchnorm=True) does so over ranks."
+            rank_zero_warn(normalized_apart(names, "replica", remedy))
         if self._loss.coupled:
             rank_zero_warn(coupled_samples(module, self._loss.coupled))
         self._threads = ReplicaThreads(self.devices)

@@ -25,12 +25,12 @@ class PipelineStrategy(PardistStrategy):
     (arXiv 2401.10241). GPipe keeps ``m`` micro-batches' activations, 1F1B ``p``.
 
     What ``training_step`` computes from a whole batch, it computes from each micro-batch: batch norm normalizes
-    micro-batches, and losses that compare samples of a batch compare those of a micro-batch. The losses of
-    micro-batches are weighed by what they count, see ``loss_weight``; a loss of several means, each with a count of its
-    own, makes all forwards of a step come before its backwards, as in GPipe. What a step keeps in attributes and
-    buffers (counters, sums, moving means, recurrent states) is afterwards what the whole batch would have left; a
-    warning names what does not go together. Hooks outside of steps see the parameters of their rank's stages only:
-    asking for the values of others raises an error.
+    micro-batches (with ``sync_batchnorm=True`` every batch is one), and losses that compare samples of a batch compare
+    those of a micro-batch. The losses of micro-batches are weighed by what they count, see ``loss_weight``; a loss of
+    several means, each with a count of its own, makes all forwards of a step come before its backwards, as in GPipe.
+    What a step keeps in attributes and buffers (counters, sums, moving means, recurrent states) is afterwards what the
+    whole batch would have left; a warning names what does not go together. Hooks outside of steps see the parameters of
+    their rank's stages only: asking for the values of others raises an error.
 
     Steps that no fixed stages can run (manual optimization, a ``backward`` hook, layers called in loops, shapes that
     depend on values, as those of packed sequences) run under ``"mp"`` on every rank, each layer on the rank that holds

@@ -20,6 +20,7 @@ from lightning_pardist.engines.ddp import BufferSync
 from lightning_pardist.engines.ddp.set_parameters import SetParameters, cast_parameter, differing_values
 from lightning_pardist.engines.pipeline import BatchCut
 from lightning_pardist.trainer.evaluation import ExactEvaluation
+from lightning_pardist.trainer.layer_sync import batch_norms, normalized_apart
 from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
 from lightning_pardist.trainer.loss_weights import LossWeights
 from lightning_pardist.trainer.patch_stack import PatchStack
@@ -60,7 +61,7 @@ class DataParallelDuties:
         self.even_steps: EvenSteps | None = None
         self._buffers: BufferSync | None = None
         #: In the first step of a run None until it runs, then what it called.
-        self._looks_for_mixing = False
+        self._looks_for_mixing = self._looks_for_batch_norms = False
         self._mixing: SampleMixing | None = None
         self._has_warned = self._watches_parameters = self._is_first = False
         self._attached = PatchStack()
@@ -108,6 +109,8 @@ class DataParallelDuties:
         alone = context.dims.batch_size == context.distributed.world_size and context.in_lockstep
         alone = alone and all(axis.calls_may_differ for axis in context.axes)
         self._looks_for_mixing = context.check_samples and alone and self._trains(trainer)
+        whole_updates = context.in_lockstep and context.data_group.size() > 1
+        self._looks_for_batch_norms = context.check_samples and whole_updates and self._trains(trainer)
         group = context.batch_group
         if self.broadcast_buffers:
             self._buffers = BufferSync(module, group=context.gradient_group)
@@ -194,6 +197,7 @@ class DataParallelDuties:
             counts = None if self.context.batch_counts is None else self.context.batch_counts()
             output = run() if weights is None else weights.training_step(run, batch, counts=counts)
         self._refuse_casts(dtypes)
+        self._warn_of_batch_norms()
         if self._buffers is not None:
             self.context.before_collective()
             self._buffers.after_training_step()
@@ -230,6 +234,14 @@ class DataParallelDuties:
             return None
         self._watches_parameters = False
         return SetParameters(self.context.module, group=self.context.gradient_group)
+
+    def _warn_of_batch_norms(self) -> None:
+        """After the first step of a run, in which layers have the modes that hooks have set."""
+        module = self.context.module
+        looks, self._looks_for_batch_norms = self._looks_for_batch_norms, False
+        if looks and module is not None and (names := batch_norms(module)):
+            remedy = "Trainer(sync_batchnorm=True) does so over ranks."
+            rank_zero_warn(normalized_apart(names, "rank", remedy))
 
     def _warn_of_buffers(self, names: list[str]) -> None:
         if not names or self._has_warned:

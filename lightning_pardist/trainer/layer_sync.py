@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
@@ -14,9 +14,44 @@ from lightning_pardist.engines.common import sync_batchnorm
 
 def converts(layer_sync: LayerSync | None, model: nn.Module) -> bool:
     """Whether a Trainer's plugin would change layers of a model: sync_batchnorm=True has nothing to do without any."""
-    if isinstance(layer_sync, TorchSyncBatchNorm):
+    if syncs_batch_norms(layer_sync):
         return any(isinstance(layer, BatchNorm) for layer in model.modules())
     return layer_sync is not None
+
+
+def syncs_batch_norms(layer_sync: LayerSync | None) -> bool:
+    """Whether the plugin is that of ``sync_batchnorm=True``."""
+    return isinstance(layer_sync, TorchSyncBatchNorm)
+
+
+def batch_norms(model: nn.Module, *, apart: bool = True) -> list[str]:
+    """Names of the batch norms in training that normalize a batch.
+
+    Args:
+        model: Whose layers.
+        apart: Those alone that normalize this rank's samples by themselves.
+    """
+    found = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, BatchNorm) and layer.training:
+            together = isinstance(layer, nn.SyncBatchNorm) or sync_batchnorm.is_converted(layer)
+            found += [] if apart and together else [name]
+    return found
+
+
+def normalized_apart(names: Sequence[str], who: str, remedy: str) -> str:
+    """A warning for batch norms.
+
+    Args:
+        names: Theirs.
+        who: Has some of the samples of a batch.
+        remedy: What gives the numbers of one process, as a sentence.
+    """
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"Batch norms ({listed}) normalize each {who}'s samples by themselves: training is not that of one process,"
+        f" which normalizes all samples of a batch together. {remedy} check_samples=False leaves this out."
+    )
 
 
 def convert_layers(
@@ -32,7 +67,7 @@ def convert_layers(
     Returns:
         The model to go on with, and what makes of it the one that it was.
     """
-    if isinstance(layer_sync, TorchSyncBatchNorm):
+    if syncs_batch_norms(layer_sync):
         # torch's own layer refuses CPU tensors and knows only the whole world.
         sync_batchnorm.convert(model, group=group)
 

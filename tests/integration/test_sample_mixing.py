@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_pardist import DDPStrategy, FSDPStrategy, PipelineStrategy, ZeroStrategy
 from tests.helpers.models import Base, points
-from tests.helpers.parity import snapshot
+from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, STEPS, Data, quiet_trainer
 
@@ -17,7 +17,7 @@ STRATEGIES = {
     "ddp": DDPStrategy,
     "zero2": lambda **kwargs: ZeroStrategy(zero_stage=2, **kwargs),
     "zero3": lambda **kwargs: FSDPStrategy(min_unit_size_mb=0, **kwargs),
-    "pp": lambda **kwargs: PipelineStrategy(pipeline_parallel_size=2, num_microbatches=6, **kwargs),
+    "pp": lambda **kwargs: PipelineStrategy(**({"pipeline_parallel_size": 2, "num_microbatches": 6} | kwargs)),
 }
 
 
@@ -72,3 +72,62 @@ def test_the_layer_is_named_once_and_the_search_changes_nothing(strategies):
             assert not said or said[0].startswith("net.1 (Capacity) makes something else of a sample")
             assert (silenced, no_alarm) == ([], [])
             assert all(torch.equal(searched[key], left[key]) for key in left)
+
+
+class Normalized(Net):
+    """With batch norms, and one that is not to learn."""
+
+    def __init__(self, freeze=False):
+        super().__init__(nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8, momentum=0.5)))
+        self.net[2] = nn.Identity()
+        self.freeze = freeze
+
+    def on_train_start(self):
+        if self.freeze:
+            self.net[1][1].eval()
+
+
+def _normalize(strategy="auto", sync=False, freeze=False, **settings):
+    torch.manual_seed(5)
+    module = Normalized(freeze)
+    strategy = STRATEGIES[strategy](**settings) if strategy in STRATEGIES else strategy
+    devices = 1 if strategy == "auto" else 2
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, sync_batchnorm=sync)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
+    said = [str(each.message) for each in said]
+    return snapshot(module), [each for each in said if "atch norm" in each or "batch is one micro-batch" in each]
+
+
+def _normalizing(strategy):
+    ways = [{}, {"sync": True}, {"freeze": True}, {"check_samples": False}]
+    return [_normalize(strategy, **way) for way in ways]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_batch_norms_of_each_rank_are_named(strategy):
+    found, others = run_ranks(2, _normalizing, strategy)
+    assert [said for _, said in others] == [[]] * 4
+    (_, (said,)), (weights, *_), *_ = found
+    assert said.startswith("Batch norms (net.1.1) normalize each rank's samples by themselves")
+    assert [said for _, said in found[1:]] == [[]] * 3
+    assert_close(weights, _normalize()[0])
+
+
+def _normalizing_in_stages():
+    free = {"sync": True, "num_microbatches": None}
+    ways = [{}, {"sync": True}, free, {"check_samples": False}]
+    return [_normalize("pp", **way) for way in ways]
+
+
+def test_batch_norms_of_a_pipeline_are_named_or_see_whole_batches():
+    for rank, found in enumerate(run_ranks(2, _normalizing_in_stages)):
+        said = [each for _, each in found]
+        assert [len(each) for each in said] == ([1, 1, 1, 0] if rank == 0 else [0] * 4)
+        if rank == 0:
+            assert "Batch norms (net.1.1) normalize each micro-batch's samples by themselves" in said[0][0]
+            assert "sync_batchnorm=True" in said[0][0]
+            assert "num_microbatches" in said[1][0]
+            assert "sync_batchnorm=True normalizes all samples of a batch" in said[2][0]
+        assert_close(found[2][0], _normalize()[0])

@@ -38,7 +38,7 @@ from lightning_pardist.axes.pipeline.reduction_rules import Rules, Shares
 from lightning_pardist.axes.pipeline.refusals import check_trainer, find_joint
 from lightning_pardist.axes.together import raise_together
 from lightning_pardist.collectives import world_group
-from lightning_pardist.compat.lightning_loops import active_loop, data_fetcher, set_data_fetcher
+from lightning_pardist.compat.lightning_loops import active_loop, data_fetcher, layer_sync, set_data_fetcher
 from lightning_pardist.engines.common.joint_updates import step_on_wholes
 from lightning_pardist.engines.common.loss_setting import terms_of
 from lightning_pardist.engines.common.meta_init import on_meta, restore_random_state
@@ -61,6 +61,7 @@ from lightning_pardist.engines.pipeline.out_of_schedule import OutOfScheduleForw
 from lightning_pardist.engines.pipeline.placement import Placement, replace_in
 from lightning_pardist.engines.pipeline.replay import contains_stub
 from lightning_pardist.mesh import Degree, degrees_of_machine
+from lightning_pardist.trainer.layer_sync import batch_norms, normalized_apart, syncs_batch_norms
 from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
 from lightning_pardist.trainer.patch_stack import PatchStack
 from lightning_pardist.trainer.sample_batches import on_device, undisturbed_random
@@ -303,6 +304,7 @@ class PipelineAxis(ParallelAxis):
                 f"Every batch is one micro-batch, so stages wait for each other: smaller ones {made.why}."
                 " num_microbatches makes them all the same."
             )
+        self._warn_of_batch_norms(recorded)
         if (buffers := recorded.placing.trace.sample_buffers) and self._options(recorded).num_microbatches > 1:
             rank_zero_warn(
                 f"Buffers that follow the samples of a batch ({', '.join(sorted(buffers))}) change once for every"
@@ -333,6 +335,17 @@ class PipelineAxis(ParallelAxis):
         explained = all(rules.is_explained for rules in self._rules.values())
         if recorded.loss.coupled and explained and self.context.loss_group.size() > 1:
             rank_zero_warn(coupled_samples(self._trainer.lightning_module, recorded.loss.coupled))
+
+    def _warn_of_batch_norms(self, recorded: Recorded) -> None:
+        made, trainer = recorded.microbatching, self._trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING and self.context.check_samples
+        if not fitting or made is None or made.is_whole or made.most == 1:
+            return
+        remedy = "With Trainer(sync_batchnorm=True) every batch is one micro-batch."
+        if syncs_batch_norms(layer_sync(trainer.strategy)):  # type: ignore[arg-type]
+            remedy = "Leave num_microbatches out, and with sync_batchnorm=True every batch is one micro-batch."
+        if names := batch_norms(trainer.lightning_module, apart=False):
+            rank_zero_warn(normalized_apart(names, "micro-batch", remedy))
 
     @property
     def _training_rules(self) -> Rules:

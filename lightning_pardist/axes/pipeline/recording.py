@@ -36,7 +36,7 @@ from lightning_pardist.axes.pipeline.reduction_rules import (
     relative_error,
 )
 from lightning_pardist.axes.pipeline.spanning_functions import SpanningFunctions
-from lightning_pardist.compat.lightning_loops import current_hook, set_current_hook
+from lightning_pardist.compat.lightning_loops import current_hook, layer_sync, set_current_hook
 from lightning_pardist.compat.tensors import version_of
 from lightning_pardist.engines.common.devices import device_in_use, is_same_state, random_state
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
@@ -59,6 +59,7 @@ from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, common_rat
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
 from lightning_pardist.engines.pipeline.nested import map_leaves
 from lightning_pardist.engines.pipeline.steady_buffers import really_steady
+from lightning_pardist.trainer.layer_sync import batch_norms, syncs_batch_norms
 from lightning_pardist.trainer.sample_batches import NoSampleError
 from lightning_pardist.trainer.sample_mixing import SampleMixing
 from lightning_pardist.trainer.trial_run import HOOKS
@@ -295,12 +296,19 @@ class StepRecorder:
         found = rules.get(sample.key)
         if found is None or not self.microbatching.is_free or self.settings.split_batch is not None:
             return None
+        if self._syncs_batch_norms and len(self._parts(sample)) > 1:
+            return "sync_batchnorm=True normalizes all samples of a batch together"
         if found.mixing is not None:
             return f"{found.mixing} mixes the samples of a batch"
         coupled = self._coupled_in_whole(sample) if self._rehearsed else self._loss.coupled
         if self.loss_weight != "auto" or (not coupled if self._rehearsed else found.is_explained):
             return None
         return f"the loss compares the samples of a batch{f' ({coupled})' if coupled else ''}"
+
+    @property
+    def _syncs_batch_norms(self) -> bool:
+        asked = syncs_batch_norms(layer_sync(self.trainer.strategy))  # type: ignore[arg-type]
+        return asked and bool(batch_norms(self.module, apart=False))
 
     def _coupled_in_whole(self, sample: _Sample) -> str:
         """What makes the whole batch's loss more than a sum over samples, by its graph, which needs no values."""

@@ -271,6 +271,11 @@ def convert(module: nn.Module, *, group: dist.ProcessGroup) -> nn.Module:
     return module
 
 
+def is_converted(layer: nn.Module) -> bool:
+    """Whether :func:`convert` has extended a layer."""
+    return isinstance(layer, _OverRanks)
+
+
 def revert(module: nn.Module) -> nn.Module:
     """Undo :func:`convert`."""
     for layer in module.modules():
