@@ -27,7 +27,7 @@ from lightning_pardist.engines.common.loss_setting import LossWeight
 from lightning_pardist.engines.common.meta_init import on_meta
 from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
 from lightning_pardist.engines.data_engine import DataEngine
-from lightning_pardist.mesh import PIPELINE_AXIS, TENSOR_AXIS, Degree, ParallelDims
+from lightning_pardist.mesh import EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Degree, ParallelDims
 from lightning_pardist.runtime.distributed_context import DistributedContext
 
 T = TypeVar("T")
@@ -159,10 +159,10 @@ class RunContext:
 
         Args:
             scope: What an element's update depends on: where it is all tensors, the stages of a pipeline take part.
-            *axes: Over which each tensor is sharded, beside the tensor axis.
+            *axes: Over which each tensor is sharded, beside the tensor axis and that of experts.
         """
         stages = (PIPELINE_AXIS,) if scope == "joint" else ()
-        return self.group_over(*stages, *axes, TENSOR_AXIS)
+        return self.group_over(*stages, *axes, EXPERT_AXIS, TENSOR_AXIS)
 
     @property
     def data_group(self) -> dist.ProcessGroup:

@@ -26,7 +26,8 @@ from lightning_pardist.checkpoint.tensors import shared_entries
 from lightning_pardist.compat.fsdp2 import is_sharded
 from lightning_pardist.compat.tensors import below_torch_functions
 from lightning_pardist.engines.common.meta_init import on_meta
-from lightning_pardist.engines.common.update_scope import find_scope, has_parameters
+from lightning_pardist.engines.common.update_scope import has_parameters
+from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.experts import (
     ExpertLayer,
     ExpertRuntime,
@@ -38,6 +39,7 @@ from lightning_pardist.engines.experts import (
 from lightning_pardist.engines.experts.trial import DISPATCHES, Choice, Dispatch
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
 from lightning_pardist.engines.pipeline.placement import replace_in
+from lightning_pardist.engines.tensor.tensor_optimizer import detach
 from lightning_pardist.local_tensors import own_part
 from lightning_pardist.mesh import (
     CONTEXT_AXIS,
@@ -287,26 +289,11 @@ class ExpertAxis(ParallelAxis):
 
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
-        failure = None
-        try:
-            self._check_optimizers(optimizers)
-        except ValueError as error:
-            # An optimizer may have experts of some ranks only.
-            failure = error
-        raise_together(failure, ValueError)
-
-    def _check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        if self.context.data_axis.steps_on_parts:
+            return
         for optimizer in optimizers:
-            if not self._has_experts(optimizer):
-                continue
-            found = find_scope(optimizer, form="dims", setting=self.context.update_scope)
-            if found.scope != "elementwise":
-                raise ValueError(
-                    f"{type(optimizer).__name__} {found.describe()}, and each rank of {self.context.name} has some of"
-                    " the experts only. Use an elementwise optimizer for them (SGD, AdamW, ...), or pardist_zero2."
-                )
-            if not self.context.data_axis.steps_on_parts:
-                step_on_shards(optimizer, scope=self.context.update_scope)
+            if self._has_experts(optimizer):
+                step_on_shards(optimizer, group=self.context.update_group, scope=self.context.update_scope)
 
     def _has_experts(self, optimizer: Optimizer) -> bool:
         held = set() if self.held is None else self.held.parameters
@@ -374,7 +361,7 @@ class ExpertAxis(ParallelAxis):
 
     @override
     def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        if self.held is None:
+        if self.held is None or updates_of(optimizer) is not None:
             return state
         params = [param for group in optimizer.param_groups for param in group["params"]]
         saved = [number for group in state["param_groups"] for number in group["params"]]
@@ -418,6 +405,9 @@ class ExpertAxis(ParallelAxis):
         if held is not None:
             replaced = held.restore()
             stand_ins = {old: new for old, new in replaced.items() if old.is_meta}
+            if not self.context.data_axis.steps_on_parts:
+                for optimizer in self.context.optimizers:
+                    detach(optimizer)
             replace_in(self.context.optimizers, stand_ins)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 TOKENS, WIDTH, LENGTH, EXPERTS, CHOSEN = 24, 8, 5, 4, 2
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
 
 class Expert(nn.Module):
@@ -119,8 +121,9 @@ LAYERS = {"listed": Listed, "stacked": Stacked, "dense": Dense, "chain": Chain}
 class Mixture(pl.LightningModule):
     """Two layers of experts between an embedding and a head."""
 
-    def __init__(self, layer="listed", dtype=torch.float32, rare=False):
+    def __init__(self, layer="listed", dtype=torch.float32, rare=False, optimizer=ADAMW):
         super().__init__()
+        self.optimizer = optimizer
         torch.manual_seed(5)
         self.embed, self.norm = nn.Embedding(TOKENS, WIDTH), nn.LayerNorm(WIDTH)
         self.layers = nn.ModuleList(LAYERS[layer]() for _ in range(2))
@@ -169,7 +172,7 @@ class Mixture(pl.LightningModule):
         }
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+        return self.optimizer(list(self.parameters()))
 
 
 def data(rows=24):

@@ -50,10 +50,6 @@ class JointUpdates(WholeUpdates):
         return True
 
     @override
-    def _shapes(self) -> dict[int, tuple[int, ...]]:
-        return {number: tuple(param.shape) for number, param in enumerate(self._params())}
-
-    @override
     def describe(self) -> str:
         held = sum(param.numel() * param.element_size() for param in self._params()) / 1e6
         return (

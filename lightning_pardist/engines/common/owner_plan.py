@@ -87,19 +87,30 @@ class Owners:
         self._cost = cost
         self._owner: dict[int, int] = {}
 
-    def assign(self, shapes: Mapping[int, Sequence[int]], held: Mapping[int, Mapping[int, int]] | None = None) -> None:
+    def assign(
+        self,
+        shapes: Mapping[int, Sequence[int]],
+        held: Mapping[int, Mapping[int, int]] | None = None,
+        known: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
         """Give the tensors with new numbers away.
 
         Args:
             shapes: By number.
             held: Elements of a tensor's gradient that each rank has, by number; equal on all ranks.
+            known: Ranks that have any of a tensor, by number; equal on all ranks. Others do not get it.
         """
+        ranks, known = range(len(self.loads)), known or {}
         costs = {number: max(self._cost(shape), 1.0) for number, shape in shapes.items() if number not in self._owner}
+        for number in [number for number in costs if len(known.get(number, ranks)) < len(ranks)]:
+            rank = min(known[number], key=self.loads.__getitem__)
+            self.loads[rank] += costs.pop(number)
+            self._owner[number] = rank
         for cost, alike in itertools.groupby(sorted(costs, key=lambda n: (-costs[n], n)), key=costs.__getitem__):
             numbers = list(alike)
             room: Counter[int] = Counter()
             for _ in numbers:
-                rank = min(range(len(self.loads)), key=self.loads.__getitem__)
+                rank = min(ranks, key=self.loads.__getitem__)
                 self.loads[rank] += cost
                 room[rank] += 1
             self._owner.update(_nearest(numbers, room, held or {}))

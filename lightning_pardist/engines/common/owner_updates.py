@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
+from lightning_pardist.collectives import table_device
 from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
 from lightning_pardist.engines.common.elementwise import own_step
 from lightning_pardist.engines.common.owner_plan import Kind, Owners, rounds_of
@@ -64,6 +67,8 @@ class OwnerUpdates(WholeUpdates):
         self.round_bytes = round_mb * 2**20
         self._held_by_rank = held_by_rank
         self._owners = Owners(self.group.size())
+        #: For each parameter the ranks that have any of it: of experts in a list, or of a pipeline's stages, some.
+        self._known: list[list[int]] = []
         self._assign()
         self._forget_others()
         self.settle()
@@ -74,10 +79,32 @@ class OwnerUpdates(WholeUpdates):
         return None if self._hosted is None else self._hosted.window_bytes
 
     def _assign(self) -> None:
-        new = {number: param for number, param in enumerate(self._params()) if self._owners.of(number) is None}
-        if new:
-            by_rank = self._held_by_rank or (lambda param: {})
-            self._owners.assign(self._shapes(), {number: by_rank(param) for number, param in new.items()})
+        """Give new tensors away. Collective over the group if there are any."""
+        params = self._params()
+        if len(params) == len(self._known):
+            return
+        self._known = self._ranks_that_know(params)
+        new = {number: param for number, param in enumerate(params) if self._owners.of(number) is None}
+        by_rank = self._held_by_rank or (lambda param: {})
+        self._owners.assign(
+            self._shapes(),
+            {number: by_rank(param) for number, param in new.items()},
+            {number: self._known[number] for number in new},
+        )
+
+    def _ranks_that_know(self, params: Sequence[nn.Parameter]) -> list[list[int]]:
+        """Ranks that have any of each parameter, and no stand-in for it. Collective over the group."""
+        size = self.group.size()
+        known = torch.zeros(len(params), size, dtype=torch.uint8)
+        known[:, self.rank] = torch.tensor([not param.is_meta for param in params], dtype=torch.uint8)
+        known = known.to(table_device(self.group, self._device))
+        if size > 1:
+            dist.all_reduce(known, op=dist.ReduceOp.MAX, group=self.group)
+        return [[rank for rank, here in enumerate(row) if here] for row in known.tolist()]
+
+    @override
+    def _shapes(self) -> dict[int, tuple[int, ...]]:
+        return {number: tuple(param.shape) for number, param in enumerate(self._params()) if self._known[number]}
 
     def owns(self, number: int) -> bool:
         """Whether this rank updates the parameter with this number."""
@@ -111,8 +138,8 @@ class OwnerUpdates(WholeUpdates):
             after(optimizer, args, kwargs)
 
     def _update(self, kwargs: Mapping[str, Any]) -> None:
-        present = self._present()
         self._assign()
+        present = self._present()
         rounds = self._rounds(present)
         begin = _Beginning(self.optimizer) if len(rounds) > 1 or self._window_bytes is not None else None
         stepped = False

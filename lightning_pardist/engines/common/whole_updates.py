@@ -178,7 +178,8 @@ class WholeUpdates:
         self._places = {}
 
     def _shapes(self) -> dict[int, tuple[int, ...]]:
-        return {number: tuple(param.shape) for number, param in enumerate(self._params()) if not param.is_meta}
+        """Of the parameters that ranks of the group have, by number."""
+        return {number: tuple(param.shape) for number, param in enumerate(self._params())}
 
     @property
     def plan(self) -> OwnerPlan:

@@ -61,3 +61,9 @@ def test_rounds_are_bounded():
     assert sorted(number for numbers in rounds for number in numbers) == [0, 1, 2, 3]
     assert rounds[0] == [1, 3]
     assert rounds[1] == [2, 0]
+
+
+def test_tensors_that_some_ranks_know_are_given_to_these():
+    owners = Owners(2)
+    owners.assign({0: (4, 4), 1: (4, 4), 2: (4, 4)}, known={0: [1], 1: [1], 2: [0, 1]})
+    assert [owners.of(number) for number in range(3)] == [1, 1, 0]
