@@ -105,7 +105,7 @@ def global_losses(losses: list[Tensor], devices: int) -> Tensor:
 
 def _flat_state(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {
-        f"{index}.{number}.{key}": value.detach().float().clone()
+        f"{index}.{number}.{key}": value.detach().double().clone()
         for index, optimizer_state in enumerate(states)
         for number, state in optimizer_state["state"].items()
         for key, value in state.items()

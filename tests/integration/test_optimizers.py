@@ -16,7 +16,7 @@ from lightning_pardist import (
 )
 from lightning_pardist.optim import split_groups
 from tests.helpers import checkpoints
-from tests.helpers.optimizers import ELEMENTWISE, JOINT, PER_TENSOR, Lamb, Trained
+from tests.helpers.optimizers import ELEMENTWISE, JOINT, PER_TENSOR, Convex, Lamb, Trained
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, STEPS, Data, Losses, global_losses, quiet_trainer
@@ -90,7 +90,8 @@ class OneUlp(pl.Callback):
 
 def _train(strategy, devices, name, settings, reverse=False, also=()):
     torch.manual_seed(11)
-    module = Trained(name, schedule=True)
+    # With the hyperparameters of torch's own tests, steps of size 1 and line searches among them.
+    module = (Convex if name.startswith("LBFGS: ") else Trained)(name, schedule=True)
     record = Losses()
     settings = dict(settings)
     if name.startswith("LBFGS"):
