@@ -16,7 +16,7 @@ from lightning_pardist import (
 )
 from lightning_pardist.optim import split_groups
 from tests.helpers import checkpoints
-from tests.helpers.optimizers import ELEMENTWISE, JOINT, PER_TENSOR, Convex, Lamb, Trained
+from tests.helpers.optimizers import ELEMENTWISE, JOINT, PER_TENSOR, Convex, Lamb, Looked, Trained
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, STEPS, Data, Losses, global_losses, quiet_trainer
@@ -67,6 +67,8 @@ QUICK = {
     for row, (_, devices) in STRATEGIES.items()
     if devices < 8 and row not in ("ddp-2", "zero1-2", "islands_zero2-4")
 }
+#: Families with the hyperparameters of torch's own tests (LBFGS: steps of size 1, line searches) that need other modules.
+_MODULES = {"LBFGS": Convex, "SparseAdam": Looked}
 SETTINGS = {"precision": "64-true", "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 
 
@@ -80,6 +82,9 @@ class OneUlp(pl.Callback):
         generator = torch.Generator().manual_seed(self.seed)
 
         def moved(grad):
+            if grad.is_sparse:
+                grad = grad.coalesce()
+                return torch.sparse_coo_tensor(grad.indices(), moved(grad.values()), grad.shape, check_invariants=False)
             up = torch.rand(grad.shape, generator=generator) < 0.5
             return torch.nextafter(grad, torch.where(up, torch.inf, -torch.inf).to(grad))
 
@@ -90,12 +95,13 @@ class OneUlp(pl.Callback):
 
 def _train(strategy, devices, name, settings, reverse=False, also=()):
     torch.manual_seed(11)
-    # With the hyperparameters of torch's own tests, steps of size 1 and line searches among them.
-    module = (Convex if name.startswith("LBFGS: ") else Trained)(name, schedule=True)
+    made = _MODULES.get(name.partition(": ")[0], Trained) if ": " in name else Trained
+    module = made(name, schedule=True)
     record = Losses()
     settings = dict(settings)
-    if name.startswith("LBFGS"):
-        # Its closure is called several times for one batch, and clipping amplifies rounding there: 1e-9 under DDP.
+    if name.startswith(("LBFGS", "SparseAdam")):
+        # LBFGS's closure is called several times for one batch, and clipping amplifies rounding there: 1e-9 under DDP.
+        # torch does not clip sparse gradients.
         settings = {"precision": settings["precision"]}
     trainer = quiet_trainer(
         strategy=strategy() if callable(strategy) else strategy,
