@@ -67,7 +67,7 @@ QUICK = {
     for row, (_, devices) in STRATEGIES.items()
     if devices < 8 and row not in ("ddp-2", "zero1-2", "islands_zero2-4")
 }
-#: Families with the hyperparameters of torch's own tests (LBFGS: steps of size 1, line searches) that need other modules.
+#: Families that need other modules: LBFGS has steps of size 1 and line searches in torch's own tests.
 _MODULES = {"LBFGS": Convex, "SparseAdam": Looked}
 SETTINGS = {"precision": "64-true", "gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 
