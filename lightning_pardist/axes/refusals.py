@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
 from torch import nn
 
 from lightning_pardist.axes.base import RunContext
+from lightning_pardist.compat.modules import left_out_by_torch_ddp
 
 
 def refuse_renormalized(module: nn.Module, where: str, *, fix: str = "") -> None:
@@ -29,6 +30,24 @@ def refuse_renormalized(module: nn.Module, where: str, *, fix: str = "") -> None
                 f" use: under {where} ranks would come to differ. Set max_norm=None, and"
                 f" {fix or 'rescale the rows in on_train_batch_start (torch.renorm)'}."
             )
+
+
+def refuse_left_out(module: nn.Module, where: str) -> None:
+    """Refuse a module some of whose tensors torch's DDP was told to leave alone. Not collective.
+
+    Args:
+        module: As the user built it.
+        where: Name of the strategy.
+
+    Raises:
+        ValueError: With the name of the first.
+    """
+    if names := left_out_by_torch_ddp(module):
+        raise ValueError(
+            f"_ddp_params_and_buffers_to_ignore keeps {names[0]!r} ({len(names)} in all) apart on each rank, and"
+            f" {where} keeps all parameters and buffers alike. Remove the attribute if they may be, hold such tensors"
+            " outside of the module's parameters and buffers, or use Lightning's 'ddp'."
+        )
 
 
 def refuse_callbacks(trainer: pl.Trainer, kinds: type[pl.Callback] | tuple[type[pl.Callback], ...], why: str) -> None:

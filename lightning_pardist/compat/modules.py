@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,9 @@ NAMES = (
             "leave wrong shapes to the operator"),
     Private("torch.nn.modules.batchnorm._NormBase", "telling running statistics from other buffers",
             "the classes of one, two and three dims"),
+    Private("torch.nn.Module._ddp_params_and_buffers_to_ignore",
+            "refusing modules that keep tensors apart on each rank",
+            "none: torch's DDP would have another way to say it", on_instances=True),
 )  # fmt: skip
 
 #: Names of the tables in a module's ``__dict__``.
@@ -53,6 +57,13 @@ NormBase = _NormBase
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's table of its own parameters itself, not a copy: what is written to it is the module's."""
     return module._parameters
+
+
+def left_out_by_torch_ddp(module: nn.Module) -> list[str]:
+    """Names of parameters and buffers that torch's DDP, told so by its user, would keep apart on each rank."""
+    names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    return [name for name, _ in tensors if name in names] if names else []
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis, RunContext
-from lightning_pardist.axes.refusals import refuse_renormalized
+from lightning_pardist.axes.refusals import refuse_left_out, refuse_renormalized
 from lightning_pardist.axes.user_parallelized import UserParallelizedAxis, is_user_parallelized, note_user_parallelized
 from lightning_pardist.collectives import barrier, broadcast_object, reduce, table_device, world_group
 from lightning_pardist.compat.contract import warn_if_untested
@@ -524,6 +524,8 @@ class PardistStrategy(ParallelStrategy):
         if self.dims.batch_size == 1 and shares and all(axis.data_share[1] == 1 for axis in self.axes):
             self._changes.callback(keep_loaders(trainer))
         self.data_duties.attach_first(trainer)
+        if self.world_size > 1:
+            refuse_left_out(module, type(self).__name__)
         verify_same_module(module, group=world_group())
         if fitting and self.dims.data_parallel * self.dims.tensor_parallel > 1:
             refuse_renormalized(module, type(self).__name__)

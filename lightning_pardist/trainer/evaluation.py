@@ -61,7 +61,14 @@ class ShardSampler(UnrepeatedDistributedSampler):
         self, sampler: Sequence[int] | Sampler[int], *, num_replicas: int, rank: int, limit: int | None = None
     ) -> None:
         # Lightning's own refuses to have no sample on a rank.
-        DistributedSampler.__init__(self, sampler, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]
+        DistributedSampler.__init__(
+            self,
+            sampler,  # type: ignore[arg-type]
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=False,
+            seed=global_seed(),
+        )
         self.sampler = sampler
         total = len(sampler)  # type: ignore[arg-type]
         self.total_size = total if limit is None else min(total, limit)

@@ -21,6 +21,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from lightning_pardist.trainer.evaluation import ShardSampler
 from tests.helpers.parity import assert_close
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import quiet_trainer
@@ -34,6 +35,11 @@ def _dataset(length, seed=5):
     return TensorDataset(
         torch.randn(length, 3, generator=generator), torch.randint(0, 2, (length,), generator=generator)
     )
+
+
+def test_samplers_show_the_seed(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "123")
+    assert ShardSampler(range(5), num_replicas=2, rank=1).seed == 123
 
 
 class Measures(pl.LightningModule):

@@ -406,6 +406,14 @@ class Renormalized(Plain):
         self.table = nn.Embedding(5, 6, max_norm=1.0)
 
 
+class LeftOut(Plain):
+    """A parameter that torch's DDP would neither send nor average: each rank has its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self._ddp_params_and_buffers_to_ignore = ["no parameter", "second.bias"]
+
+
 class StepScheduler(Plain):
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self.parameters())
@@ -461,6 +469,7 @@ CASES = {
     "odd_numbers": (OddNumbers, {}, {"gradient_clip_val": 0.05}),
     "state_before_steps": (StateBeforeSteps, {}, {}),
     "renormalized": (Renormalized, {}, {}),
+    "left_out": (LeftOut, {}, {}),
     "step_scheduler": (StepScheduler, {}, {"max_epochs": 2}),
     "plateau_epoch": (Plateau, {"interval": "epoch", "monitor": "train_loss_epoch"}, {"max_epochs": 4}),
     "plateau_step": (Plateau, {"interval": "step", "monitor": "train_loss"}, {"max_epochs": 2}),
@@ -493,6 +502,9 @@ def _fit(strategy, devices, name):
 REFUSED = {
     "renormalized": dict.fromkeys(
         ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "'table' has max_norm"
+    ),
+    "left_out": dict.fromkeys(
+        ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "ignore keeps 'second.bias' \\(1 in all"
     ),
     "sparse": {"pardist_zero1": "SparseAdam", "pardist_zero2": "SparseAdam", "pardist_zero3": "SparseAdam"},
 }
