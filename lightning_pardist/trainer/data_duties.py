@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_pardist.axes.base import RunContext
@@ -24,6 +24,7 @@ from lightning_pardist.trainer.layer_sync import batch_norms, normalized_apart
 from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
 from lightning_pardist.trainer.loss_weights import LossWeights
 from lightning_pardist.trainer.patch_stack import PatchStack
+from lightning_pardist.trainer.random_numbers import drawn_apart, draws
 from lightning_pardist.trainer.sample_mixing import SampleMixing, mixed_samples
 from lightning_pardist.trainer.trial_run import without_trace
 from lightning_pardist.trainer.uneven_inputs import EvenSteps, UnevenInputs
@@ -191,11 +192,14 @@ class DataParallelDuties:
         if self._buffers is not None:
             self._buffers.before_training_step()
         watched = self._watch_parameters()
-        dtypes = self._dtypes_before()
+        first, self._is_first = self._is_first, False
+        dtypes, drawn = (self._dtypes(), draws()) if first else ({}, None)
         even, weights = self.even_steps, self.loss_weights
         with nullcontext() if even is None else even.leaving_no_trace(), self._noting_calls(batch):
             counts = None if self.context.batch_counts is None else self.context.batch_counts()
             output = run() if weights is None else weights.training_step(run, batch, counts=counts)
+        if first and drawn != draws():
+            rank_zero_info(drawn_apart("each rank for its own samples"))
         self._refuse_casts(dtypes)
         self._warn_of_batch_norms()
         if self._buffers is not None:
@@ -209,13 +213,10 @@ class DataParallelDuties:
                 rank_zero_warn(differing_values(names))
         return output
 
-    def _dtypes_before(self) -> dict[torch.nn.Parameter, torch.dtype]:
-        """Of all parameters that train before the first step of a run; none later."""
-        module, first = self.context.module, self._is_first
-        self._is_first = False
-        if module is None or not first:
-            return {}
-        return {each: each.dtype for each in module.parameters() if each.requires_grad}
+    def _dtypes(self) -> dict[torch.nn.Parameter, torch.dtype]:
+        """Of all parameters that train."""
+        module = self.context.module
+        return {each: each.dtype for each in ([] if module is None else module.parameters()) if each.requires_grad}
 
     def _refuse_casts(self, dtypes: dict[torch.nn.Parameter, torch.dtype]) -> None:
         """Raise if a step has cast parameters (``layer.to(dtype)`` in forward), whose gradients ranks cannot average.

@@ -38,6 +38,23 @@ def go_on_drawing(batch_rank: int) -> None:
             return
 
 
+def draws() -> int:
+    """A number that is another one after random numbers were drawn."""
+    return _fingerprint(rng_state())
+
+
+def drawn_apart(how: str) -> str:
+    """A line for the log about a training step with random numbers.
+
+    Args:
+        how: Who draws for what.
+    """
+    return (
+        f"training_step draws random numbers (dropout, sampling), {how}: they are distributed as those of one process,"
+        " and are not the same numbers."
+    )
+
+
 def _fingerprint(state: Any) -> int:
     result = 0
     for leaf in pytree.tree_leaves(state):

@@ -1,5 +1,6 @@
 """A layer that mixes samples is named once by strategies that take batches apart, and the search changes nothing."""
 
+import logging
 import warnings
 
 import pytest
@@ -131,3 +132,32 @@ def test_batch_norms_of_a_pipeline_are_named_or_see_whole_batches():
             assert "num_microbatches" in said[1][0]
             assert "sync_batchnorm=True normalizes all samples of a batch" in said[2][0]
         assert_close(found[2][0], _normalize()[0])
+
+
+class Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def _drawing(strategy):
+    """How often it is said that a step draws, by one with dropout and one without."""
+    found, logger = [], logging.getLogger("lightning.pytorch")
+    for module in (Net(nn.Identity()), Normalized()):
+        said = Said()
+        logger.addHandler(said)
+        trainer = quiet_trainer(strategy=STRATEGIES[strategy](), devices=2, use_distributed_sampler=False)
+        trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
+        logger.removeHandler(said)
+        found.append(sum("draws random numbers" in each for each in said.messages))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pp"])
+def test_steps_that_draw_are_told_of_once(strategy):
+    assert run_ranks(2, _drawing, strategy) == [[1, 0], [0, 0]]

@@ -64,6 +64,7 @@ from lightning_pardist.mesh import Degree, degrees_of_machine
 from lightning_pardist.trainer.layer_sync import batch_norms, normalized_apart, syncs_batch_norms
 from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
 from lightning_pardist.trainer.patch_stack import PatchStack
+from lightning_pardist.trainer.random_numbers import drawn_apart
 from lightning_pardist.trainer.sample_batches import on_device, undisturbed_random
 from lightning_pardist.trainer.sample_mixing import mixed_samples
 
@@ -305,6 +306,8 @@ class PipelineAxis(ParallelAxis):
                 " num_microbatches makes them all the same."
             )
         self._warn_of_batch_norms(recorded)
+        if recorded.draws:
+            rank_zero_info(drawn_apart("each stage for each micro-batch"))
         if (buffers := recorded.placing.trace.sample_buffers) and self._options(recorded).num_microbatches > 1:
             rank_zero_warn(
                 f"Buffers that follow the samples of a batch ({', '.join(sorted(buffers))}) change once for every"

@@ -113,6 +113,7 @@ class Recorded:
         microbatching: How training batches are cut.
         cut: What became of the sample batch, for the log.
         loss: What the loss of a micro-batch is made of.
+        draws: Whether the training step draws random numbers.
     """
 
     plans: dict[StepKey, PipelinePlan]
@@ -124,6 +125,7 @@ class Recorded:
     microbatching: Microbatching | None = None
     cut: str = ""
     loss: LossMakeup = field(default_factory=LossMakeup)
+    draws: bool = False
 
     @property
     def placing(self) -> PipelinePlan:
@@ -183,7 +185,7 @@ class StepRecorder:
         self.microbatching = Microbatching(settings, self.num_ranks)
         self._rng_afterwards = random_state(device_in_use())
         self._after_hooks: set[RunningStage] = set()
-        self._failure = ""
+        self._failure, self._draws = "", False
         self._unstaged: dict[StepKey, str] = {}
 
     def record(self) -> Recorded:
@@ -273,6 +275,7 @@ class StepRecorder:
             self._effects, self._unstaged = StepOutputs(self.module), {}
             return self._record_stages(asked)
         ways: dict[str, Any] = {"steady": steady, "microbatching": self.microbatching, "cut": cut, "loss": self._loss}
+        ways["draws"] = self._draws
         return Recorded(plans, rules, written, self._unstaged, **ways)
 
     def _refuse_shared_buffers(self, made: PipelinePlan, written: frozenset[tuple[Any, ...]]) -> None:
@@ -485,6 +488,13 @@ class StepRecorder:
         training = sample.stage == RunningStage.TRAINING
         calls, functions = CollectiveCalls(self.ranks), SpanningFunctions(self.module)
         loss: Tensor | None = None
+        states = []
+
+        def step(batch: Any) -> Any:
+            states.append(random_state(device_in_use()))
+            record = run(batch)
+            states.append(random_state(device_in_use()))
+            return record
 
         def note_loss(record: dict[str, Any]) -> Tensor | None:
             nonlocal loss
@@ -494,11 +504,12 @@ class StepRecorder:
         with self._running(sample) as run, ParameterWriteGuard(self.module) as kept, calls, functions:
             whole = self.in_one_piece
             recorded = record_step(
-                self.module, run, sample.microbatch, grad=training, loss_of=note_loss, in_one_piece=whole
+                self.module, step, sample.microbatch, grad=training, loss_of=note_loss, in_one_piece=whole
             )
             if kept.written:
                 self._refuse_changes(sample, run, kept.written)
         # Behind the modes that watch the run, which take no numbers that operators have saved.
+        self._draws = self._draws or (training and not is_same_state(*states))
         if training and loss is not None and loss.numel() == 1:
             self._loss = LossMakeup.of(loss, sample.microbatch, sample.size, self.loss_weight)
         if calls.found:
