@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.distributed.tensor import DTensor
 
 from lightning_pardist.compat.contract import Private
+from lightning_pardist.compat.dtensor import local_tensor_of
 
 NAMES = (
     Private("torch.autograd._engine_run_backward",
@@ -115,6 +117,33 @@ def refused_reentrant(message: str) -> Iterator[None]:
         yield
     finally:
         module.CheckpointFunction = before
+
+
+@contextlib.contextmanager
+def unchanged_parameters_stay() -> Iterator[None]:
+    """Inside, ``module.to(...)`` leaves ``DTensor`` parameters alone that it does not change.
+
+    torch swaps each with a new tensor on the same memory, and gradients of what the old one is used in go to that.
+    """
+    module: Any = torch.utils
+    before = module.swap_tensors
+
+    def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
+        if not _is_alias(first, second):
+            before(first, second)
+
+    module.swap_tensors = swap_tensors
+    try:
+        yield
+    finally:
+        module.swap_tensors = before
+
+
+def _is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if not isinstance(first, DTensor) or not isinstance(second, DTensor) or first.placements != second.placements:
+        return False
+    ours, theirs = local_tensor_of(first), local_tensor_of(second)
+    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.data_ptr() == theirs.data_ptr()
 
 
 def cell_of(function: Callable[..., Any]) -> types.CellType:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_pardist import FSDPStrategy
+from lightning_pardist import FSDPStrategy, HybridStrategy
 from tests.helpers.models import Base, points
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
@@ -77,3 +77,47 @@ class TargetNetwork(Base):
 
 def test_a_network_that_steps_set_to_another_ones_values():
     _same_as_one_process(TargetNetwork)
+
+
+class Gated(nn.Module):
+    """Casts a layer in forward to the dtype that it has, as routers do, which changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.back, self.gate = nn.Linear(6, 64), nn.Linear(64, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        self.gate = self.gate.to(x.dtype)
+        return x + self.gate(x).sigmoid() * self.back(self.wide(x).relu())
+
+
+class Cast(Base):
+    """A chain of layers that are cast in forward."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.layers = nn.Sequential(*(Gated() for _ in range(4)), nn.Linear(6, 1))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.mse_loss(self.layers(x), y)
+
+
+def _weights(strategy="auto", devices=1):
+    torch.manual_seed(11)
+    module = Cast()
+    made = strategy() if callable(strategy) else strategy
+    trainer = quiet_trainer(strategy=made, devices=devices, use_distributed_sampler=False, accumulate_grad_batches=2)
+    trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
+    return snapshot(module)
+
+
+def test_a_layer_that_is_cast_to_its_own_dtype():
+    """Several micro-batches have passed the first stage before the first of them comes back."""
+    expected = _weights()
+    tensor_in_stages = functools.partial(
+        HybridStrategy, pipeline_parallel_size=2, tensor_parallel_size=2, pipeline_settings={"num_microbatches": 4}
+    )
+    for strategy, devices in ((tensor_in_stages, 4), ("pardist_tp", 2), ("pardist_pp", 2), ("pardist_zero3", 2)):
+        for found in run_ranks(devices, _weights, strategy, devices):
+            assert_close(found, expected)

@@ -101,3 +101,12 @@ def test_operators_of_dtensors_are_taken_back_with_the_last_user():
     assert torch.ops.aten.equal.default in known
     dtensor_operators.restore_operators()
     assert known == before
+
+
+def test_unchanged_parameters_stay():
+    own = torch.utils.swap_tensors
+    with patches.unchanged_parameters_stay():
+        first, second = torch.zeros(2), torch.ones(2)
+        torch.utils.swap_tensors(first, second)
+        assert first.tolist() == [1, 1]
+    assert torch.utils.swap_tensors is own

@@ -200,7 +200,7 @@ class _Run:
 
     def _go(self, step: Callable[[Any], Any], microbatch: Any) -> StageRun:
         try:
-            with intercepted(self.replay.units, self._call), self._rerunnable():
+            with intercepted(self.replay.units, self._call), self._rerunnable(), patches.unchanged_parameters_stay():
                 self.done.result = step(microbatch)
         except _CutOffError:
             return self.done
