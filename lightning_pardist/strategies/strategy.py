@@ -847,6 +847,8 @@ class PardistStrategy(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank) of the world decide so. Collective over the world."""
+        if not dist.is_initialized():
+            return decision
         self.context.before_collective()
         flag = torch.tensor(int(decision), device=table_device(world_group(), self.root_device))
         return bool(reduce(flag, group=world_group(), op="min" if all else "max"))

@@ -72,6 +72,8 @@ class AutoResume:
         #: Whether somebody may start this job again, so that notes are of use.
         self._takes_notes = mode == "always" or job is not None
         self._starters: list[str] = []
+        #: The Trainer's own ``save_checkpoint`` before the run: its user may have replaced the method.
+        self._saved_by: dict[str, Any] | None = None
         # Equal on all ranks, and when the same script runs again.
         parts = (job, program_key(), f"fit{count_up('fits')}")
         self._fs, root = url_to_fs(str(trainer.default_root_dir))
@@ -108,11 +110,14 @@ class AutoResume:
             if not weights_only and trainer.is_global_zero:
                 self._note(str(filepath))
 
+        self._saved_by = {name: of for name, of in trainer.__dict__.items() if name == "save_checkpoint"}
         trainer.__dict__["save_checkpoint"] = save_and_note
 
     def detach(self) -> None:
         """Give the Trainer its methods back; after a run that has ended well, remove what a stop has left."""
-        self._trainer.__dict__.pop("save_checkpoint", None)
+        if self._saved_by is not None:
+            del self._trainer.__dict__["save_checkpoint"]
+            self._trainer.__dict__.update(self._saved_by)
         checkpoint_connector(self._trainer).__dict__.pop("resume_start", None)
         ended_well = self._trainer.state.status == "running"
         if ended_well and self._trainer.is_global_zero and self._fs.exists(self.stopped_path):

@@ -1,6 +1,7 @@
 """What people do with checkpoints, under strategies that hold the module in parts, and afterwards without any."""
 
 import os
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -230,3 +232,15 @@ def _self_sharded(folder):
 
 def test_an_optimizer_that_shards_its_own_state(tmp_path):
     run_ranks(2, _self_sharded, str(tmp_path))
+
+
+@pytest.mark.parametrize("resume", ["always", "never"])
+def test_a_save_checkpoint_of_the_users_own_stays(tmp_path, resume):
+    strategy = DDPStrategy(resume=resume)
+    trainer = quiet_trainer(strategy=strategy, devices=1, default_root_dir=tmp_path, limit_train_batches=1)
+    # ModelCheckpoint, asked for a name before the run, asks this.
+    assert strategy.reduce_boolean_decision(True)
+    assert not strategy.reduce_boolean_decision(False)
+    own = trainer.save_checkpoint = Mock()
+    trainer.fit(BoringModel())
+    assert trainer.save_checkpoint is own
