@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 _NOT_NEEDED = "Leave it out: it is not needed here."
 _DEEPSPEED_OFFLOAD = 'Use strategy="pardist_zero2_offload" or "pardist_zero3_offload", or offload="cpu".'
@@ -72,13 +74,16 @@ ADVICE: Mapping[str, str] = {
 }
 
 
-def refuse_unknown(owner: str, settings: Iterable[str], known: Iterable[str]) -> None:
+def refuse_unknown(
+    owner: str, settings: Iterable[str], known: Iterable[str], inside: Mapping[str, Callable[..., Any]] | None = None
+) -> None:
     """Refuse settings that a strategy does not have.
 
     Args:
         owner: Name of the strategy's class.
         settings: Names that it was given and does not have.
         known: Names that it has.
+        inside: Settings that are dicts, and what takes their values by name.
 
     Raises:
         ValueError: With what takes the place of the first one, where another strategy has it.
@@ -87,8 +92,33 @@ def refuse_unknown(owner: str, settings: Iterable[str], known: Iterable[str]) ->
     for name in settings:
         if name in ADVICE:
             raise ValueError(f"{owner} has no setting {name!r}. {ADVICE[name]}")
+        place = next((place for place, taker in (inside or {}).items() if name in names_of(taker)), None)
+        if place is not None:
+            raise ValueError(f"{owner} has no setting {name!r} of its own. Set {place}={{{name!r}: ...}}.")
         close = difflib.get_close_matches(name, list(known), n=1)
         raise TypeError(f"{owner} has no setting {name!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+
+
+def refuse_unknown_inside(place: str, settings: Iterable[str], taker: Callable[..., Any]) -> None:
+    """Refuse values by name that a setting does not have.
+
+    Args:
+        place: The setting, a dict.
+        settings: Its names.
+        taker: Has them as arguments.
+
+    Raises:
+        ValueError: With the names that there are.
+    """
+    known = names_of(taker)
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ValueError(f"{place}: {', '.join(unknown)} is none of {', '.join(known)}.")
+
+
+def names_of(taker: Callable[..., Any]) -> list[str]:
+    """Arguments that may be given by name."""
+    return [name for name in inspect.signature(taker).parameters if name not in ("self", "args", "kwargs")]
 
 
 def refuse_name(name: str, known: Iterable[str]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
 from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.by_name import DataParallel, data_parallel_axis
@@ -13,6 +13,7 @@ from lightning_pardist.axes.expert import ExpertAxis
 from lightning_pardist.axes.local_sgd import LocalSGDAxis, OuterSize, SyncEvery
 from lightning_pardist.axes.pipeline import PipelineAxis, PipelineSettings
 from lightning_pardist.axes.tensor import TensorAxis
+from lightning_pardist.foreign_settings import refuse_unknown_inside
 from lightning_pardist.strategies.strategy import PardistStrategy
 
 Size = int | Literal["auto", "machine"]
@@ -55,6 +56,14 @@ class HybridStrategy(PardistStrategy):
         ValueError: If a setting is out of range, or the degrees do not fit each other or the number of ranks.
     """
 
+    settings_inside: ClassVar[Mapping[str, Callable[..., Any]]] = {
+        "tensor_settings": TensorAxis,
+        "context_settings": ContextAxis,
+        "expert_settings": ExpertAxis,
+        "pipeline_settings": PipelineSettings,
+        "outer_settings": LocalSGDAxis,
+    }
+
     def __init__(
         self,
         *,
@@ -75,6 +84,14 @@ class HybridStrategy(PardistStrategy):
         outer: ParallelAxis | None = None,
         **kwargs: Any,
     ) -> None:
+        given = {
+            "tensor_settings": tensor_settings,
+            "context_settings": context_settings,
+            "expert_settings": expert_settings,
+            "pipeline_settings": pipeline_settings,
+        }
+        for place, values in given.items():
+            refuse_unknown_inside(place, values or {}, self.settings_inside[place])
         settings = dict(data_settings or {})
         if data_shard_size is not None:
             if data_parallel != "zero3":

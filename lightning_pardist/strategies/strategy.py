@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -164,6 +164,9 @@ class PardistStrategy(ParallelStrategy):
         TypeError: If there is no such setting.
     """
 
+    #: Settings that are dicts, and what takes their values by name.
+    settings_inside: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+
     def __init__(
         self,
         *,
@@ -192,7 +195,7 @@ class PardistStrategy(ParallelStrategy):
         update_scope: ScopeSetting = "auto",
         **unknown: Any,
     ) -> None:
-        refuse_unknown(type(self).__name__, unknown, _settings(type(self)))
+        refuse_unknown(type(self).__name__, unknown, _settings(type(self)), self.settings_inside)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

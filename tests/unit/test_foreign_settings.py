@@ -102,3 +102,11 @@ def test_lightnings_command_line():
     )
     assert finished.returncode == 2
     assert said in finished.stderr.strip().splitlines()[-1], finished.stderr
+
+
+def test_a_setting_of_an_axis_beside_the_dict_that_takes_it_and_a_mistyped_one_inside():
+    make = lightning_pardist.HybridStrategy
+    with pytest.raises(ValueError, match=r"Set pipeline_settings=\{'num_microbatches': \.\.\.\}\."):
+        make(pipeline_parallel_size=2, num_microbatches=4)
+    with pytest.raises(ValueError, match=r"^pipeline_settings: microbatches is none of .*num_microbatches"):
+        make(pipeline_parallel_size=2, pipeline_settings={"microbatches": 4})
