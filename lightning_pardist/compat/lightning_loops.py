@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.training_epoch_loop import RestartStage
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource, _request_dataloader
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
@@ -70,6 +71,7 @@ NAMES = (
     Private(f"{_FIT}._loaded_from_state_dict", _RESUME, _BETTER),
     Private("lightning.pytorch.loops.loop._Loop", _RESUME, _BETTER),
     Private(f"{_EPOCH}._batches_that_stepped", _RESUME, _BETTER),
+    Private(f"{_EPOCH}._restart_stage", _RESUME, _BETTER),
     Private(f"{_EPOCH}._should_accumulate", _RESUME, "count batches"),
     Private(f"{_EPOCH}._get_monitor_value", "schedulers that step by a logged value", _HOOK),
     Private(f"{_EPOCH}._broadcast_sigterm_tensor", _STOP, _HOOK),
@@ -296,6 +298,11 @@ def was_restored(fit_loop: Any) -> bool:
 def set_restarting(fit_loop: Any, value: bool) -> None:
     """Whether the loop begins within an epoch; the loop's own property decides it when counters are loaded."""
     _Loop.restarting.fset(fit_loop, value)  # type: ignore[attr-defined]
+
+
+def restart_at_batch_end(epoch_loop: Any) -> None:
+    """Let the loop know that its run was saved behind a batch and before the validation that is due there."""
+    epoch_loop._restart_stage = RestartStage.RESTARTED_ON_TRAIN_BATCH_END
 
 
 def count_stepped_batch(epoch_loop: Any) -> None:

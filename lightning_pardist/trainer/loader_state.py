@@ -23,6 +23,7 @@ from lightning_pardist.compat.lightning_loops import (
     drop_loaders,
     load_loader_states,
     loader_states,
+    restart_at_batch_end,
     set_restarting,
     trainer_of,
     was_restored,
@@ -48,7 +49,7 @@ class LoaderState:
         self.context = context
         self._saved: dict[str, Any] = {}
         self._orders: list[Order] = []
-        self._end_of_epoch: Patch | None = None
+        self._first_advance: Patch | None = None
         #: What a save after the run has to say: where its samplers were when it ended.
         self._at_end: dict[str, Any] | None = None
 
@@ -120,8 +121,12 @@ class LoaderState:
             epochs.increment_completed()
             finished = True
         elif whole and current.processed == current.ready - 1:
-            self._end_of_epoch = Patch(fit_loop.epoch_loop, "advance", partial(self._end_epoch, fit_loop.epoch_loop))
-            self._end_of_epoch.attach()
+            self._first_advance = Patch(fit_loop.epoch_loop, "advance", partial(self._end_epoch, fit_loop.epoch_loop))
+            self._first_advance.attach()
+        elif at_batch_end:
+            run = partial(self._go_on_behind_batch, fit_loop.epoch_loop)
+            self._first_advance = Patch(fit_loop.epoch_loop, "advance", run)
+            self._first_advance.attach()
         if finished and whole:
             if current.completed == current.processed - 1:
                 epochs.increment_completed()
@@ -132,18 +137,24 @@ class LoaderState:
         if combined_loader(fit_loop) is not None:
             self._start_loaders_anew(trainer)
 
+    def _go_on_behind_batch(self, epoch_loop: Any, data_fetcher: Any) -> None:
+        """Stands in for the first ``advance``: with the batch counted, it would seem saved behind its validation."""
+        self._forget_first_advance()
+        restart_at_batch_end(epoch_loop)
+        epoch_loop.advance(data_fetcher)
+
     def _end_epoch(self, epoch_loop: Any, data_fetcher: Any) -> None:
         """Stands in for ``advance`` where an epoch has no batches left, only its end."""
-        self._forget_end_of_epoch()
+        self._forget_first_advance()
         # Its samplers and random numbers get to where the run was saved when the loader is asked for the next batch.
         with suppress(StopIteration):
             next(data_fetcher)
         epoch_loop.advance(data_fetcher)
 
-    def _forget_end_of_epoch(self) -> None:
-        if self._end_of_epoch is not None:
-            self._end_of_epoch.detach()
-            self._end_of_epoch = None
+    def _forget_first_advance(self) -> None:
+        if self._first_advance is not None:
+            self._first_advance.detach()
+            self._first_advance = None
 
     def _start_loaders_anew(self, trainer: pl.Trainer) -> None:
         """Loaders were asked for before there were counters: ``estimated_stepping_batches`` in configure_optimizers."""
@@ -197,7 +208,7 @@ class LoaderState:
             and combined_loader(trainer.fit_loop) is not None
         ):
             self._at_end = self._now(trainer)
-        self._forget_end_of_epoch()
+        self._forget_first_advance()
         for order in self._orders:
             order.detach()
         self._orders, self._saved = [], {}

@@ -244,3 +244,25 @@ def test_a_save_checkpoint_of_the_users_own_stays(tmp_path, resume):
     own = trainer.save_checkpoint = Mock()
     trainer.fit(BoringModel())
     assert trainer.save_checkpoint is own
+
+
+def test_a_run_saved_where_validation_is_due_counts_on_as_without_a_break(tmp_path):
+    def fit(folder, **kwargs):
+        saved = ModelCheckpoint(dirpath=folder, every_n_train_steps=2, save_top_k=-1)
+        limits = {"limit_train_batches": 4, "limit_val_batches": 1, "val_check_interval": 2, "max_epochs": 2}
+        trainer = quiet_trainer(
+            strategy="pardist_ddp", devices=1, callbacks=[saved], enable_checkpointing=True, **limits
+        )
+        trainer.fit(BoringModel(), **kwargs)
+        return [
+            torch.load(folder / name, weights_only=False)["loops"]["fit_loop"]
+            for name in ("epoch=0-step=4.ckpt", "epoch=1-step=6.ckpt")
+        ]
+
+    whole = fit(tmp_path / "whole")
+    for found, expected in zip(
+        fit(tmp_path / "rest", ckpt_path=tmp_path / "whole/epoch=0-step=2.ckpt"), whole, strict=True
+    ):
+        assert found["epoch_loop.state_dict"] == expected["epoch_loop.state_dict"]
+        assert found["epoch_loop.batch_progress"] == expected["epoch_loop.batch_progress"]
+        assert found["epoch_loop.val_loop.batch_progress"] == expected["epoch_loop.val_loop.batch_progress"]
