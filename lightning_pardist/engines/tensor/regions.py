@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,7 +63,8 @@ class TensorGroup:
         self.bytes: Counter[str] = Counter()
         #: Whether gradients of whole parameters are wanted now, and not collected for the data axis to average.
         self.sums_at_once = False
-        self._entered: OrderedDict[tuple[int, int], tuple[weakref.ref[Tensor], Tensor]] = OrderedDict()
+        self._entered: dict[tuple[int, int], tuple[int, weakref.ref[Tensor], Tensor]] = {}
+        self._entries = 0
 
     def reset(self) -> None:
         """Forget the counts."""
@@ -167,12 +168,15 @@ class TensorGroup:
             return tensor
         key = (id(tensor), version_of(tensor))
         found = self._entered.get(key)
-        if found is not None and found[0]() is tensor:
-            return found[1]
+        if found is not None and found[1]() is tensor:
+            return found[2]
         entered: Tensor = _Copy.run(tensor, self)
-        self._entered[key] = (weakref.ref(tensor), entered)
-        while len(self._entered) > _REMEMBERED:
-            self._entered.popitem(last=False)
+        self._entered[key] = (self._entries, weakref.ref(tensor), entered)
+        self._entries += 1
+        # Forgotten by age alone. Whether a key comes again after its tensor has gone differs from rank to rank, and all
+        # have to remember the same: a tensor that one of them enters again is one more all-reduce in its backward.
+        for old in [old for old, (age, *_) in self._entered.items() if age < self._entries - _REMEMBERED]:
+            del self._entered[old]
         return entered
 
     def reduce(self, partial: Tensor) -> Tensor:
