@@ -296,8 +296,11 @@ class ExpertAxis(ParallelAxis):
                 step_on_shards(optimizer, group=self.context.update_group, scope=self.context.update_scope)
 
     def _has_experts(self, optimizer: Optimizer) -> bool:
-        held = set() if self.held is None else self.held.parameters
-        return has_parameters(optimizer) and any(p in held for group in optimizer.param_groups for p in group["params"])
+        held = self.held
+        if held is None or not has_parameters(optimizer):
+            return False
+        # Those of other ranks as well: what follows is collective.
+        return any(held.knows(param) for group in optimizer.param_groups for param in group["params"])
 
     # --- steps --------------------------------------------------------------------------------------------------
 

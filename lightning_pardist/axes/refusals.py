@@ -42,7 +42,10 @@ def refuse_left_out(module: nn.Module, where: str) -> None:
     Raises:
         ValueError: With the name of the first.
     """
-    if names := left_out_by_torch_ddp(module):
+    apart = {name for name, param in module.named_parameters() if param.requires_grad}
+    apart |= {name for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+    # What is frozen, and masks and counters, which the attribute is used for where broadcasts fail, are alike.
+    if names := [name for name in left_out_by_torch_ddp(module) if name in apart]:
         raise ValueError(
             f"_ddp_params_and_buffers_to_ignore keeps {names[0]!r} ({len(names)} in all) apart on each rank, and"
             f" {where} keeps all parameters and buffers alike. Remove the attribute if they may be, hold such tensors"

@@ -140,10 +140,16 @@ def unchanged_parameters_stay() -> Iterator[None]:
 
 
 def _is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if not isinstance(first, DTensor) or not isinstance(second, DTensor) or first.placements != second.placements:
+    if not isinstance(first, DTensor) or not isinstance(second, DTensor):
         return False
     ours, theirs = local_tensor_of(first), local_tensor_of(second)
-    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.data_ptr() == theirs.data_ptr()
+    # Of a rank that has no elements, too: all ranks are to come to one answer.
+    alike = all(getattr(ours, name) == getattr(theirs, name) for name in ("dtype", "device", "shape", "is_meta")) and (
+        first.placements,
+        first.device_mesh,
+        ours.stride(),
+    ) == (second.placements, second.device_mesh, theirs.stride())
+    return alike and (ours.is_meta or ours.data_ptr() == theirs.data_ptr())
 
 
 def cell_of(function: Callable[..., Any]) -> types.CellType:

@@ -527,7 +527,7 @@ class PardistStrategy(ParallelStrategy):
         if self.dims.batch_size == 1 and shares and all(axis.data_share[1] == 1 for axis in self.axes):
             self._changes.callback(keep_loaders(trainer))
         self.data_duties.attach_first(trainer)
-        if self.world_size > 1:
+        if fitting and self.world_size > 1:
             refuse_left_out(module, type(self).__name__)
         verify_same_module(module, group=world_group())
         if fitting and self.dims.data_parallel * self.dims.tensor_parallel > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from typing import Any, Literal
@@ -74,6 +75,8 @@ class AutoResume:
         self._starters: list[str] = []
         #: The Trainer's own ``save_checkpoint`` before the run: its user may have replaced the method.
         self._saved_by: dict[str, Any] | None = None
+        #: What stands there meanwhile, unless the user replaces that.
+        self._saves: Callable[..., None] | None = None
         # Equal on all ranks, and when the same script runs again.
         parts = (job, program_key(), f"fit{count_up('fits')}")
         self._fs, root = url_to_fs(str(trainer.default_root_dir))
@@ -111,13 +114,15 @@ class AutoResume:
                 self._note(str(filepath))
 
         self._saved_by = {name: of for name, of in trainer.__dict__.items() if name == "save_checkpoint"}
-        trainer.__dict__["save_checkpoint"] = save_and_note
+        trainer.__dict__["save_checkpoint"] = self._saves = save_and_note
 
     def detach(self) -> None:
         """Give the Trainer its methods back; after a run that has ended well, remove what a stop has left."""
-        if self._saved_by is not None:
-            del self._trainer.__dict__["save_checkpoint"]
-            self._trainer.__dict__.update(self._saved_by)
+        own = self._trainer.__dict__
+        if self._saved_by is not None and own.get("save_checkpoint") is self._saves:
+            del own["save_checkpoint"]
+            own.update(self._saved_by)
+        self._saved_by = self._saves = None
         checkpoint_connector(self._trainer).__dict__.pop("resume_start", None)
         ended_well = self._trainer.state.status == "running"
         if ended_well and self._trainer.is_global_zero and self._fs.exists(self.stopped_path):

@@ -48,6 +48,31 @@ def test_two_ranks_update_whole_tensors(layer, data_parallel, optimizer):
     _check(layer, optimizer, 1 / 2, 2, data_parallel=data_parallel)
 
 
+class Divided(Mixture):
+    """Experts of one rank have an optimizer of their own."""
+
+    def __init__(self, layer="listed"):
+        super().__init__(layer)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        first = [p for layer in self.layers for expert in layer.experts[:2] for p in expert.parameters()]
+        others = [p for p in self.parameters() if all(p is not each for each in first)]
+        return ADAFACTOR(first), torch.optim.SGD(others, lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("data_parallel", ["ddp", pytest.param("zero2", marks=pytest.mark.slow)])
+def test_an_optimizer_of_one_ranks_experts(data_parallel):
+    assert_trains_like_one_process(functools.partial(_strategy, data_parallel), 1 / 2, Divided, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", _LAYERS)
 @pytest.mark.parametrize("data_parallel", ["ddp", "zero2", "zero3"])

@@ -38,7 +38,7 @@ from lightning_pardist.axes.pipeline.reduction_rules import (
 from lightning_pardist.axes.pipeline.spanning_functions import SpanningFunctions
 from lightning_pardist.compat.lightning_loops import current_hook, layer_sync, set_current_hook
 from lightning_pardist.compat.tensors import version_of
-from lightning_pardist.engines.common.devices import device_in_use, is_same_state, random_state
+from lightning_pardist.engines.common.devices import RandomState, device_in_use, is_same_state, random_state
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
@@ -299,7 +299,7 @@ class StepRecorder:
         found = rules.get(sample.key)
         if found is None or not self.microbatching.is_free or self.settings.split_batch is not None:
             return None
-        if self._syncs_batch_norms and len(self._parts(sample)) > 1:
+        if sample.stage == RunningStage.TRAINING and self._syncs_batch_norms and len(self._parts(sample)) > 1:
             return "sync_batchnorm=True normalizes all samples of a batch together"
         if found.mixing is not None:
             return f"{found.mixing} mixes the samples of a batch"
@@ -488,12 +488,12 @@ class StepRecorder:
         training = sample.stage == RunningStage.TRAINING
         calls, functions = CollectiveCalls(self.ranks), SpanningFunctions(self.module)
         loss: Tensor | None = None
-        states = []
+        states: list[tuple[RandomState, RandomState]] = []
 
         def step(batch: Any) -> Any:
-            states.append(random_state(device_in_use()))
+            before = random_state(device_in_use())
             record = run(batch)
-            states.append(random_state(device_in_use()))
+            states.append((before, random_state(device_in_use())))
             return record
 
         def note_loss(record: dict[str, Any]) -> Tensor | None:
@@ -509,7 +509,7 @@ class StepRecorder:
             if kept.written:
                 self._refuse_changes(sample, run, kept.written)
         # Behind the modes that watch the run, which take no numbers that operators have saved.
-        self._draws = self._draws or (training and not is_same_state(*states))
+        self._draws = self._draws or (training and not all(is_same_state(*pair) for pair in states))
         if training and loss is not None and loss.numel() == 1:
             self._loss = LossMakeup.of(loss, sample.microbatch, sample.size, self.loss_weight)
         if calls.found:

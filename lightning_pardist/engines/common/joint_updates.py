@@ -167,7 +167,7 @@ def step_on_wholes(
     before_step: Callable[[], None] | None = None,
     after_step: Callable[[], None] | None = None,
 ) -> None:
-    """Let ``optimizer.step()`` update whole tensors, whatever way they lie on ranks. Not collective, once.
+    """Let ``optimizer.step()`` update whole tensors, whatever way they lie on ranks. Collective over ``group``, once.
 
     Args:
         optimizer: Holds the user's parameters.

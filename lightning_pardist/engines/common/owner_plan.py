@@ -102,7 +102,8 @@ class Owners:
         """
         ranks, known = range(len(self.loads)), known or {}
         costs = {number: max(self._cost(shape), 1.0) for number, shape in shapes.items() if number not in self._owner}
-        for number in [number for number in costs if len(known.get(number, ranks)) < len(ranks)]:
+        some = [number for number in costs if len(known.get(number, ranks)) < len(ranks)]
+        for number in sorted(some, key=lambda n: (-costs[n], n)):
             rank = min(known[number], key=self.loads.__getitem__)
             self.loads[rank] += costs.pop(number)
             self._owner[number] = rank

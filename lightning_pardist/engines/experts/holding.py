@@ -117,6 +117,10 @@ class HeldExperts:
         shapes = [own_shape(own_parameters(owner)[name]) for owner, name in places]  # type: ignore[arg-type]
         return ShardedWeights(places, self.sharding, shapes, first_dim=STACKED_DIM if layer.stacked else 0)
 
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether it is of an expert, on this rank or another; equal on all ranks."""
+        return parameter in self.parameters or any(parameter is each for each in self._elsewhere.values())
+
     def forget_missing(self) -> None:
         """Let go of what is no longer the module's: of layers that other ranks of a pipeline hold. Not collective."""
         self.parameters &= set(self.module.parameters())

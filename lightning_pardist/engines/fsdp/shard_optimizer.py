@@ -40,10 +40,10 @@ def step_on_shards(
     group: Callable[[Scope], dist.ProcessGroup] | None = None,
     scope: ScopeSetting = "auto",
 ) -> None:
-    """Let ``optimizer.step()`` run on this rank's shards as ordinary tensors, in place. Not collective.
+    """Let ``optimizer.step()`` run on this rank's shards as ordinary tensors, in place.
 
     One that is not elementwise steps on whole tensors instead, see
-    :func:`~lightning_pardist.engines.common.joint_updates.step_on_wholes`.
+    :func:`~lightning_pardist.engines.common.joint_updates.step_on_wholes`, which is collective.
 
     Outside of ``step`` the optimizer holds the module's ``DTensor`` parameters, so that groups, schedulers, clipping
     and ``zero_grad`` see what they expect; its state is kept as local tensors. Without ``DTensor``s in the step,

@@ -21,7 +21,7 @@ def attach(
     scope: ScopeSetting = "auto",
     group: Callable[[Scope], dist.ProcessGroup] | None = None,
 ) -> None:
-    """Have ``optimizer.step()`` give what it gives on one process. Not collective itself; call it once.
+    """Have ``optimizer.step()`` give what it gives on one process. Collective over the tensor ranks; once.
 
     An optimizer that updates every element by itself (SGD, Adam, ...) steps on this rank's parts as ordinary tensors,
     with every kernel it has. One that updates a tensor at a time (Muon, Adafactor, ...) has each whole tensor updated
