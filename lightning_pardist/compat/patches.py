@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pardist.compat.contract import Private
 from lightning_pardist.compat.dtensor import local_tensor_of
+from lightning_pardist.compat.tensors import storage_key
 
 NAMES = (
     Private("torch.autograd._engine_run_backward",
@@ -143,13 +144,14 @@ def _is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:
     if not isinstance(first, DTensor) or not isinstance(second, DTensor):
         return False
     ours, theirs = local_tensor_of(first), local_tensor_of(second)
-    # Of a rank that has no elements, too: all ranks are to come to one answer.
-    alike = all(getattr(ours, name) == getattr(theirs, name) for name in ("dtype", "device", "shape", "is_meta")) and (
-        first.placements,
-        first.device_mesh,
-        ours.stride(),
-    ) == (second.placements, second.device_mesh, theirs.stride())
-    return alike and (ours.is_meta or ours.data_ptr() == theirs.data_ptr())
+    # By their storage, which a rank's empty part has as well, and one without memory: all ranks come to one answer.
+    return (
+        first.placements == second.placements
+        and ours.dtype == theirs.dtype
+        and ours.shape == theirs.shape
+        and ours.stride() == theirs.stride()
+        and storage_key(ours) == storage_key(theirs)
+    )
 
 
 def cell_of(function: Callable[..., Any]) -> types.CellType:
