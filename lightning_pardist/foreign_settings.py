@@ -92,25 +92,28 @@ def refuse_unknown(
     for name in settings:
         if name in ADVICE:
             raise ValueError(f"{owner} has no setting {name!r}. {ADVICE[name]}")
-        place = next((place for place, taker in (inside or {}).items() if name in names_of(taker)), None)
-        if place is not None:
-            raise ValueError(f"{owner} has no setting {name!r} of its own. Set {place}={{{name!r}: ...}}.")
+        places = [f"{place}={{{name!r}: ...}}" for place, taker in (inside or {}).items() if name in names_of(taker)]
+        if places:
+            raise ValueError(f"{owner} has no setting {name!r} of its own. Set {' or '.join(places)}.")
         close = difflib.get_close_matches(name, list(known), n=1)
         raise TypeError(f"{owner} has no setting {name!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
 
 
-def refuse_unknown_inside(place: str, settings: Iterable[str], taker: Callable[..., Any]) -> None:
+def refuse_unknown_inside(
+    place: str, settings: Iterable[str], taker: Callable[..., Any], *, beside: Callable[..., Any]
+) -> None:
     """Refuse values by name that a setting does not have.
 
     Args:
         place: The setting, a dict.
         settings: Its names.
         taker: Has them as arguments.
+        beside: Has others of its arguments, which are not set here.
 
     Raises:
         ValueError: With the names that there are.
     """
-    known = names_of(taker)
+    known = [name for name in names_of(taker) if name not in names_of(beside)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ValueError(f"{place}: {', '.join(unknown)} is none of {', '.join(known)}.")

@@ -91,7 +91,7 @@ class HybridStrategy(PardistStrategy):
             "pipeline_settings": pipeline_settings,
         }
         for place, values in given.items():
-            refuse_unknown_inside(place, values or {}, self.settings_inside[place])
+            refuse_unknown_inside(place, values or {}, self.settings_inside[place], beside=HybridStrategy.__init__)
         settings = dict(data_settings or {})
         if data_shard_size is not None:
             if data_parallel != "zero3":

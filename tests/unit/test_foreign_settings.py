@@ -110,3 +110,5 @@ def test_a_setting_of_an_axis_beside_the_dict_that_takes_it_and_a_mistyped_one_i
         make(pipeline_parallel_size=2, num_microbatches=4)
     with pytest.raises(ValueError, match=r"^pipeline_settings: microbatches is none of .*num_microbatches"):
         make(pipeline_parallel_size=2, pipeline_settings={"microbatches": 4})
+    with pytest.raises(ValueError, match=r"^tensor_settings: tensor_parallel_size is none of plan"):
+        make(tensor_settings={"tensor_parallel_size": 2})
