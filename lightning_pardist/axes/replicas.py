@@ -36,7 +36,7 @@ from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, LossSeeds
 from lightning_pardist.engines.pipeline.nested import map_leaves
 from lightning_pardist.engines.replicas import ReplicaThreads, WeighedLoss, replicate
 from lightning_pardist.mesh import ParallelDims
-from lightning_pardist.trainer.layer_sync import batch_norms, converts, normalized_apart
+from lightning_pardist.trainer.layer_sync import WatchedBatchNorms, converts
 from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
 from lightning_pardist.trainer.patch_stack import Patch
 from lightning_pardist.trainer.sample_batches import undisturbed_random
@@ -70,6 +70,7 @@ class ReplicaAxis(ParallelAxis):
         self.devices: list[torch.device] = []
         self._threads: ReplicaThreads | None = None
         self._rules, self._loss = Rules(), LossMakeup()
+        self._batch_norms: WatchedBatchNorms | None = None
         self._cut: Microbatching | None = None
         self._described = ""
 
@@ -139,9 +140,9 @@ class ReplicaAxis(ParallelAxis):
             )
         if rules.mixing is not None:
             rank_zero_warn(mixed_samples(module, rules.mixing, "replica"))
-        if self.context.check_samples and (names := batch_norms(module)):
+        if self.context.check_samples:
             remedy = "pardist_ddp with Trainer(sync_batchnorm=True) does so over ranks."
-            rank_zero_warn(normalized_apart(names, "replica", remedy))
+            self._batch_norms = WatchedBatchNorms(module, "replica", remedy, apart=False)
         if self._loss.coupled:
             rank_zero_warn(coupled_samples(module, self._loss.coupled))
         self._threads = ReplicaThreads(self.devices)
@@ -187,6 +188,8 @@ class ReplicaAxis(ParallelAxis):
         parts = [
             MicroBatch(move_data_to_device(part.value, to), part.size) for part, to in zip(parts, devices, strict=True)
         ]
+        if self._batch_norms is not None:
+            self._batch_norms.look()
         replicas = [module, *(replicate(module, device, made=partial(_renew, device)) for device in devices[1:])]
         effects = [StepOutputs(replica, repeats_metrics=True) for replica in replicas]
         begins = [sum(part.size for part in parts[:index]) for index in range(len(parts))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 import warnings
 import zlib
 from collections.abc import Callable
@@ -11,9 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-import numpy
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
@@ -23,6 +22,7 @@ from lightning_pardist.axes.first_batch import of_first_rank
 from lightning_pardist.engines.common.devices import device_in_use, random_state
 from lightning_pardist.engines.pipeline.nested import flatten
 from lightning_pardist.engines.tensor import TensorRuntime
+from lightning_pardist.trainer.random_numbers import drawn_apart
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 _ABSENT = object()
@@ -45,6 +45,8 @@ class SharedBatchAxis(ParallelAxis):
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
         #: Whether ranks have once had different random numbers, or samples.
         self._has_drifted = self._has_shared = False
+        #: Operators of which the log says that ranks draw their own numbers.
+        self._told: set[str] = set()
 
     @override
     def why_not_compiled(self, whole_step: bool) -> str:
@@ -64,7 +66,12 @@ class SharedBatchAxis(ParallelAxis):
         if self.runtime is None:
             return step(*args, **kwargs)
         args, kwargs = self._agree(self.runtime, (args, kwargs))
-        return self.plain(step(*args, **kwargs))
+        output = self.plain(step(*args, **kwargs))
+        if new := sorted(self.runtime.group.drawn - self._told):
+            self._told.update(new)
+            how = f"each {self.kind} rank for its part of a tensor that is split ({', '.join(new)})"
+            rank_zero_info(drawn_apart("A step", how))
+        return output
 
     @override
     def backward(self, run: Callable[[], None]) -> None:
@@ -180,7 +187,7 @@ class SharedBatchAxis(ParallelAxis):
 
 def _random_fingerprint() -> int:
     """Of torch, of the device, of numpy and of Python."""
-    host, own, _ = random_state(device_in_use())
-    result = zlib.crc32(pickle.dumps((numpy.random.get_state(legacy=False), random.getstate())))
-    result = zlib.crc32(host.numpy().tobytes(), result)
-    return result if own is None else zlib.crc32(own.numpy().tobytes(), result)
+    state = random_state(device_in_use())
+    result = zlib.crc32(pickle.dumps((state.numpy, state.python)))
+    result = zlib.crc32(state.host.numpy().tobytes(), result)
+    return result if state.own is None else zlib.crc32(state.own.numpy().tobytes(), result)

@@ -755,12 +755,14 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self.loader_state.training = False
         for axis in self.axes:
             axis.end_training()
         self._synchronize()
 
     @override
     def on_train_start(self) -> None:
+        self.loader_state.training = True
         for axis in self.axes:
             axis.start_training()
         rank_zero_info(self.describe())

@@ -20,10 +20,10 @@ from lightning_pardist.engines.ddp import BufferSync
 from lightning_pardist.engines.ddp.set_parameters import SetParameters, cast_parameter, differing_values
 from lightning_pardist.engines.pipeline import BatchCut
 from lightning_pardist.trainer.evaluation import ExactEvaluation
-from lightning_pardist.trainer.layer_sync import batch_norms, normalized_apart
+from lightning_pardist.trainer.layer_sync import WatchedBatchNorms
 from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
 from lightning_pardist.trainer.loss_weights import LossWeights
-from lightning_pardist.trainer.patch_stack import PatchStack
+from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 from lightning_pardist.trainer.random_numbers import drawn_apart, draws
 from lightning_pardist.trainer.sample_mixing import SampleMixing, mixed_samples
 from lightning_pardist.trainer.trial_run import without_trace
@@ -62,9 +62,12 @@ class DataParallelDuties:
         self.even_steps: EvenSteps | None = None
         self._buffers: BufferSync | None = None
         #: In the first step of a run None until it runs, then what it called.
-        self._looks_for_mixing = self._looks_for_batch_norms = False
+        self._looks_for_mixing = False
+        self._batch_norms: WatchedBatchNorms | None = None
         self._mixing: SampleMixing | None = None
         self._has_warned = self._watches_parameters = self._is_first = False
+        #: Where random numbers were before hooks got the first batch.
+        self._drawn_before: int | None = None
         self._attached = PatchStack()
 
     def attach_first(self, trainer: pl.Trainer) -> None:
@@ -106,12 +109,18 @@ class DataParallelDuties:
         if context.dims.batch_size == 1 or module is None:
             return
         self._is_first = self._trains(trainer)
+        if self._is_first:
+            # The first thing that the loop does with a batch.
+            plugin = trainer.precision_plugin
+            self._attached.attach(Patch(plugin, "convert_input", partial(self._note_batch, plugin.convert_input)))
         # Ranks that compute a layer together meet in its calls, which nobody can try alone.
         alone = context.dims.batch_size == context.distributed.world_size and context.in_lockstep
         alone = alone and all(axis.calls_may_differ for axis in context.axes)
         self._looks_for_mixing = context.check_samples and alone and self._trains(trainer)
         whole_updates = context.in_lockstep and context.data_group.size() > 1
-        self._looks_for_batch_norms = context.check_samples and whole_updates and self._trains(trainer)
+        if context.check_samples and whole_updates and self._trains(trainer):
+            remedy = "Trainer(sync_batchnorm=True) does so over ranks."
+            self._batch_norms = WatchedBatchNorms(module, "rank", remedy, apart=True)
         group = context.batch_group
         if self.broadcast_buffers:
             self._buffers = BufferSync(module, group=context.gradient_group)
@@ -126,7 +135,7 @@ class DataParallelDuties:
     def detach(self) -> None:
         """The run is over. Not collective."""
         self._attached.detach()
-        self.context.batch_counts = self._mixing = None
+        self.context.batch_counts = self._mixing = self._batch_norms = None
         self.evaluation = self._buffers = self.loss_weights = self.even_steps = self.context.batches_of_own = None
 
     def _sit_out(self) -> None:
@@ -193,15 +202,19 @@ class DataParallelDuties:
             self._buffers.before_training_step()
         watched = self._watch_parameters()
         first, self._is_first = self._is_first, False
-        dtypes, drawn = (self._dtypes(), draws()) if first else ({}, None)
+        dtypes, drawn = (self._dtypes(), self._draws()) if first else ({}, None)
+        if first and self._drawn_before not in (None, drawn):
+            hooks = "What runs on a batch before training_step (on_after_batch_transfer, on_train_batch_start)"
+            rank_zero_info(drawn_apart(hooks, "each rank for its own samples"))
         even, weights = self.even_steps, self.loss_weights
         with nullcontext() if even is None else even.leaving_no_trace(), self._noting_calls(batch):
             counts = None if self.context.batch_counts is None else self.context.batch_counts()
             output = run() if weights is None else weights.training_step(run, batch, counts=counts)
-        if first and drawn != draws():
-            rank_zero_info(drawn_apart("each rank for its own samples"))
+        if first and drawn != self._draws():
+            rank_zero_info(drawn_apart("training_step", "each rank for its own samples"))
         self._refuse_casts(dtypes)
-        self._warn_of_batch_norms()
+        if self._batch_norms is not None:
+            self._batch_norms.look()
         if self._buffers is not None:
             self.context.before_collective()
             self._buffers.after_training_step()
@@ -212,6 +225,15 @@ class DataParallelDuties:
             if names := [*watched.end(), *held_in_parts]:
                 rank_zero_warn(differing_values(names))
         return output
+
+    def _note_batch(self, convert: Callable[[Any], Any], batch: Any) -> Any:
+        """Stands in for the precision's ``convert_input``."""
+        if self._is_first:
+            self._drawn_before = self._draws()
+        return convert(batch)
+
+    def _draws(self) -> int | None:
+        return None if self.context.module is None else draws(self.context.module)
 
     def _dtypes(self) -> dict[torch.nn.Parameter, torch.dtype]:
         """Of all parameters that train."""
@@ -235,14 +257,6 @@ class DataParallelDuties:
             return None
         self._watches_parameters = False
         return SetParameters(self.context.module, group=self.context.gradient_group)
-
-    def _warn_of_batch_norms(self) -> None:
-        """After the first step of a run, in which layers have the modes that hooks have set."""
-        module = self.context.module
-        looks, self._looks_for_batch_norms = self._looks_for_batch_norms, False
-        if looks and module is not None and (names := batch_norms(module)):
-            remedy = "Trainer(sync_batchnorm=True) does so over ranks."
-            rank_zero_warn(normalized_apart(names, "rank", remedy))
 
     def _warn_of_buffers(self, names: list[str]) -> None:
         if not names or self._has_warned:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch.distributed as dist
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_pardist.compat.modules import BatchNorm
@@ -24,34 +25,46 @@ def syncs_batch_norms(layer_sync: LayerSync | None) -> bool:
     return isinstance(layer_sync, TorchSyncBatchNorm)
 
 
-def batch_norms(model: nn.Module, *, apart: bool = True) -> list[str]:
-    """Names of the batch norms in training that normalize a batch.
+def batch_norms(model: nn.Module) -> list[str]:
+    """Names of the batch norms in training, which normalize a batch."""
+    return [name for name, layer in model.named_modules() if isinstance(layer, BatchNorm) and layer.training]
+
+
+class WatchedBatchNorms:
+    """Warns once of batch norms that normalize some of a batch's samples, at the first step in which there are any.
+
+    Which layers are in training is for hooks to say (frozen backbones, which are thawed in a later epoch), so every
+    step is looked at until then.
 
     Args:
         model: Whose layers.
-        apart: Those alone that normalize this rank's samples by themselves.
-    """
-    found = []
-    for name, layer in model.named_modules():
-        if isinstance(layer, BatchNorm) and layer.training:
-            together = isinstance(layer, nn.SyncBatchNorm) or sync_batchnorm.is_converted(layer)
-            found += [] if apart and together else [name]
-    return found
-
-
-def normalized_apart(names: Sequence[str], who: str, remedy: str) -> str:
-    """A warning for batch norms.
-
-    Args:
-        names: Theirs.
         who: Has some of the samples of a batch.
         remedy: What gives the numbers of one process, as a sentence.
+        apart: Whether layers that combine what ranks have are left out.
     """
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"Batch norms ({listed}) normalize each {who}'s samples by themselves: training is not that of one process,"
-        f" which normalizes all samples of a batch together. {remedy} check_samples=False leaves this out."
-    )
+
+    def __init__(self, model: nn.Module, who: str, remedy: str, *, apart: bool) -> None:
+        self._who = who
+        self._remedy = remedy
+        self._layers = {
+            name: layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, BatchNorm)
+            and not (apart and (isinstance(layer, nn.SyncBatchNorm) or sync_batchnorm.is_converted(layer)))
+        }
+
+    def look(self) -> None:
+        """Behind a training step, in which layers have the modes that hooks have set. Not collective."""
+        names = [name for name, layer in self._layers.items() if layer.training]
+        if not names:
+            return
+        self._layers = {}
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        rank_zero_warn(
+            f"Batch norms ({listed}) normalize each {self._who}'s samples by themselves: training is not that of one"
+            f" process, which normalizes all samples of a batch together. {self._remedy} check_samples=False leaves"
+            " this out."
+        )
 
 
 def convert_layers(

@@ -52,6 +52,8 @@ class LoaderState:
         self._first_advance: Patch | None = None
         #: What a save after the run has to say: where its samplers were when it ended.
         self._at_end: dict[str, Any] | None = None
+        #: While batches are trained on, a checkpoint is loaded for its weights: counters and loaders go on.
+        self.training = False
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -87,7 +89,9 @@ class LoaderState:
 
     def take(self, checkpoint: dict[str, Any]) -> None:
         """Note what a checkpoint says of its ranks, and leave what Lightning's own hold. Not collective."""
-        self._saved = dict(checkpoint.pop(ABOUT, {}))
+        saved = dict(checkpoint.pop(ABOUT, {}))
+        if not self.training:
+            self._saved = saved
 
     def settle(self, trainer: pl.Trainer) -> None:
         """Set the restored counters to what a run that was never interrupted has there. Not collective.
@@ -96,7 +100,7 @@ class LoaderState:
         for unfinished if the run is counted in steps: its next batch is of the wrong epoch, or one that was seen.
         It goes on in the validation at the end of an epoch, and after it.
         """
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING or self.training:
             return
         fit_loop = trainer.fit_loop
         epochs, batches = fit_loop.epoch_progress, fit_loop.epoch_loop.batch_progress
@@ -211,7 +215,7 @@ class LoaderState:
         self._forget_first_advance()
         for order in self._orders:
             order.detach()
-        self._orders, self._saved = [], {}
+        self._orders, self._saved, self.training = [], {}, False
 
     def _own(self, what: str) -> Any:
         """This rank's part of a state, or that of a rank with the same samples; None if other ranks share them now."""

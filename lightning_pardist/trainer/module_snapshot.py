@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import random
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.engines.common.own_generators import set_state, state_of
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 #: Attributes of these packages' objects lead to the Trainer, to file handles and to the interpreter itself.
@@ -83,7 +83,7 @@ class ModuleSnapshot:
         for file, position in self._files:
             file.seek(position)
         for generator, state in self._generators:
-            _set_generator(generator, state)
+            set_state(generator, state)
         set_rng_state(self._random)
 
     def _look_into(self, value: Any) -> None:
@@ -110,7 +110,7 @@ class ModuleSnapshot:
                 self._keep(value.__dict__)
             else:
                 self._seen.discard(id(value))
-        elif (state := _generator_state(value)) is not None:
+        elif (state := state_of(value)) is not None:
             self._generators.append((value, state))
         elif isinstance(value, io.IOBase):
             if self._in_data and not value.closed and value.seekable():
@@ -157,24 +157,3 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
-
-
-def _generator_state(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, np.random.RandomState):
-        return value.get_state()
-    return None
-
-
-def _set_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_pardist.compat import pytree
+from lightning_pardist.engines.common.own_generators import generators_of, states_of
 from lightning_pardist.runtime.environments.program import given_seed
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
@@ -38,20 +40,21 @@ def go_on_drawing(batch_rank: int) -> None:
             return
 
 
-def draws() -> int:
-    """A number that is another one after random numbers were drawn."""
-    return _fingerprint(rng_state())
+def draws(module: nn.Module) -> int:
+    """A number that is another one after random numbers were drawn, by generators of the module too."""
+    return _fingerprint((rng_state(), states_of(generators_of(module))))
 
 
-def drawn_apart(how: str) -> str:
-    """A line for the log about a training step with random numbers.
+def drawn_apart(what: str, how: str) -> str:
+    """A line for the log about random numbers that one process would draw otherwise.
 
     Args:
+        what: Runs in each step, and draws them.
         how: Who draws for what.
     """
     return (
-        f"training_step draws random numbers (dropout, sampling), {how}: they are distributed as those of one process,"
-        " and are not the same numbers."
+        f"{what} draws random numbers (dropout, sampling, augmentation), {how}: they are distributed as those of one"
+        " process, and are not the same numbers."
     )
 
 

@@ -1,5 +1,9 @@
 """Random numbers in steps: ranks that work on the same samples draw the same, those with other samples others."""
 
+import random
+
+import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -70,3 +74,71 @@ def test_pipelines_with_other_samples_draw_others():
     assert len(drawn) == 2
     for _, weights in results[1:]:
         assert_close(weights, results[0][1], rtol=1e-6)
+
+
+class Scaling(nn.Module):
+    """Scales by a number that it draws, and back."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        by = np.random.uniform(0.5, 2) * random.uniform(0.5, 2)
+        return self.linear(x * by) / by
+
+
+class ScalesBack(Base):
+    """Draws, by generators of its own too, what one stage multiplies by and a later one divides by."""
+
+    def __init__(self, unstaged):
+        super().__init__()
+        self.numpys, self.pythons = np.random.default_rng(1), random.Random(1)
+        self.torchs = torch.Generator().manual_seed(1)
+        self.unstaged = unstaged
+        self.blocks = nn.ModuleList(Scaling() for _ in range(4))
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        scale = np.random.uniform(0.5, 2) * self.numpys.uniform(0.5, 2) * self.pythons.uniform(0.5, 2)
+        scale = scale * (torch.rand((), generator=self.torchs).item() + 0.5)
+        x = x * scale
+        for block in self.blocks:
+            by = random.uniform(0.5, 2) * torch.rand(()).item() + 0.5
+            x, scale = block(x) * by, scale * by
+            if self.unstaged and x.sum() > 1e6:
+                break
+        np.random.rand(3), random.random(), self.numpys.random(), self.pythons.random()
+        return (x / scale - batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _scale_back(strategy, devices, unstaged):
+    torch.manual_seed(3)
+    module = ScalesBack(unstaged)
+    data = TensorDataset(torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1)))
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_steps=4, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(data, batch_size=8))
+    return snapshot(module), np.random.rand(), random.random(), module.numpys.random()
+
+
+@pytest.mark.parametrize(
+    ("settings", "unstaged"),
+    [
+        ({"num_microbatches": 4}, False),
+        ({"num_microbatches": 4, "schedule": "interleaved", "chunks_per_rank": 2}, False),
+        ({"schedule": "mp"}, False),
+        ({"schedule": "mp"}, True),
+    ],
+    ids=["micro-batches", "chunks", "mp", "no fixed stages"],
+)
+def test_stages_draw_the_same_with_numpy_and_python(settings, unstaged):
+    strategy = HybridStrategy(pipeline_parallel_size=2, pipeline_settings=settings)
+    expected, *_ = _scale_back("auto", 1, unstaged)
+    results = run_ranks(2, _scale_back, strategy, 2, unstaged)
+    for weights, *drawn in results:
+        assert_close(weights, expected)
+        # What is drawn outside of steps, the order of samples say, goes on alike.
+        assert drawn == list(results[0][1:])

@@ -1,6 +1,7 @@
 """A layer that mixes samples is named once by strategies that take batches apart, and the search changes nothing."""
 
 import logging
+import re
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_pardist import DDPStrategy, FSDPStrategy, PipelineStrategy, ZeroStrategy
+from lightning_pardist import DDPStrategy, FSDPStrategy, PipelineStrategy, TensorParallelStrategy, ZeroStrategy
 from tests.helpers.models import Base, points
 from tests.helpers.parity import assert_close, snapshot
 from tests.helpers.ranks import run_ranks
@@ -19,6 +20,7 @@ STRATEGIES = {
     "zero2": lambda **kwargs: ZeroStrategy(zero_stage=2, **kwargs),
     "zero3": lambda **kwargs: FSDPStrategy(min_unit_size_mb=0, **kwargs),
     "pp": lambda **kwargs: PipelineStrategy(**({"pipeline_parallel_size": 2, "num_microbatches": 6} | kwargs)),
+    "tp": TensorParallelStrategy,
 }
 
 
@@ -76,19 +78,18 @@ def test_the_layer_is_named_once_and_the_search_changes_nothing(strategies):
 
 
 class Normalized(Net):
-    """With batch norms, and one that is not to learn."""
+    """With batch norms, and one that is not to learn for so many batches."""
 
-    def __init__(self, freeze=False):
+    def __init__(self, freeze=0):
         super().__init__(nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8, momentum=0.5)))
         self.net[2] = nn.Identity()
         self.freeze = freeze
 
-    def on_train_start(self):
-        if self.freeze:
-            self.net[1][1].eval()
+    def on_train_batch_start(self, batch, batch_idx):
+        self.net[1][1].train(batch_idx >= self.freeze)
 
 
-def _normalize(strategy="auto", sync=False, freeze=False, **settings):
+def _normalize(strategy="auto", sync=False, freeze=0, **settings):
     torch.manual_seed(5)
     module = Normalized(freeze)
     strategy = STRATEGIES[strategy](**settings) if strategy in STRATEGIES else strategy
@@ -102,30 +103,31 @@ def _normalize(strategy="auto", sync=False, freeze=False, **settings):
 
 
 def _normalizing(strategy):
-    ways = [{}, {"sync": True}, {"freeze": True}, {"check_samples": False}]
+    ways = [{}, {"sync": True}, {"freeze": STEPS}, {"check_samples": False}, {"freeze": 1}]
     return [_normalize(strategy, **way) for way in ways]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_batch_norms_of_each_rank_are_named(strategy):
     found, others = run_ranks(2, _normalizing, strategy)
-    assert [said for _, said in others] == [[]] * 4
-    (_, (said,)), (weights, *_), *_ = found
+    assert [said for _, said in others] == [[]] * 5
+    (_, (said,)), (weights, *_), *_, (_, thawed) = found
     assert said.startswith("Batch norms (net.1.1) normalize each rank's samples by themselves")
-    assert [said for _, said in found[1:]] == [[]] * 3
+    assert [said for _, said in found[1:4]] == [[]] * 3
+    assert thawed == [said]
     assert_close(weights, _normalize()[0])
 
 
 def _normalizing_in_stages():
     free = {"sync": True, "num_microbatches": None}
-    ways = [{}, {"sync": True}, free, {"check_samples": False}]
+    ways = [{}, {"sync": True}, free, {"check_samples": False}, {"freeze": STEPS}, {"freeze": 1}]
     return [_normalize("pp", **way) for way in ways]
 
 
 def test_batch_norms_of_a_pipeline_are_named_or_see_whole_batches():
     for rank, found in enumerate(run_ranks(2, _normalizing_in_stages)):
         said = [each for _, each in found]
-        assert [len(each) for each in said] == ([1, 1, 1, 0] if rank == 0 else [0] * 4)
+        assert [len(each) for each in said] == ([1, 1, 1, 0, 0, 1] if rank == 0 else [0] * 6)
         if rank == 0:
             assert "Batch norms (net.1.1) normalize each micro-batch's samples by themselves" in said[0][0]
             assert "sync_batchnorm=True" in said[0][0]
@@ -145,19 +147,45 @@ class Said(logging.Handler):
         self.messages.append(record.getMessage())
 
 
+class Augmented(Normalized):
+    """Draws before the step, in which it draws nothing, by a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = torch.Generator().manual_seed(3)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] + 1e-3 * torch.randn(6, generator=self.own), *batch[1:]] if self.trainer.training else batch
+
+
 def _drawing(strategy):
-    """How often it is said that a step draws: with dropout, without, and where planning runs it again and again."""
+    """What is said of draws: with dropout, without, where planning runs the step again and again, and in a hook."""
     found, logger = [], logging.getLogger("lightning.pytorch")
-    for module in (Net(nn.Identity()), Normalized(), Net(nn.BatchNorm1d(8, affine=False))):
+    for module in (Net(nn.Identity()), Normalized(), Net(nn.BatchNorm1d(8, affine=False)), Augmented()):
         said = Said()
         logger.addHandler(said)
         trainer = quiet_trainer(strategy=STRATEGIES[strategy](), devices=2, use_distributed_sampler=False)
         trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
         logger.removeHandler(said)
-        found.append(sum("draws random numbers" in each for each in said.messages))
+        found.append([each for each in said.messages if "random numbers" in each])
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "pp"])
-def test_steps_that_draw_are_told_of_once(strategy):
-    assert run_ranks(2, _drawing, strategy) == [[1, 0, 1], [0, 0, 0]]
+@pytest.mark.parametrize(
+    ("strategy", "who"),
+    [
+        ("ddp", "training_step draws .* each rank for its own samples"),
+        ("pp", "training_step draws .* each stage for each micro-batch"),
+        ("tp", r"A step draws .* each tensor rank for its part of a tensor that is split \(dropout\)"),
+    ],
+)
+def test_draws_are_told_of_once(strategy, who):
+    (dropout, nothing, again, hook), others = run_ranks(2, _drawing, strategy)
+    assert others == [[]] * 4
+    assert nothing == []
+    assert len(dropout) == len(again) == 1
+    assert re.match(who, dropout[0]), dropout
+    # Ranks with the same samples draw the same before a step.
+    assert [each.split(" (")[0] for each in hook] == (
+        ["What runs on a batch before training_step"] if strategy == "ddp" else []
+    )

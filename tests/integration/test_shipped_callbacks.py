@@ -61,6 +61,28 @@ class LayerByLayer(callbacks.BaseFinetuning):
             self.unfreeze_and_add_param_group([pl_module.backbone, pl_module.head], optimizer)
 
 
+class BackBetweenPhases(LayerByLayer):
+    """Goes on from an earlier checkpoint in the middle of the run, without its loops, as finetuning-scheduler does."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            self.groups = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
+            self.path = f"{trainer.default_root_dir}/{trainer.strategy.__class__.__name__}-best.ckpt"
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 2:
+            optimizer, connector = trainer.optimizers[0], trainer._checkpoint_connector
+            groups = optimizer.param_groups[: len(self.groups)]
+            optimizer.param_groups = [{**group, "params": list(group["params"])} for group in groups]
+            connector.resume_start(self.path)
+            connector.restore_datamodule()
+            connector.restore_model()
+            connector.restore_optimizers_and_schedulers()
+            connector.resume_end()
+        super().on_train_epoch_start(trainer, pl_module)
+
+
 class _Data(Data):
     def val_dataloader(self):
         return self.train_dataloader()
@@ -68,6 +90,7 @@ class _Data(Data):
 
 MAKE = {
     "finetuning": LayerByLayer,
+    "phases": BackBetweenPhases,
     "backbone": lambda: callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=True),
     "accumulation": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
     "averages": callbacks.WeightAveraging,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import warnings
 from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 
@@ -16,6 +14,7 @@ from lightning_pardist.axes.first_batch import of_first_rank
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import Recorded
 from lightning_pardist.collectives import all_gather_flat, table_device
+from lightning_pardist.engines.common.devices import random_state, set_random_state
 from lightning_pardist.engines.pipeline.nested import tensors_in
 
 
@@ -43,13 +42,11 @@ def agree_on(recorded: Recorded) -> Recorded:
     return replace(told, microbatching=replace(told.microbatching, settings=own.settings))
 
 
-def share_random_state(group: dist.ProcessGroup) -> None:
+def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
     """Draw the same random numbers outside of steps, so that loaders shuffle alike. Collective over the pipeline."""
-    box: list[Any] = [(torch.get_rng_state(), numpy.random.get_state(), random.getstate())]
+    box: list[Any] = [random_state(device)]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    torch.set_rng_state(box[0][0])
-    numpy.random.set_state(box[0][1])
-    random.setstate(box[0][2])
+    set_random_state(box[0], device)
 
 
 class SameBatches:

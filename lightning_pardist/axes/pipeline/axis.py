@@ -61,7 +61,7 @@ from lightning_pardist.engines.pipeline.out_of_schedule import OutOfScheduleForw
 from lightning_pardist.engines.pipeline.placement import Placement, replace_in
 from lightning_pardist.engines.pipeline.replay import contains_stub
 from lightning_pardist.mesh import Degree, degrees_of_machine
-from lightning_pardist.trainer.layer_sync import batch_norms, normalized_apart, syncs_batch_norms
+from lightning_pardist.trainer.layer_sync import WatchedBatchNorms, syncs_batch_norms
 from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
 from lightning_pardist.trainer.patch_stack import PatchStack
 from lightning_pardist.trainer.random_numbers import drawn_apart
@@ -118,6 +118,7 @@ class PipelineAxis(ParallelAxis):
         self._one_by_one: set[StepKey] = set()
         self._taken: list[tuple[nn.Parameter, Tensor]] = []
         self._metrics: list[Metric] = []
+        self._batch_norms: WatchedBatchNorms | None = None
         self._counted: set[nn.Parameter] | None = None
 
     @property
@@ -146,7 +147,7 @@ class PipelineAxis(ParallelAxis):
             return
         world = world_group()
         broadcast_module(module, group=world)
-        share_random_state(self.group)
+        share_random_state(self.group, self.context.device)
         with stand_ins(module, self.context.device):
             self._observed = self._record(trainer)
         settings, size = self.settings, self.group.size()
@@ -161,7 +162,7 @@ class PipelineAxis(ParallelAxis):
         if self.context.dims.size("tensor_parallel", "expert_parallel") > 1:
             # Split layers hand on parts of tensors, which say nothing of where they came from; experts that are apart
             # need their peers for each run.
-            share_random_state(self.group)
+            share_random_state(self.group, self.context.device)
             self._observed = self._record(trainer)
 
     def _record(self, trainer: pl.Trainer) -> Recorded:
@@ -188,7 +189,7 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        share_random_state(self.group)
+        share_random_state(self.group, self.context.device)
         for metric in module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
                 # Ranks of one pipeline have the same states, which must not be added up.
@@ -305,9 +306,9 @@ class PipelineAxis(ParallelAxis):
                 f"Every batch is one micro-batch, so stages wait for each other: smaller ones {made.why}."
                 " num_microbatches makes them all the same."
             )
-        self._warn_of_batch_norms(recorded)
+        self._batch_norms = self._watched_batch_norms(recorded)
         if recorded.draws:
-            rank_zero_info(drawn_apart("each stage for each micro-batch"))
+            rank_zero_info(drawn_apart("training_step", "each stage for each micro-batch"))
         if (buffers := recorded.placing.trace.sample_buffers) and self._options(recorded).num_microbatches > 1:
             rank_zero_warn(
                 f"Buffers that follow the samples of a batch ({', '.join(sorted(buffers))}) change once for every"
@@ -339,16 +340,15 @@ class PipelineAxis(ParallelAxis):
         if recorded.loss.coupled and explained and self.context.loss_group.size() > 1:
             rank_zero_warn(coupled_samples(self._trainer.lightning_module, recorded.loss.coupled))
 
-    def _warn_of_batch_norms(self, recorded: Recorded) -> None:
+    def _watched_batch_norms(self, recorded: Recorded) -> WatchedBatchNorms | None:
         made, trainer = recorded.microbatching, self._trainer
         fitting = trainer.state.fn == TrainerFn.FITTING and self.context.check_samples
         if not fitting or made is None or made.is_whole or made.most == 1:
-            return
+            return None
         remedy = "With Trainer(sync_batchnorm=True) every batch is one micro-batch."
         if syncs_batch_norms(layer_sync(trainer.strategy)):  # type: ignore[arg-type]
             remedy = "Leave num_microbatches out, and with sync_batchnorm=True every batch is one micro-batch."
-        if names := batch_norms(trainer.lightning_module, apart=False):
-            rank_zero_warn(normalized_apart(names, "micro-batch", remedy))
+        return WatchedBatchNorms(trainer.lightning_module, "micro-batch", remedy, apart=False)
 
     @property
     def _training_rules(self) -> Rules:
@@ -392,7 +392,7 @@ class PipelineAxis(ParallelAxis):
         if key in self._unstaged:
             (batch,) = self._same_batch([batch])
             # Numbers that it draws, to sample a text say, decide which layers are called next.
-            share_random_state(self.group)
+            share_random_state(self.group, self.context.device)
             with nullcontext() if self._outside is None else self._outside.for_a_step(engine.replay):
                 result = step(batch, *rest)
             if contains_stub(result):
@@ -422,6 +422,8 @@ class PipelineAxis(ParallelAxis):
             )
         self.last_result = done
         self.context.loss_count = None if done.is_sum else sum(done.weights)
+        if self._batch_norms is not None:
+            self._batch_norms.look()
         results = [map_leaves(self._to_device, result) for result in done.results]
         outputs = effects.combine(results, Shares.of(done.weights, done.sizes), self._training_rules)
         self.context.value_weights.update(
@@ -663,7 +665,7 @@ class PipelineAxis(ParallelAxis):
         self._metrics.clear()
         engine, self.engine = self.engine, None
         # What is counted stays known: optimizers keep their state, which may be saved after the run.
-        self._effects, self._same_batch = None, None
+        self._effects = self._same_batch = self._batch_norms = None
         self._plans, self._rules, self._unstaged, self._taken = {}, {}, {}, []
         self._built_on_meta, self._observed = False, None
         module = self.context.module

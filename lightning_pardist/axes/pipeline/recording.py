@@ -41,6 +41,7 @@ from lightning_pardist.compat.tensors import version_of
 from lightning_pardist.engines.common.devices import RandomState, device_in_use, is_same_state, random_state
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term
+from lightning_pardist.engines.common.own_generators import are_same, generators_of, states_of
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
 from lightning_pardist.engines.pipeline import (
     CannotPipelineError,
@@ -311,7 +312,7 @@ class StepRecorder:
     @property
     def _syncs_batch_norms(self) -> bool:
         asked = syncs_batch_norms(layer_sync(self.trainer.strategy))  # type: ignore[arg-type]
-        return asked and bool(batch_norms(self.module, apart=False))
+        return asked and bool(batch_norms(self.module))
 
     def _coupled_in_whole(self, sample: _Sample) -> str:
         """What makes the whole batch's loss more than a sum over samples, by its graph, which needs no values."""
@@ -489,11 +490,14 @@ class StepRecorder:
         calls, functions = CollectiveCalls(self.ranks), SpanningFunctions(self.module)
         loss: Tensor | None = None
         states: list[tuple[RandomState, RandomState]] = []
+        own: list[tuple[list[Any], list[Any]]] = []
+        generators = generators_of(self.module)
 
         def step(batch: Any) -> Any:
-            before = random_state(device_in_use())
+            before, own_before = random_state(device_in_use()), states_of(generators)
             record = run(batch)
             states.append((before, random_state(device_in_use())))
+            own.append((own_before, states_of(generators)))
             return record
 
         def note_loss(record: dict[str, Any]) -> Tensor | None:
@@ -509,7 +513,8 @@ class StepRecorder:
             if kept.written:
                 self._refuse_changes(sample, run, kept.written)
         # Behind the modes that watch the run, which take no numbers that operators have saved.
-        self._draws = self._draws or (training and not all(is_same_state(*pair) for pair in states))
+        drawn = not all(is_same_state(*pair) for pair in states) or not all(are_same(*pair) for pair in own)
+        self._draws = self._draws or (training and drawn)
         if training and loss is not None and loss.numel() == 1:
             self._loss = LossMakeup.of(loss, sample.microbatch, sample.size, self.loss_weight)
         if calls.found:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,7 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh
 #: Kinds of devices without random numbers of their own beside the host's.
 _WITHOUT_GENERATOR = ("cpu", "meta")
 
-RandomState = tuple[Tensor, Tensor | None, torch.device]
+
+@dataclass(frozen=True)
+class RandomState:
+    """Where a process' random number generators are.
+
+    Attributes:
+        host: torch's on the host.
+        own: That of a device, if it has one of its own.
+        numpy: numpy's global one.
+        python: That of Python's ``random``.
+    """
+
+    host: Tensor
+    own: Tensor | None
+    numpy: Any
+    python: Any
 
 
 def device_in_use() -> torch.device:
@@ -74,32 +93,60 @@ def set_generator_state(state: Tensor, device: torch.device) -> None:
     torch.get_device_module(device).set_rng_state(state, device)
 
 
-def seed_generator(seed: int, device: torch.device) -> None:
-    """Let the random numbers of the host, and of a current device that has its own, begin anew."""
+@contextmanager
+def torch_seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside torch draws from a seed, on the host and on a current device; afterwards as if nothing was drawn."""
+    host, own = torch.get_rng_state(), generator_state(device) if has_generator(device) else None
+    try:
+        _seed_torch(seed, device)
+        yield
+    finally:
+        torch.set_rng_state(host)
+        if own is not None:
+            set_generator_state(own, device)
+
+
+def _seed_torch(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if has_generator(device):
         torch.get_device_module(device).manual_seed(seed)
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Let torch's, numpy's and Python's random numbers begin anew.
+
+    Args:
+        seed: Of 32 bits.
+        device: Current device.
+    """
+    _seed_torch(seed, device)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
 def random_state(device: torch.device) -> RandomState:
-    """Of the host, and of the device if it has random numbers of its own."""
-    return torch.get_rng_state(), generator_state(device) if has_generator(device) else None, device
+    """Of torch, on the host and on the device if it has random numbers of its own, of numpy and of Python."""
+    own = generator_state(device) if has_generator(device) else None
+    return RandomState(torch.get_rng_state(), own, np.random.get_state(), random.getstate())
 
 
-def set_random_state(state: RandomState) -> None:
+def set_random_state(state: RandomState, device: torch.device) -> None:
     """Go on from there."""
-    host, own, device = state
-    torch.set_rng_state(host)
-    if own is not None:
-        set_generator_state(own, device)
+    torch.set_rng_state(state.host)
+    if state.own is not None:
+        set_generator_state(state.own, device)
+    np.random.set_state(state.numpy)
+    random.setstate(state.python)
 
 
 def is_same_state(one: RandomState, other: RandomState) -> bool:
     """Whether nothing was drawn between two states of one device."""
-    (host, own, _), (other_host, other_own, _) = one, other
-    if not torch.equal(host, other_host) or (own is None) != (other_own is None):
+    if not torch.equal(one.host, other.host) or (one.own is None) != (other.own is None):
         return False
-    return own is None or other_own is None or torch.equal(own, other_own)
+    if one.own is not None and other.own is not None and not torch.equal(one.own, other.own):
+        return False
+    same_numpy = all(np.array_equal(here, there) for here, there in zip(one.numpy, other.numpy, strict=True))
+    return same_numpy and bool(one.python == other.python)
 
 
 @contextmanager
@@ -109,7 +156,7 @@ def random_stays(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        set_random_state(before)
+        set_random_state(before, device)
 
 
 def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -73,7 +73,7 @@ class ListedExperts:
         with self.peers.turn(self.number):
             back = self._exchanged(inputs)
         after = random_state(self._like.device)
-        set_random_state(before)
+        set_random_state(before, self._like.device)
         self._answers = _split(back, inputs, self._width)
         try:
             output = self.forward(*args, **kwargs)
@@ -81,7 +81,7 @@ class ListedExperts:
                 raise _differs(self.layer.name)
         finally:
             self._answers = None
-            set_random_state(after)
+            set_random_state(after, self._like.device)
         return behind(output, back)
 
     def called(self, index: int) -> ReplacedForward:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from lightning_pardist.compat.modules import own_buffers
 from lightning_pardist.engines.common.devices import device_in_use, random_stays
+from lightning_pardist.engines.common.own_generators import set_state, state_of
 
 #: Takes the unit's name, its own forward, and the call's arguments; returns what the call returns.
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -120,6 +122,8 @@ HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("hooks"
 def _remember(value: Any, above: tuple[int, ...] = ()) -> Callable[[], None]:
     if isinstance(value, torch.Tensor):
         return _remember_tensor(value)
+    if (state := state_of(value)) is not None:
+        return partial(set_state, value, state)
     if id(value) in above or not isinstance(value, (dict, list, set, deque)):
         return _nothing
     kept = dict(value) if isinstance(value, dict) else list(value)

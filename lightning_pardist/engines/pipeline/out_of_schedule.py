@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_pardist.compat.fake_tensors import FakeTensor
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.compat.tensors import version_of
-from lightning_pardist.engines.common.devices import is_same_state, random_state, set_random_state
+from lightning_pardist.engines.common.devices import RandomState, is_same_state, random_state, set_random_state
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError, PipelineTimeoutError
 from lightning_pardist.engines.pipeline.nested import Spec, flatten, follow, rebuild, replace_leaves
 from lightning_pardist.engines.pipeline.owner_regions import OwnerRegion, RegionChannel, RegionFailure
@@ -204,7 +204,7 @@ class OutOfScheduleForward:
             arguments=done.packed(given, index_of) if is_changed else None,
             side=[(place, done.packed(value, index_of)) for place, value in side],
             written=[(index, done.add(inner[index])) for index in written],
-            random=None if is_same_state(random_before, random_now) else random_now[:2],
+            random=None if is_same_state(random_before, random_now) else random_now,
         )
         return done
 
@@ -218,7 +218,7 @@ class OutOfScheduleForward:
         for place, value in message.side:
             set_attribute(unit.get_submodule(place[0]), place[1], value.unpacked(outer, outputs))
         if message.random is not None:
-            set_random_state((*message.random, self.device))
+            set_random_state(message.random, self.device)
         return message.result.unpacked(outer, outputs)
 
     # --- parameters that free code reads ------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class _Message:
     arguments: _Packed | None
     side: list[tuple[tuple[str, str], _Packed]]
     written: list[tuple[int, int]]
-    random: tuple[Tensor, Tensor | None] | None
+    random: RandomState | None
 
 
 class _Done:

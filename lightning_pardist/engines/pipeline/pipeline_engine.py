@@ -14,6 +14,7 @@ from torch import nn
 from lightning_pardist.collectives import wire_device, world_group
 from lightning_pardist.engines.common.devices import random_stays
 from lightning_pardist.engines.common.loss_setting import LossWeight
+from lightning_pardist.engines.common.own_generators import generators_of, generators_stay
 from lightning_pardist.engines.data_engine import MicrobatchContext
 from lightning_pardist.engines.pipeline.clock import TimedAction, Timeline
 from lightning_pardist.engines.pipeline.cut import split_batch
@@ -300,7 +301,8 @@ class PipelineEngine:
         stages = lists.stages_of(self.rank)
         parameters = {stage: self.placement.stage_parameters(stage) for stage in stages}
         runtime = Runtime(program.replay, program.wire, lists, self.rank, parameters, turns, self._steady)
-        with random_stays(self.device), program.replay.stub_parameters():
+        own = program.replay.generators = generators_of(self.module)
+        with random_stays(self.device), generators_stay(own), program.replay.stub_parameters():
             return runtime.run(work)
 
     def _mode(self, grad: bool) -> Hashable:

@@ -25,7 +25,8 @@ from lightning_pardist.compat.fake_tensors import (
     FakeTensor,
 )
 from lightning_pardist.compat.modules import own_buffers, own_parameters
-from lightning_pardist.engines.common.devices import seed_generator
+from lightning_pardist.engines.common.devices import seed_generators
+from lightning_pardist.engines.common.own_generators import seed_all
 from lightning_pardist.engines.pipeline.errors import ALTERNATIVES, CannotPipelineError
 from lightning_pardist.engines.pipeline.interception import intercepted
 from lightning_pardist.engines.pipeline.nested import flatten, rebuild
@@ -68,6 +69,7 @@ class StageReplay:
 
     Attributes:
         microbatch_index: Which micro-batch is run; set by whoever runs several.
+        generators: Random number generators that the module keeps, drawn from as torch's own is; set in the same way.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class StageReplay:
         self._kept_stubs: dict[tuple[TensorLeaf, bool], torch.Tensor] = {}
         self.microbatch_index = 0
         self._parameter_stubs: dict[nn.Parameter, nn.Parameter] = {}
+        self.generators: list[Any] = []
         self.needed = {value for sent in plan.sent for value in sent}
 
     def run(
@@ -334,7 +337,8 @@ class _Run:
     def _reseed(self, position: int) -> None:
         if self.seed is not None:
             seed = zlib.crc32(f"{self.seed}:{position}".encode())
-            seed_generator(seed, torch.device("cpu") if self.replay.device is None else self.replay.device)
+            seed_generators(seed, torch.device("cpu") if self.replay.device is None else self.replay.device)
+            seed_all(self.replay.generators, seed)
 
     def _other_order(self, what: str) -> CannotPipelineError:
         calls = self.plan.trace.calls

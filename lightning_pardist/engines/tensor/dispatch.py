@@ -354,7 +354,7 @@ class TensorRuntime:
         after = map_only(Need, resolve, outcome.after_needs) if outcome.after_needs else ()
         if outcome.random:
             like = next(leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor))
-            with apart(group, like):
+            with apart(group, like, name):
                 result = func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
         else:
             result = func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)

@@ -63,6 +63,8 @@ class TensorGroup:
         self.bytes: Counter[str] = Counter()
         #: Whether gradients of whole parameters are wanted now, and not collected for the data axis to average.
         self.sums_at_once = False
+        #: Operators that have drawn random numbers for parts of tensors, each rank its own.
+        self.drawn: set[str] = set()
         self._entered: dict[tuple[int, int], tuple[int, weakref.ref[Tensor], Tensor]] = {}
         self._entries = 0
 

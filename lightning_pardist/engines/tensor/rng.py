@@ -14,20 +14,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_pardist.engines.common.devices import random_stays, seed_generator
+from lightning_pardist.engines.common.devices import torch_seeded
 from lightning_pardist.engines.tensor.regions import TensorGroup
 
 
 @contextmanager
-def apart(group: TensorGroup, like: Tensor) -> Iterator[None]:
+def apart(group: TensorGroup, like: Tensor, name: str) -> Iterator[None]:
     """Draw rank-specific random numbers inside the block; the common stream advances alike on all ranks.
 
     Args:
         group: Tensor ranks.
         like: A tensor on the device whose generator is used.
+        name: Plain name of the operator that draws.
     """
+    group.drawn.add(name)
     # From the CPU's generator on every device: no synchronization, and checkpointing restores it.
     seed = int(torch.randint(0, 2**62, ()).item()) + group.rank
-    with random_stays(like.device):
-        seed_generator(seed, like.device)
+    with torch_seeded(seed, like.device):
         yield

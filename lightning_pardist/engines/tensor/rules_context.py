@@ -169,7 +169,7 @@ def _attend(
     dropout = given["dropout_p"] if given["training"] else 0.0
     causal = bool(given["is_causal"]) and mask is None
     lie, weights = (rows.at(2), None if columns is None else columns.at(2)), None
-    with apart(group, q) if dropout > 0 else nullcontext():
+    with apart(group, q, "multi_head_attention_forward") if dropout > 0 else nullcontext():
         if given["need_weights"] or count % group.size:
             mixed, weights = _mix_rows(group, (q, k, v), lie, mask, dropout, span if causal else None, given)
         else:

@@ -353,7 +353,7 @@ def _attend(group: TensorGroup, **given: Any) -> tuple[Tensor, Tensor | None]:
     mask = _mha_mask(group, given, q)
     dropout = given["dropout_p"] if given["training"] else 0.0
     weights = None
-    with apart(group, q) if dropout > 0 else nullcontext():
+    with apart(group, q, "multi_head_attention_forward") if dropout > 0 else nullcontext():
         if given["need_weights"]:
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
             weights = (scores if mask is None else scores + mask).softmax(-1)

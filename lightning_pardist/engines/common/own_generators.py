@@ -1,0 +1,78 @@
+"""Random number generators that modules keep in attributes, beside those of torch, numpy and Python."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def generators_of(module: nn.Module) -> list[Any]:
+    """Generators in attributes of a module and of all modules in it, each once."""
+    values = (value for child in module.modules() for value in child.__dict__.values())
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    return list({id(value): value for value in values if isinstance(value, kinds)}.values())
+
+
+def state_of(generator: Any) -> Any:
+    """Where a generator is; None for any other object."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else None
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Let a generator go on from there."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def states_of(generators: Sequence[Any]) -> list[Any]:
+    """Where each is."""
+    return [state_of(generator) for generator in generators]
+
+
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether none has drawn between two lists of states."""
+    one, other = (
+        [state.tolist() if isinstance(state, torch.Tensor) else state for state in states] for states in (some, others)
+    )
+    return pickle.dumps(one) == pickle.dumps(other)
+
+
+def seed_all(generators: Sequence[Any], seed: int) -> None:
+    """Let each begin anew, with numbers of its own."""
+    for index, generator in enumerate(generators):
+        own = zlib.crc32(f"{seed}:{index}".encode())
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = type(generator.bit_generator)(own).state
+        else:
+            generator.seed(own)
+
+
+@contextmanager
+def generators_stay(generators: Sequence[Any]) -> Iterator[None]:
+    """What they draw inside they draw again afterwards."""
+    before = states_of(generators)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            set_state(generator, state)
