@@ -46,7 +46,7 @@ class SharedBatchAxis(ParallelAxis):
         #: Whether ranks have once had different random numbers, or samples.
         self._has_drifted = self._has_shared = False
         #: Operators of which the log says that ranks draw their own numbers.
-        self._told: set[str] = set()
+        self._told_draws: set[str] = set()
 
     @override
     def why_not_compiled(self, whole_step: bool) -> str:
@@ -67,8 +67,8 @@ class SharedBatchAxis(ParallelAxis):
             return step(*args, **kwargs)
         args, kwargs = self._agree(self.runtime, (args, kwargs))
         output = self.plain(step(*args, **kwargs))
-        if new := sorted(self.runtime.group.drawn - self._told):
-            self._told.update(new)
+        if new := sorted(self.runtime.group.drawn - self._told_draws):
+            self._told_draws.update(new)
             how = f"each {self.kind} rank for its part of a tensor that is split ({', '.join(new)})"
             rank_zero_info(drawn_apart("A step", how))
         return output
