@@ -351,6 +351,56 @@ class ManualClips(Manual):
         self.note(loss)
 
 
+class ManualClipsByTorch(Manual):
+    """All of the module's parameters, within the step; and the norm as Lightning documents it."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        self.manual_backward(loss)
+        norms = grad_norm(self, 2)
+        total = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        torch.testing.assert_close(norms["grad_2.0_norm_total"], total)
+        nn.utils.clip_grad_value_(self.second.parameters(), 0.01)
+        optimizer.step()
+        self.note(loss)
+
+
+class Sharpness(Manual):
+    """Sharpness-aware minimization by hand: leaves out parameters that have no gradient."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.mse_loss(self(x), y))
+        with torch.no_grad():
+            moved = [(p, 0.1 * p.grad) for p in self.parameters() if p.grad is not None]
+            for param, by in moved:
+                param.add_(by)
+        optimizer.zero_grad()
+        loss = F.mse_loss(self(x), y)
+        self.manual_backward(loss)
+        with torch.no_grad():
+            for param, by in moved:
+                param.sub_(by)
+        optimizer.step()
+        self.note(loss)
+
+
+class SetsGradients(Manual):
+    """Without a backward."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        params = list(self.parameters())
+        for param, gradient in zip(params, torch.autograd.grad(F.mse_loss(self(x), y), params), strict=True):
+            param.grad = gradient
+        self.optimizers().step()
+
+
 class FreezeByHand(Plain):
     def on_train_batch_start(self, batch, batch_idx):
         self.first.requires_grad_(batch_idx >= 2)
@@ -446,6 +496,9 @@ CASES = {
     "gan_within_one_step": (GanWithinOneStep, {}, {}),
     "clips_by_hand": (ClipsByHand, {}, {}),
     "manual_clips": (ManualClips, {}, {}),
+    "manual_clips_by_torch": (ManualClipsByTorch, {}, {}),
+    "sharpness": (Sharpness, {}, {}),
+    "sets_gradients": (SetsGradients, {}, {}),
     "changes_gradients": (ChangesGradients, {}, {"max_epochs": 2}),
     "changes_and_accumulates": (ChangesGradients, {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}),
     "manual_changes": (ManualChanges, {}, {}),
@@ -506,6 +559,10 @@ REFUSED = {
     "left_out": dict.fromkeys(
         ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "ignore keeps 'second.bias' \\(1 in all"
     ),
+    # Within training_step the module's parameters are gathered ones, and their gradients are not.
+    "manual_changes": {"pardist_zero3": "reads or changes the gradient of"},
+    "sharpness": {"pardist_zero3": "reads or changes the gradient of"},
+    "sets_gradients": {"pardist_zero3": "the step sets the gradient of"},
     "sparse": {"pardist_zero1": "SparseAdam", "pardist_zero2": "SparseAdam", "pardist_zero3": "SparseAdam"},
 }
 
@@ -528,8 +585,8 @@ def _cells():
     cells = []
     for strategy in ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"):
         for name in CASES:
-            if (strategy, name) == ("pardist_zero3", "manual_changes"):
-                # Within training_step the module's parameters are gathered ones, which have no gradients.
+            if name == "sets_gradients" and strategy != "pardist_zero3":
+                # Each rank sets those of its own samples, and nobody averages them.
                 continue
             # Stages 1 and 2 differ in what the other tests of ZeRO look at.
             marks = pytest.mark.slow if strategy == "pardist_zero2" and name != "changes_gradients" else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_pardist.engines.common.settable_parameter import changes_of, make
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, REDUCE, CollectiveSequencer
 from lightning_pardist.engines.fsdp.comm import PendingReduction, UnitAllGather, UnitCodes, UnitReduceScatter
 from lightning_pardist.engines.fsdp.fsdp_units import Unit
+from lightning_pardist.engines.fsdp.hidden_gradient import HiddenGradients
 from lightning_pardist.engines.fsdp.outputs import before_backward, shares_memory
 from lightning_pardist.engines.fsdp.tiling import TiledLinear
 from lightning_pardist.engines.fsdp.written_values import GatheredParameter, Member, WrittenValues
@@ -211,6 +212,7 @@ class BackwardRuntime:
         self.pending: list[PendingReduction] = []
         self.finalizing = False
         self.inside = 0
+        self.hidden = HiddenGradients()
         self.backwards = 0
         self.agreed: Callable[[], None] = _nothing
         #: Gets the names of parameters that ranks have set to different values.
@@ -365,7 +367,7 @@ class BackwardRuntime:
                 gathered = parameter.unsharded
                 if gathered is not None:
                     position = self.positions[id(parameter)]
-                    _run_hooks_of(parameter.sharded, gathered)
+                    _run_hooks_of(parameter.sharded, gathered, before=self.hidden.end)
                     _when_gradient_arrives(gathered, functools.partial(self._gathered_arrived, position))
 
     def queue_final(self) -> None:
@@ -492,9 +494,18 @@ class BackwardRuntime:
                     make_gradient_settable(parameter.sharded.grad)
             if unit.resident and not self.inside:
                 unit.free()
+        if self.inside:
+            self.hidden.hide(self.gathered())
+
+    def gathered(self) -> Iterator[tuple[ShardedParameter, str]]:
+        """The parameters that are whole now, with their names."""
+        for unit in self.units:
+            if unit.gathered:
+                yield from ((each, unit.name_of(each)) for group in unit.groups for each in group.parameters)
 
     def end_without_backward(self) -> None:
         """The end of a step that no rank has a loss for: what is waiting is reduced. Collective over the mesh."""
+        self.hidden.end()
         self.units[-1].state.run_final()
 
     def _agree(self) -> None:
@@ -601,12 +612,19 @@ def _nothing(*unused: Any) -> None:
     """Before an engine says what follows."""
 
 
-def _run_hooks_of(shard: Any, whole: nn.Parameter) -> None:
-    """Run what is registered by ``register_hook`` of a sharded parameter, now or later, on the whole one's gradient."""
+def _run_hooks_of(shard: Any, whole: nn.Parameter, *, before: Callable[[], None]) -> None:
+    """Run what is registered by ``register_hook`` of a sharded parameter, now or later, on the whole one's gradient.
+
+    Args:
+        shard: The sharded parameter.
+        whole: The whole one.
+        before: Called first, before the gradient is added to any.
+    """
     if not (whole.is_floating_point() or whole.is_complex()):
         return
 
     def run(gradient: torch.Tensor) -> torch.Tensor:
+        before()
         for hook in tuple((getattr(shard, "gradient_hooks", None) or {}).values()):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed

@@ -29,6 +29,7 @@ from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequen
 from lightning_pardist.engines.fsdp.comm import UnitCodes
 from lightning_pardist.engines.fsdp.direct_param_use import DirectUse, InBackward
 from lightning_pardist.engines.fsdp.fsdp_units import Unit, format_units
+from lightning_pardist.engines.fsdp.hidden_gradient import refuse_set
 from lightning_pardist.engines.fsdp.pipeline_fsdp import FSDPMicrobatchContext, UnitForward
 from lightning_pardist.engines.fsdp.shard_optimizer import step_on_shards
 from lightning_pardist.engines.fsdp.skip_consensus import SkipStepConsensus
@@ -209,6 +210,7 @@ class FullySharded:
     def _leave(self) -> None:
         self._runtime.inside -= 1
         if self._runtime.inside == 0:
+            self._runtime.hidden.end()
             self.keep_changes()
             if not torch.is_grad_enabled() or self._runtime.backwards > self._backwards_before:
                 for unit in self._units:
@@ -316,6 +318,9 @@ class FullySharded:
     def _before_step(self, optimizer: torch.optim.Optimizer, known: int) -> None:
         if sum(len(group["params"]) for group in optimizer.param_groups) != known:
             self._refuse_new_parameters(optimizer)
+        if self._runtime.inside:
+            self._runtime.hidden.follow()
+            refuse_set(self._runtime.gathered())
         self.keep_changes()
         self._runtime.written.drop_copies()
 

@@ -135,7 +135,7 @@ class ShardedDataEngine:
         self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
     ) -> Tensor:
         """Sum of powers of the gradients of some parameters over all shards. Collective."""
-        held = [param for param in params if counts is None or counts(param)]
+        held = [param for param in self._in_shards(params) if counts is None or counts(param)]
         largest = math.isinf(norm_type)
         norm = sharded_grad_norm([param for param in held if param not in self._narrower], norm_type)
         total = norm if largest else norm.pow(norm_type)
@@ -149,7 +149,12 @@ class ShardedDataEngine:
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's shards of the gradients of some parameters. Not collective."""
-        return local_gradients(params)
+        return local_gradients(self._in_shards(params))
+
+    def _in_shards(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Gradients of parameters that are gathered, in a step that optimizes by hand, are where their shards are."""
+        shards = self.sharded.shards()
+        return [shards.get(id(param), param) for param in params]
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
