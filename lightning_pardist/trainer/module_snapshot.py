@@ -22,6 +22,8 @@ from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 #: Attributes of these packages' objects lead to the Trainer, to file handles and to the interpreter itself.
 _FOREIGN = ("torch.", "lightning.", "pytorch_lightning.", "lightning_pardist.", "builtins", "numpy.", "typing", "_io")
+#: What of a class' attributes a step may count in, add to or write.
+_DATA = (bool, int, float, str, dict, list, set, deque, Tensor, np.ndarray, type(None))
 #: Items of longer containers are put back, and not looked into: a data set, say.
 _LONG = 10_000
 
@@ -30,8 +32,8 @@ class ModuleSnapshot:
     """Saves a module's non-parameter state and restores it after a trial run.
 
     Kept are buffers, gradients, ``requires_grad`` and training flags, attributes of every submodule (lists that a
-    step appends to, counters, states of metrics, caches), what attributes in containers and in the user's own objects
-    refer to, what hooks refer to, and the state of every random number generator. Parameters are not: what a run
+    step appends to, counters, states of metrics, caches) and of its class, what attributes in containers and in the
+    user's own objects refer to, what hooks refer to, and the state of every random number generator. Parameters are not: what a run
     without an optimizer step writes into them is for
     :class:`~lightning_pardist.engines.common.parameter_write_guard.ParameterWriteGuard`. Iterators cannot be restored.
 
@@ -45,6 +47,7 @@ class ModuleSnapshot:
 
     def __init__(self, module: nn.Module, data: Sequence[object] = (), *, parameters: bool = True) -> None:
         self._contents: list[tuple[Any, Any]] = []
+        self._classes: list[tuple[type, dict[str, Any]]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._generators: list[tuple[Any, Any]] = []
@@ -70,6 +73,8 @@ class ModuleSnapshot:
         with torch.no_grad():
             for container, contents in self._contents:
                 _refill(container, contents)
+            for owner, attributes in self._classes:
+                _reset_class(owner, attributes)
             for tensor, values in (*self._tensors, *self._grads):
                 # What user code resized or moved is gone for good; what it overwrote is not. What it left alone may be
                 # part of a graph, which a write would break.
@@ -99,6 +104,7 @@ class ModuleSnapshot:
                 self._arrays.append((value, value.copy()))
         elif isinstance(value, (nn.Module, Optimizer, LRScheduler)):
             self._keep(value.__dict__)
+            self._keep_classes(type(value))
         elif isinstance(value, (dict, list, set, deque)):
             self._keep(value)
         elif isinstance(value, tuple):
@@ -126,6 +132,16 @@ class ModuleSnapshot:
         elif hasattr(value, "__dict__") and not f"{type(value).__module__}.".startswith(_FOREIGN):
             self._keep(value.__dict__)
 
+    def _keep_classes(self, of: type) -> None:
+        """What instances share: counters and lists that a class of the user's own has."""
+        for owner in of.__mro__:
+            if id(owner) not in self._seen and not f"{owner.__module__}.".startswith(_FOREIGN):
+                self._seen.add(id(owner))
+                values = _data_of(owner)
+                self._classes.append((owner, values))
+                for value in values.values():
+                    self._look_into(value)
+
     def _keep(self, container: Any) -> None:
         contents = dict(container) if isinstance(container, dict) else list(container)
         self._contents.append((container, contents))
@@ -150,6 +166,24 @@ def _refill(container: Any, contents: Any) -> None:
     elif len(container) != len(contents) or any(a is not b for a, b in zip(container, contents, strict=True)):
         container.clear()
         container.extend(contents)
+
+
+def _data_of(owner: type) -> dict[str, Any]:
+    """A class' attributes that are no methods, properties or names of the language's own."""
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if isinstance(value, _DATA) and not (name.startswith("__") and name.endswith("__"))
+    }
+
+
+def _reset_class(owner: type, values: dict[str, Any]) -> None:
+    now = _data_of(owner)
+    for name in now.keys() - values.keys():
+        delattr(owner, name)
+    for name, value in values.items():
+        if now.get(name) is not value:
+            setattr(owner, name, value)
 
 
 def _content(cell: CellType) -> Any:
