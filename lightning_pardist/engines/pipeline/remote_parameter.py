@@ -60,7 +60,7 @@ class _Remote(Tensor):
             try:
                 result = func(*args, **kwargs)
             except RuntimeError as error:
-                if "meta" in str(error):
+                if "meta" in str(error).lower():
                     raise _wanted(what, func) from error
                 raise
             if func in _FREEZING and (borrowed := args[0].__dict__.get("borrowed")) is not None:

@@ -40,6 +40,13 @@ WRONG: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "item": lambda here, there: there.square().sum().item(),
     "float": lambda here, there: float(there.norm()),
     "host": lambda here, there: there.cpu(),
+    "equal": lambda here, there: torch.equal(there.data, there.data),
+    "equal_to_one_here": lambda here, there: torch.equal(here, there),
+    "close": lambda here, there: torch.allclose(there, there),
+    "any": lambda here, there: bool(there.isnan().any()),
+    "nonzero": lambda here, there: there.nonzero(),
+    "unique": lambda here, there: there.unique(),
+    "mask": lambda here, there: there[there > 0],
 }
 
 
