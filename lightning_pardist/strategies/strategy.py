@@ -73,6 +73,7 @@ from lightning_pardist.trainer.deepspeed_config import DeepSpeedConfig
 from lightning_pardist.trainer.gradient_access import GradientAccess
 from lightning_pardist.trainer.kept_optimizers import KeptOptimizers
 from lightning_pardist.trainer.loader_state import LoaderState
+from lightning_pardist.trainer.logged_graphs import LoggedGraphs
 from lightning_pardist.trainer.parameter_places import keep_places
 from lightning_pardist.trainer.patch_stack import PatchStack
 from lightning_pardist.trainer.preemption import PreemptionHandler
@@ -518,6 +519,8 @@ class PardistStrategy(ParallelStrategy):
         if fitting:
             self.compiled.check(trainer)
         self.checkpoints.check(trainer)
+        if self.world_size > 1:
+            self._attached.attach(LoggedGraphs(trainer, module))
         self.accelerator.setup(trainer)
         shares = self.dims.context_parallel > 1 or any(axis.splits_module for axis in self.axes)
         if shares:

@@ -33,8 +33,8 @@ class ModuleSnapshot:
 
     Kept are buffers, gradients, ``requires_grad`` and training flags, attributes of every submodule (lists that a
     step appends to, counters, states of metrics, caches) and of its class, what attributes in containers and in the
-    user's own objects refer to, what hooks refer to, and the state of every random number generator. Parameters are not: what a run
-    without an optimizer step writes into them is for
+    user's own objects refer to, what hooks refer to, and the state of every random number generator. Parameters are
+    not: what a run without an optimizer step writes into them is for
     :class:`~lightning_pardist.engines.common.parameter_write_guard.ParameterWriteGuard`. Iterators cannot be restored.
 
     Args:

@@ -1,5 +1,7 @@
 """Callbacks that watch or change the model decide alike on all ranks, and as one process would."""
 
+from unittest import mock
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -13,10 +15,11 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
 
 from tests.helpers.models import points
 from tests.helpers.parity import assert_close, snapshot
@@ -136,6 +139,28 @@ def _everything(root):
     trainer.fit(Net(), datamodule=Both(points(24)))
     trainer.test_loop  # noqa: B018
     return trainer.log_dir, trainer.checkpoint_callback.best_model_path, trainer.estimated_stepping_batches
+
+
+class Shown(Net):
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.zeros(2, 6)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def _draw_graph(root, strategy):
+    logger = TensorBoardLogger(root, log_graph=True)
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_steps=2, logger=logger)
+    with mock.patch.object(SummaryWriter, "add_graph", autospec=True, side_effect=SummaryWriter.add_graph) as drawn:
+        trainer.fit(Shown())
+    return drawn.call_count
+
+
+@pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero3", "pardist_tp", "pardist_pp"])
+def test_a_logger_draws_the_whole_module(strategy, tmp_path):
+    assert run_ranks(2, _draw_graph, str(tmp_path), strategy) == [1, 0]
 
 
 def test_loggers_and_summary(tmp_path):
