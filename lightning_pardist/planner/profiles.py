@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -126,23 +127,33 @@ class DeviceProfile:
         if unknown := sorted(set(content) - known):
             raise ProfileError(f"The device profile {path} has {', '.join(unknown)}, which no profile has.")
         try:
-            links = {name: Link(**content[name]) for name in ("inside", "between")}
+            links = {name: _link(**content[name]) for name in ("inside", "between")}
             flops = {str(name): float(value) for name, value in content["flops"].items()}
             lists = {name: tuple(map(str, content.get(name, ()))) for name in ("sources", "assumed_links")}
             rates = {name: _points(content.get(name, {})) for name in ("rates", "message_rates")}
-            made = cls(**{**content, **links, **lists, **rates, "flops": flops})
+            plain = {each.name: float(content[each.name]) for each in fields(cls)
+                     if each.type == "float" and each.name in content}  # fmt: skip
+            made = cls(**{**content, **plain, **links, **lists, **rates, "flops": flops})
             if unknown := sorted(set(made.assumed_links) - set(_LINKS)):
                 raise ValueError(f"assumed_links names {', '.join(unknown)}")
             numbers = [made.memory_bytes, made.bytes_per_s, *flops.values()]
             numbers += [made.inside.bytes_per_s, made.between.bytes_per_s]
             numbers += [made.host_link_bytes_per_s, made.host_bytes_per_s]
+            numbers += [made.matmul_efficiency, made.memory_efficiency, made.link_efficiency]
             numbers += [number for each in rates.values() for points in each.values() for point in points
                         for number in point]  # fmt: skip
-            if "float32" not in flops or not all(float(number) > 0 for number in numbers):
-                raise ValueError("rates and sizes must be above zero, float32 among them")
+            if "float32" not in flops or not all(0 < number < math.inf for number in numbers):
+                raise ValueError("rates and sizes must be above zero and finite, float32 among them")
+            costs = [made.inside.latency_s, made.between.latency_s, *plain.values()]
+            if not all(0 <= number < math.inf for number in costs):
+                raise ValueError("times and shares must not be below zero, and finite")
         except (TypeError, ValueError, AttributeError) as error:
             raise ProfileError(f"The device profile {path} is not one: {error}.") from None
         return made
+
+
+def _link(**content: Any) -> Link:
+    return Link(**{name: float(value) for name, value in content.items()})
 
 
 def _points(content: Mapping[str, Any]) -> Rates:
@@ -245,4 +256,6 @@ def find_profile(device: str | Path | DeviceProfile, *, memory_gb: float | None 
         hint = f" Did you mean {near[0]!r}?" if near else ""
         names = ", ".join(_TABLE)
         raise ProfileError(f"There is no device {str(device)!r}.{hint} Use one of {names}, or a profile's .json file.")
+    if memory_gb is not None and not 0 < memory_gb < math.inf:
+        raise ProfileError(f"memory_gb={memory_gb:g} is not the size of a memory. Set one above zero.")
     return found if memory_gb is None else replace(found, memory_bytes=memory_gb * 1e9)

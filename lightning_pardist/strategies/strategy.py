@@ -535,6 +535,8 @@ class PardistStrategy(ParallelStrategy):
         verify_same_module(module, group=world_group())
         if fitting and self.dims.data_parallel * self.dims.tensor_parallel > 1:
             refuse_renormalized(module, type(self).__name__)
+        if not fitting:
+            self.states.remember_names()
         self.kept_optimizers.note(module)
         if fitting and layer_sync_of(self) is not None:
             self._convert_layers(layer_sync_of(self), self.model)
@@ -784,9 +786,10 @@ class PardistStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PATH, storage_options: Any | None = None) -> None:
         """Write what the Trainer has put together, or begin to under ``async_save``. Collective over the world."""
-        if self.distributed.is_apart:
-            return
-        self.checkpoints.save(checkpoint, filepath, storage_options)
+        if not self.distributed.is_apart:
+            self.checkpoints.save(checkpoint, filepath, storage_options)
+        if self._apart is not None:
+            self._apart.saved()
 
     @override
     def remove_checkpoint(self, filepath: PATH) -> None:

@@ -38,6 +38,7 @@ class RanksApart:
     def __init__(self, trainer: pl.Trainer, context: RunContext) -> None:
         self._trainer, self._context = trainer, context
         self._attached = PatchStack()
+        self._saves = 0
 
     @property
     def _store(self) -> Store:
@@ -68,10 +69,21 @@ class RanksApart:
             if self._context.distributed.is_first:
                 self._store.set(what, "")
             return
-        store = self._store
-        # The watchdog ends this rank if those that it waits for are gone.
-        while not store.check([what]):
+        store, began = self._store, time.monotonic()
+        while not _is_there(store, what):
+            # In a run, which may be long, the watchdog ends this rank if those that it waits for are gone.
+            if self._trainer.state.stopped and time.monotonic() - began > self._context.distributed.timeout_s:
+                raise RuntimeError(
+                    f"A rank that only serves has waited {self._context.distributed.timeout_s:g} s for the others"
+                    f" ({what}). All ranks have to make the same calls of the Trainer."
+                )
             time.sleep(_POLL_S)
+
+    def saved(self) -> None:
+        """The other ranks have written a checkpoint; behind a run, ranks that do not train go on from here as well."""
+        if self._trainer.state.stopped:
+            self._saves += 1
+            self.let_pass(f"saved {self._saves}")
 
     def _serve(self) -> None:
         found = [axis.serve() for axis in self._context.axes if axis.ranks_apart]
@@ -92,6 +104,16 @@ class RanksApart:
     def _await_results(self) -> Any:
         self.let_pass("evaluated")
         return json.loads(self._store.get("results"))
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"The ranks that train have ended while one that only serves waited for them ({key})."
+            " All ranks have to make the same calls of the Trainer."
+        ) from error
 
 
 def outcome_of(trainer: pl.Trainer, stopping: int | None) -> dict[str, Any]:

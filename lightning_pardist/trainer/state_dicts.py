@@ -85,6 +85,15 @@ class StateDicts:
         self._names = {param: name for name, param in module.named_parameters()}
         self._at_end = None
 
+    def remember_names(self) -> None:
+        """Before the module is taken apart anew, note the names that optimizers of a run before have. Not collective.
+
+        An evaluation makes other parameters of it, and a checkpoint behind that holds the optimizers as well.
+        """
+        names, optimizers = self.current_names(), self.context.optimizers
+        held = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+        self._names.update({param: names[param] for param in held if param in names})
+
     # --- saving -------------------------------------------------------------------------------------------------
 
     def of_module(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import lightning.pytorch as pl
 import pytest
@@ -162,6 +163,12 @@ def _afterwards(folder):
     (tested,) = trainer.test(module, validation)
     (best,) = trainer.test(module, validation, ckpt_path="best")
     predicted = trainer.predict(module, validation)
+    if trainer.global_rank < WORKERS:
+        # Whoever only serves has predicted nothing, and saves nothing.
+        time.sleep(0.3)
+    trainer.save_checkpoint(f"{folder}/afterwards.ckpt")
+    loaded = Scored.load_from_checkpoint(f"{folder}/afterwards.ckpt", slow=0)
+    assert_close(snapshot(loaded), snapshot(module), rtol=0.0)
     return ends, tested, best, kept.best_model_path, None if predicted is None else len(predicted)
 
 

@@ -23,6 +23,28 @@ def test_two_ranks_train_like_one_process(layer):
     compare(found, one_process(layer), 1 / 2)
 
 
+def _saved_around_an_evaluation(strategy, devices, folder):
+    trainer = quiet_trainer(strategy=strategy(), devices=devices, use_distributed_sampler=False)
+    module = Mixture("listed")
+    trainer.fit(module, datamodule=Data())
+    for name in ("fitted", "evaluated"):
+        trainer.save_checkpoint(f"{folder}/{name}.ckpt")
+        trainer.validate(module, datamodule=Data(), verbose=False)
+
+
+@pytest.mark.parametrize("data_parallel", ["ddp", "zero3"])
+def test_a_checkpoint_behind_an_evaluation_has_the_optimizer_as_one_before_it(tmp_path, data_parallel):
+    strategy = functools.partial(ExpertParallelStrategy, data_parallel=data_parallel)
+    run_ranks(2, _saved_around_an_evaluation, strategy, 2, tmp_path)
+    first, second = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+        for name in ("fitted", "evaluated")
+    )
+    assert first.keys() == second.keys()
+    for number, state in first.items():
+        assert_close(second[number], state)
+
+
 def test_weights_of_experts_may_travel_where_tokens_could():
     strategy = functools.partial(ExpertParallelStrategy, expert_dispatch="weights")
     for layer in ("listed", "stacked"):

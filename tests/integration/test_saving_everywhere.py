@@ -14,7 +14,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import BATCH, Data, _flat_state, quiet_trainer
 
 VOCABULARY, WIDTH, LENGTH, STEPS = 512, 16, 6, 4
-PLACES = ("step", "validation", "epoch", "train_end", "exception", "after")
+PLACES = ("step", "validation", "epoch", "train_end", "exception", "after", "evaluated")
 
 
 class Tied(pl.LightningModule):
@@ -104,6 +104,10 @@ def _fit(name: str, world: int, folder: str, form: str = "full") -> None:
         else:
             trainer.fit(module, datamodule=_Data(TensorDataset(tokens)))
             trainer.save_checkpoint(f"{folder}/after.ckpt")
+            # The module is taken apart anew for it, and the optimizers stay those of the fit.
+            trainer.validate(module, datamodule=_Data(TensorDataset(tokens)), verbose=False)
+            trainer.callbacks.clear()
+            trainer.save_checkpoint(f"{folder}/evaluated.ckpt")
 
 
 def _saved(folder: str) -> dict[str, dict[str, torch.Tensor]]:

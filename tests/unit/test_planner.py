@@ -354,10 +354,18 @@ def test_devices_and_profiles(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(find_profile("a100").to_json()))
     assert DeviceProfile.read(path) == find_profile("a100")
-    for broken in ("{", "[]", "{}", '{"name": "x"}'):
+    whole = find_profile("a100").to_json()
+    no_numbers = [{"memory_bytes": "much"}, {"matmul_efficiency": 0}, {"host_s_per_operator": -1}, {"operator_s": None}]
+    no_numbers += [{"memory_bytes": float("inf")}, {"inside": {"latency_s": "short", "bytes_per_s": 1e9}}]
+    for broken in ("{", "[]", "{}", '{"name": "x"}', *(json.dumps(whole | each) for each in no_numbers)):
         path.write_text(broken)
-        with pytest.raises(ProfileError):
+        with pytest.raises(ProfileError, match=str(path)):
             find_profile(str(path))
+    path.write_text(json.dumps(whole | {"memory_bytes": "8e10"}))
+    assert find_profile(str(path)).memory_bytes == 8e10
+    for memory in (0, -1, float("nan")):
+        with pytest.raises(ProfileError, match=f"memory_gb={memory}"):
+            find_profile("h100", memory_gb=memory)
 
 
 @pytest.mark.parametrize(

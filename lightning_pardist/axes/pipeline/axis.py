@@ -280,7 +280,9 @@ class PipelineAxis(ParallelAxis):
             return
         placement = self.engine.placement
         placement.remember()
-        self._counted = set(placement.owned())
+        if trainer.state.fn == TrainerFn.FITTING:
+            # An evaluation's stages are its own, and optimizers keep the state that a fit has left where it was.
+            self._counted = set(placement.owned())
         if self.group.size() > 1:
             self._outside = OutOfScheduleForward(
                 placement,
