@@ -290,13 +290,13 @@ def test_random_numbers_of_the_device():
     assert device == torch.device("cuda", 0)
     before = devices.random_state(device)
     with devices.random_stays(device):
-        devices.seed_generator(5, device)
+        devices.seed_generators(5, device)
         first = torch.rand(3, device=device)
         assert not devices.is_same_state(before, devices.random_state(device))
     assert devices.is_same_state(before, devices.random_state(device))
-    devices.seed_generator(5, device)
+    devices.seed_generators(5, device)
     assert torch.equal(torch.rand(3, device=device), first)
-    devices.set_random_state(before)
+    devices.set_random_state(before, device)
     devices.synchronize(device)
 
 

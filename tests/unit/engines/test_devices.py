@@ -1,5 +1,8 @@
 """Random numbers of a device, and where single messages are sent from."""
 
+import random
+
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -10,17 +13,34 @@ from lightning_pardist.runtime.process_group import default_backend
 from tests.helpers.ranks import run_ranks
 
 
+def _draws():
+    return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
+
+
 def test_random_numbers_of_the_host():
     device = torch.device("cpu")
     before = devices.random_state(device)
     with devices.random_stays(device):
-        devices.seed_generator(5, device)
-        drawn = torch.rand(3)
+        devices.seed_generators(5, device)
+        drawn = _draws()
         assert not devices.is_same_state(before, devices.random_state(device))
     assert devices.is_same_state(before, devices.random_state(device))
-    devices.set_random_state(before)
-    torch.default_generator.manual_seed(5)
-    assert torch.equal(torch.rand(3), drawn)
+    for draw in (torch.rand, np.random.rand, lambda _: random.random()):
+        draw(1)
+        assert not devices.is_same_state(before, devices.random_state(device))
+        devices.set_random_state(before, device)
+        assert devices.is_same_state(before, devices.random_state(device))
+    devices.seed_generators(5, device)
+    assert _draws() == drawn
+    devices.set_random_state(before, device)
+
+
+def test_torch_draws_from_a_seed_and_goes_on_as_before():
+    device = torch.device("cpu")
+    before = devices.random_state(device)
+    with devices.torch_seeded(5, device):
+        torch.rand(3)
+    assert devices.is_same_state(before, devices.random_state(device))
 
 
 def test_what_ranks_talk_through():
