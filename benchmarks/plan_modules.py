@@ -151,6 +151,43 @@ class MixtralModule(_Module):
         return TensorDataset(torch.randint(2000, (count, 64)))
 
 
+class MixtureModule(_Module):
+    """Two layers whose experts are in a list, and are given the tokens that a router chooses for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(2000, 128), nn.Linear(128, 2000)
+        self.layers = nn.ModuleList(_Experts() for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0])
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[0].flatten())
+
+    @staticmethod
+    def data(count: int) -> TensorDataset:
+        return TensorDataset(torch.randint(2000, (count, 64)))
+
+
+class _Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(128, 8)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == number)
+            out = out.index_add(0, row, expert(flat[row]) * weights[row, place, None])
+        return out.view_as(x)
+
+
 class UNetModule(_Module):
     """Two levels down and up again, with skips, on images of 32 pixels."""
 
@@ -188,5 +225,6 @@ MODELS: dict[str, Any] = {
     "bert": BertModule,
     "t5": T5Module,
     "mixtral": MixtralModule,
+    "mixture": MixtureModule,
     "unet": UNetModule,
 }

@@ -85,6 +85,7 @@ class RunContext:
         batches_of_own: In an evaluation of exact shares, the batches that this rank has of each loader.
         found_once: Where ranks, or runs, that have the same module and the same batches are rehearsed in one process:
             what one of them has found out about the module, by what it depends on. None where there are no others.
+        is_plan: Whether this is the rank of a plan, which computes, sends and writes nothing.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class RunContext:
         self.loss_count: float | None = math.nan
         self.batches_of_own: Callable[[], list[int]] | None = None
         self.found_once: dict[Any, Any] | None = None
+        self.is_plan = False
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is bound to process groups: a Trainer may be saved as a whole."""
@@ -423,6 +425,11 @@ class ParallelAxis:
     def kept_on_host(self) -> Sequence[str]:
         """What rests in the host's memory where a device computes: of parameters, gradients and optimizer."""
         return ()
+
+    @property
+    def resident_state_bytes(self) -> int | None:
+        """Bytes of optimizer state in memory at a time where it is kept in files; None where it is not."""
+        return None
 
     @property
     def runs_a_step(self) -> int:

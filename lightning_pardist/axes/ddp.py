@@ -66,7 +66,9 @@ class DDPAxis(DataParallelAxis):
         narrower = self.context.narrower_groups(module)
         transport: Transport = AllReduce(group, narrower)
         if self.gradient_compression is not None:
-            transport = HookedAllReduce(group, *compression_hook(self.gradient_compression, group=group))
+            # The two steps of a plan stand for all that come later.
+            hook = compression_hook(self.gradient_compression, group=group, from_start=self.context.is_plan)
+            transport = HookedAllReduce(group, *hook)
         bucket_groups = {
             param: index
             for index, optimizer in enumerate(optimizers)

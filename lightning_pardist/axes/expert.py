@@ -33,6 +33,7 @@ from lightning_pardist.engines.experts import (
     ExpertRuntime,
     ExpertSharding,
     HeldExperts,
+    assume_routes,
     choose_routes,
     find_layers,
 )
@@ -196,7 +197,7 @@ class ExpertAxis(ParallelAxis):
         self.held = HeldExperts(module, layers, mesh, self._sharding())
         # What is taken apart along the sequence would be so inside of experts; of layers that are split, weights are.
         aside = below_torch_functions if self.context.dims.context_parallel > 1 else nullcontext
-        ways: dict[str, Any] = {"whole": self.context.plain, "aside": aside}
+        ways: dict[str, Any] = {"whole": self.context.plain, "aside": aside, "even": self.context.is_plan}
         self.runtime = ExpertRuntime(module, layers, choices, self.held, mesh.get_group(), **ways)
 
     def _sharding(self) -> ExpertSharding | None:
@@ -282,7 +283,10 @@ class ExpertAxis(ParallelAxis):
             _check_chosen(layers, self._left, self.experts)
             _check_layers(layers, module, name, size=size, in_stages=self.context.dims.size("pipeline_parallel") > 1)
             with trainer.precision_plugin.forward_context():
-                choices = choose_routes(module, layers, size=size, dispatch=self.expert_dispatch)
+                if self.context.is_plan:
+                    choices = assume_routes(module, layers, dispatch=self.expert_dispatch)
+                else:
+                    choices = choose_routes(module, layers, size=size, dispatch=self.expert_dispatch)
             for layer in self._left:
                 layer.forget_batch()
         return layers, choices

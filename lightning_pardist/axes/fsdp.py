@@ -132,9 +132,14 @@ class FSDPAxis(DataParallelAxis):
     def kept_on_host(self) -> Sequence[str]:
         return () if self.offload.offload is None else ("parameters", "gradients", "optimizer")
 
+    @property
+    @override
+    def resident_state_bytes(self) -> int | None:
+        return self.offload.resident_bytes
+
     @override
     def check(self, trainer: pl.Trainer) -> None:
-        self.offload.check(trainer)
+        self.offload.check(trainer, is_plan=self.context.is_plan)
         self.codes.check(self.context)
         refuse_pruning(trainer)
         refuse_averages_in_shards(trainer, self.context)

@@ -28,13 +28,22 @@ class OffloadSetting:
         self.window_mb = positive("offload_window_mb", offload_window_mb, "64 is a good start.")
         self._folder: str | None = None
 
-    def check(self, trainer: pl.Trainer) -> None:
+    @property
+    def resident_bytes(self) -> int | None:
+        """See :attr:`~lightning_pardist.axes.base.ParallelAxis.resident_state_bytes`."""
+        return None if self.offload in (None, "cpu") else int(self.window_mb * 2**20)
+
+    def check(self, trainer: pl.Trainer, *, is_plan: bool = False) -> None:
         """Find the folder and try it. Not collective.
+
+        Args:
+            trainer: Its ``default_root_dir`` is the folder if none is named.
+            is_plan: Whether nothing is to be written: state is in the host's memory then.
 
         Raises:
             ValueError: If files cannot be made there.
         """
-        if self.offload not in (None, "cpu"):
+        if self.offload not in (None, "cpu") and not is_plan:
             folder = trainer.default_root_dir if self.offload == "disk" else self.offload
             self._folder = str(require_folder(folder))
 

@@ -66,9 +66,14 @@ class ZeroAxis(DataParallelAxis):
     def kept_on_host(self) -> Sequence[str]:
         return () if self.offload.offload is None else ("gradients", "optimizer")
 
+    @property
+    @override
+    def resident_state_bytes(self) -> int | None:
+        return self.offload.resident_bytes
+
     @override
     def check(self, trainer: pl.Trainer) -> None:
-        self.offload.check(trainer)
+        self.offload.check(trainer, is_plan=self.context.is_plan)
         self.codes.check(self.context)
         if self.codes.gather is not None and self.context.dims.outer_parallel > 1:
             raise ValueError(

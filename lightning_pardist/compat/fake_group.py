@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_pardist.compat.contract import Private
 from lightning_pardist.compat.default_group import exchange_attached
@@ -159,6 +160,7 @@ def _standing_for(backend: str) -> Iterator[None]:
             stack.enter_context(_replaced("all_gather_object", _all_gather_object))
             stack.enter_context(_replaced("broadcast_object_list", _broadcast_object_list))
             stack.enter_context(_replaced("new_group", same_backend))
+            stack.enter_context(_replaced("all_reduce", _with_results(dist.all_reduce)))
             yield
     finally:
         _stands_for, _depth = before, 0
@@ -172,6 +174,48 @@ def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         setattr(dist, name, before)
+
+
+def _with_results(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the futures of all-reduces have results, which those of the backend "fake" have not."""
+
+    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(tensor, *args, **kwargs)
+        return None if work is None else _Work(work, tensor)
+
+    return run
+
+
+class _Work:
+    """An all-reduce that has begun."""
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def get_future(self) -> _Future:
+        """Of a list with the tensor, as torch has it."""
+        return _Future(lambda: [self._tensor])
+
+
+class _Future:
+    """What follows a message is done when somebody waits for it: until then a device has other work."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make: Callable[[], Any] | None = make
+        self._value: Any = None
+
+    def then(self, callback: Callable[[_Future], Any]) -> _Future:
+        return _Future(lambda: callback(self))
+
+    def wait(self) -> Any:
+        if self._make is not None:
+            self._value, self._make = self._make(), None
+        return self._value
+
+    value = wait
 
 
 def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:

@@ -81,3 +81,10 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
     return found
+
+
+def received_by(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
+    """The tensors that a collective writes to: those that it returns, or is given first where it returns none."""
+    found = written_by(func, args, kwargs) or tensors_in(result)
+    is_old = func.namespace == "c10d" and func.overloadpacket.__name__ != "send"
+    return found or (tensors_in(args[0]) if is_old and args else [])

@@ -26,22 +26,17 @@ DEFAULT = (
     "pardist_hsdp",
     "pardist_tp",
     "pardist_cp",
+    "pardist_ep",
+    "pardist_ep_zero3",
     "pardist_pp",
     "pardist_pp_interleaved",
     "pardist_3d",
     "pardist_zero2_offload",
     "pardist_zero3_offload",
 )
-_COMPRESSED = "what its messages are made of (low precision, low rank) is worked out behind them, where a plan has none"
-_IN_FILES = "its files would be made on this machine; of a device it takes what pardist_zero3_offload takes"
-#: Why experts on ranks of their own are not planned, under any name.
-EXPERTS = "which tokens go to which rank's experts depends on values"
 #: Names that cannot be planned, and why.
 NOT_PLANNED = {
     "pardist_dp": "its devices are threads of one process, and a plan runs one device",
-    **dict.fromkeys(("pardist_ddp_bf16", "pardist_ddp_fp16", "pardist_ddp_powersgd"), _COMPRESSED),
-    "pardist_zero3_nvme": _IN_FILES,
-    **dict.fromkeys(("pardist_ep", "pardist_ep_zero2", "pardist_ep_zero3"), EXPERTS),
     "pardist_ps_async": "its ranks do not wait for each other, and a plan's step is one of all ranks together",
     "pardist_auto": "it is chosen by a plan",
 }
@@ -49,7 +44,8 @@ _LARGEST_TENSOR_GROUP = 8
 _LARGEST_PIPELINE = 8
 #: Strategies whose groups send several messages a layer, with the setting of their size.
 _INSIDE_A_NODE = {"pardist_tp": "tensor_parallel_size", "pardist_cp": "context_parallel_size"}
-_SIZES = (*_INSIDE_A_NODE.values(), "pipeline_parallel_size")
+_EXPERTS = "expert_parallel_size"
+_SIZES = (*_INSIDE_A_NODE.values(), _EXPERTS, "pipeline_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -178,7 +174,15 @@ def enumerate_candidates(names: Sequence[str], *, devices: int, num_nodes: int) 
         if name == "pardist_hsdp" and num_nodes == 1 and len(names) > 1:
             continue
         if name in _INSIDE_A_NODE:
-            yield from _inside(name, _INSIDE_A_NODE[name], devices, world_size)
+            for size in _sizes_inside(devices):
+                yield Candidate(name, {_INSIDE_A_NODE[name]: size})
+                if world_size > size:
+                    yield Candidate(name, {_INSIDE_A_NODE[name]: size, "data_parallel": "zero3"})
+        elif name.startswith("pardist_ep"):
+            sizes = _sizes_inside(devices)
+            yield from (Candidate(name, {_EXPERTS: size}) for size in sizes)
+            if not sizes:
+                yield Candidate(name)
         elif name.startswith("pardist_pp"):
             sizes = [size for size in range(2, min(world_size, _LARGEST_PIPELINE) + 1) if world_size % size == 0]
             for size in sizes:
@@ -189,13 +193,8 @@ def enumerate_candidates(names: Sequence[str], *, devices: int, num_nodes: int) 
             yield Candidate(name)
 
 
-def _inside(name: str, size_setting: str, devices: int, world_size: int) -> Iterator[Candidate]:
-    for size in range(2, min(devices, _LARGEST_TENSOR_GROUP) + 1):
-        if devices % size:
-            continue
-        yield Candidate(name, {size_setting: size})
-        if world_size > size:
-            yield Candidate(name, {size_setting: size, "data_parallel": "zero3"})
+def _sizes_inside(devices: int) -> list[int]:
+    return [size for size in range(2, min(devices, _LARGEST_TENSOR_GROUP) + 1) if devices % size == 0]
 
 
 def with_checkpointing(candidate: Candidate, setting: Checkpointing = "auto") -> Candidate:

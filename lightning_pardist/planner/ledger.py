@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_pardist.compat.fake_tensors import UncompiledMode, is_wrapper, key_of, schema_of, storage_key
 from lightning_pardist.engines.pipeline.flops import count_flops
-from lightning_pardist.planner.arguments import group_in, is_view, tensors_in, written_by
+from lightning_pardist.planner.arguments import group_in, is_view, received_by, tensors_in, written_by
 
 #: Kinds of memory, in the order in which they are shown.
 KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
@@ -92,6 +92,17 @@ class HostStep:
     operators: int
 
 
+@dataclass(slots=True)
+class FileTransfer:
+    """Optimizer state comes from a file for its step, and goes back.
+
+    Attributes:
+        moved: Bytes read and written.
+    """
+
+    moved: int
+
+
 @dataclass
 class Held:
     """Bytes by kind at one moment.
@@ -109,7 +120,7 @@ class Held:
 
 
 #: A change of memory is a block and bytes.
-Event = Operator | Message | HostStep | tuple[Block, int]
+Event = Operator | Message | HostStep | FileTransfer | tuple[Block, int]
 
 
 class Ledger(UncompiledMode):
@@ -221,7 +232,7 @@ class Ledger(UncompiledMode):
             self._note(leaf)
         if self.recording:
             if func.namespace in ("c10d", "_c10d_functional"):
-                self._send(func, args, inputs, outputs)
+                self._send(func, args, inputs, outputs or received_by(func, args, kwargs, result))
             else:
                 self._compute(func, args, kwargs, result, inputs, outputs)
         return result

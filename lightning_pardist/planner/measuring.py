@@ -33,6 +33,8 @@ _ROUNDS = 5
 #: Elements of messages that are timed.
 _MESSAGES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 _TIMEOUT = timedelta(seconds=120)
+#: Bytes that a rank writes to the disk and reads again.
+_FILE_BYTES = 1 << 27
 
 
 def measure_alone(num_ranks: int) -> DeviceProfile:
@@ -94,8 +96,10 @@ def measure_rank(
     rates = dict(zip(rates, slowest.tolist(), strict=True))
     inside, between, share, messages = _links(device, hosts, rank, by_size=by_size)
     operators: Rates = {}
+    disk = None
     if by_size:
         operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device, rounds=3)))
+        disk = _disk_rate()
     name, memory, reserved = _smallest(_device_facts(device, hosts.count(hosts[rank])))
     sources = [f"measured by pardist doctor on {world_size} ranks of {platform.node()}, torch {torch.__version__}"]
     sheet = data_sheet_of(name)
@@ -105,6 +109,8 @@ def measure_rank(
             f"link {which}: not measured with {world_size} rank(s) on {len(set(hosts))} host(s), assumed to be that of"
             f" {sheet.name}: {'; '.join(sheet.sources)}"
         )
+    if disk is None:
+        sources.append("the disk: not measured, assumed")
     if device.type != "cpu":
         sources.append(f"the host's memory and the link to it: not measured, assumed to be those of {sheet.name}")
     return DeviceProfile(
@@ -129,6 +135,7 @@ def measure_rank(
         link_host_share=share,
         host_link_bytes_per_s=sheet.host_link_bytes_per_s * sheet.link_efficiency,
         host_bytes_per_s=sheet.host_bytes_per_s,
+        disk_bytes_per_s=disk or sheet.disk_bytes_per_s,
     )
 
 
@@ -273,6 +280,33 @@ def _memory_rate(device: torch.device) -> float:
     numel = (1 << 21) if device.type == "cpu" else (1 << 28)
     left, right, out = (torch.ones(numel, device=device) for _ in range(3))
     return 3 * 4 * numel / _seconds(lambda: torch.add(left, right, out=out), device)
+
+
+def _disk_rate() -> float | None:
+    """Bytes a second that the slowest rank writes and reads in the current folder; None where one cannot write there.
+
+    Collective over the world.
+    """
+    rate = 0.0
+    dist.barrier()
+    try:
+        with tempfile.TemporaryFile(dir=".") as file:
+            block = os.urandom(1 << 20)
+            begin = time.perf_counter()
+            for _ in range(_FILE_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            if hasattr(os, "posix_fadvise"):
+                # Else what is read comes from memory.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while file.read(len(block)):
+                pass
+            rate = 2 * _FILE_BYTES / (time.perf_counter() - begin)
+    except OSError:
+        pass
+    return min(_gathered(rate)) or None
 
 
 def _operator_seconds(device: torch.device) -> float:

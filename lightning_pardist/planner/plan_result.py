@@ -42,6 +42,7 @@ class Row:
         looked_at: Where the module looked at values, which were guessed.
         timelines: Of each rank that was looked at.
         on_host: Bytes of the fullest rank in the host's memory, which ``memory`` is without.
+        in_files: Bytes of its optimizer state in files, which neither has but for what is resident at a time.
     """
 
     candidate: Candidate
@@ -61,6 +62,7 @@ class Row:
     looked_at: tuple[str, ...] = ()
     timelines: Mapping[int, StepTime] = field(default_factory=dict, repr=False)
     on_host: int = 0
+    in_files: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: bytes, seconds."""
@@ -70,6 +72,7 @@ class Row:
             "degrees": self.dims.layout,
             "memory": dict(self.memory),
             "on_host": self.on_host,
+            "in_files": self.in_files,
             "peak_in": self.peak_in,
             "fullest_rank": self.fullest_rank,
             "sent": {axis: round(size) for axis, size in self.sent.items()},
@@ -224,8 +227,12 @@ class Plan:
             *(f"  Sent over {axis}: {size_text(size)} a step." for axis, size in row.sent.items()),
             f"  {row.reason}",
         ]
+        if row.in_files:
+            lines.insert(2, f"  Files hold {size_text(row.in_files)} besides, which each step reads and writes.")
         if row.on_host:
             lines.insert(2, f"  The host holds {size_text(row.on_host)} besides, and the optimizer steps there.")
+        if row.dims.expert_parallel > 1:
+            lines.append("  Tokens are taken to travel, and to go to all experts alike.")
         if row.looked_at:
             lines.append(f"  Values were guessed where the module looks at them: {', '.join(row.looked_at)}.")
         return "\n".join(lines)

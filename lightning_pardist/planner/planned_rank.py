@@ -28,7 +28,7 @@ from lightning_pardist.compat.optimizers import as_on_devices
 from lightning_pardist.compat.pytree import tree_map_only
 from lightning_pardist.mesh import ParallelDims
 from lightning_pardist.planner.exchange import Exchange, Stuck, Turns
-from lightning_pardist.planner.ledger import Event, Held, HostStep, Operator
+from lightning_pardist.planner.ledger import Event, FileTransfer, Held, HostStep, Operator
 from lightning_pardist.planner.skipped_kernels import Forms, SkippedKernels
 from lightning_pardist.planner.step_ledger import StepLedger
 from lightning_pardist.runtime.distributed_context import rehearsed
@@ -53,6 +53,7 @@ class RankTrace:
         looked_at: Where user code looked at values that were not known.
         microbatches: How many a step is made of.
         on_host: Bytes in the host's memory where the device has one of its own, and ``held`` is without them.
+        in_files: Bytes of optimizer state in files, of which ``held`` or ``on_host`` have what is resident at a time.
     """
 
     dims: ParallelDims
@@ -64,6 +65,7 @@ class RankTrace:
     looked_at: list[str]
     microbatches: int = 1
     on_host: int = 0
+    in_files: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ def _knowing(strategy: Callable[[], PardistStrategy], found: dict[Any, Any] | No
         made = strategy()
         made.context.found_once = found
         made.context.check_samples = False
+        made.context.is_plan = True
         return made
 
     return make
@@ -202,7 +205,9 @@ def _traced(
     with group, SkippedKernels(forms, exchange) as skipped:
         made = strategy()
         # On CPU the host's memory is the device's.
-        away = made.kept_on_host if place.stands_for != "gloo" else []
+        hosted = made.kept_on_host if place.stands_for != "gloo" else []
+        resident = made.resident_state_bytes
+        away = hosted or ([] if resident is None else ["optimizer"])
         watch = StepLedger(ends=True, away=away)
         trainer = pl.Trainer(
             strategy=made,
@@ -225,15 +230,34 @@ def _traced(
         trainer.fit(without_values(module, skipped), train_dataloaders=_Batches(batch, 2 * accumulated))
     if watch.held is None:
         raise ValueError("The Trainer ended before its second step: nothing is known of one.")
-    events, begins = watch.events, watch.before_optimizer
-    if away:
+    events, begins, held = watch.events, watch.before_optimizer, watch.held
+    if hosted:
         events = _stepping_on_host(events, begins, _copied(watch.held_away))
-    on_host = sum(watch.held_away.values())
-    if away and "parameters" not in away:
+    on_host = sum(watch.held_away[kind] for kind in hosted)
+    if hosted and "parameters" not in hosted:
         # Of what the device holds whole there is a slice to step on.
         on_host += watch.held_away["gradients"]
-    looked_at, runs = list(skipped.looked_at), watch.microbatches
-    return RankTrace(made.dims, place.rank, watch.held, watch.peak_in, events, begins, looked_at, runs, on_host)
+    in_files = 0
+    if resident is not None:
+        in_files = watch.held_away["optimizer"]
+        resident = min(resident, in_files)
+        events = [*events, FileTransfer(2 * in_files)]
+        if hosted:
+            on_host -= in_files - resident
+        else:
+            held = Held({**held.by_kind, "optimizer": resident})
+    return RankTrace(
+        made.dims,
+        place.rank,
+        held,
+        watch.peak_in,
+        events,
+        begins,
+        list(skipped.looked_at),
+        watch.microbatches,
+        on_host,
+        in_files,
+    )
 
 
 def _copied(away: Mapping[str, int]) -> int:

@@ -63,6 +63,7 @@ class DeviceProfile:
         link_host_share: Share of a message's time in which it keeps the processor busy that computes.
         host_link_bytes_per_s: Between the host's memory and a device, in one direction.
         host_bytes_per_s: Of the host's memory, a device's share: for optimizers that step there.
+        disk_bytes_per_s: Of a local disk, a device's share: for optimizer state in files.
     """
 
     name: str
@@ -87,6 +88,7 @@ class DeviceProfile:
     link_host_share: float = 0.0
     host_link_bytes_per_s: float = 32e9
     host_bytes_per_s: float = 50e9
+    disk_bytes_per_s: float = 2e9
 
     def flops_of(self, dtype: str) -> float:
         """Operations a second of matrix products of a dtype; those of fp32 where it is not listed."""
@@ -138,7 +140,7 @@ class DeviceProfile:
                 raise ValueError(f"assumed_links names {', '.join(unknown)}")
             numbers = [made.memory_bytes, made.bytes_per_s, *flops.values()]
             numbers += [made.inside.bytes_per_s, made.between.bytes_per_s]
-            numbers += [made.host_link_bytes_per_s, made.host_bytes_per_s]
+            numbers += [made.host_link_bytes_per_s, made.host_bytes_per_s, made.disk_bytes_per_s]
             numbers += [made.matmul_efficiency, made.memory_efficiency, made.link_efficiency]
             numbers += [number for each in rates.values() for points in each.values() for point in points
                         for number in point]  # fmt: skip
@@ -165,7 +167,7 @@ def _points(content: Mapping[str, Any]) -> Rates:
 
 _LINKS = {"inside": "inside a node", "between": "between nodes"}
 _NODE_400G = "8 network cards of 400 Gb/s for 8 devices, as in DGX H100: 50 GB/s a device"
-_LATENCY = "latencies, efficiencies, host time an operator, the host's memory rate and reserved memory: assumed"
+_LATENCY = "latencies, efficiencies, host time an operator, rates of host memory and disk, reserved memory: assumed"
 _PCIE4, _PCIE5 = 32e9, 64e9
 _INSIDE_LATENCY, _BETWEEN_LATENCY = 5e-6, 15e-6
 

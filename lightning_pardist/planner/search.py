@@ -19,7 +19,7 @@ from lightning_pardist.compat.fake_tensors import enter_once
 from lightning_pardist.engines.pipeline import CannotPipelineError
 from lightning_pardist.mesh import AXES, GRADIENT_AXES, SHARD_AXES, ParallelDims
 from lightning_pardist.planner.batches import resized, samples_of, tokens_of
-from lightning_pardist.planner.candidates import EXPERTS, NOT_PLANNED, Candidate, with_checkpointing
+from lightning_pardist.planner.candidates import NOT_PLANNED, Candidate, with_checkpointing
 from lightning_pardist.planner.errors import PlanError
 from lightning_pardist.planner.ledger import Event, Message, Operator
 from lightning_pardist.planner.plan_result import Plan, Refused, Row, ranked
@@ -178,9 +178,6 @@ class Search:
             bound = _Bound(candidate, dims, self._share(dims))
         except (ValueError, MisconfigurationException) as error:
             self._refused.append(Refused(candidate, f"refused: {sentence(error)}"))
-            return
-        if dims.expert_parallel > 1:
-            self._refused.append(Refused(candidate, f"cannot be planned: {EXPERTS}."))
             return
         if self._leave_out and (why := self._cannot_be_best(bound, self._rows, self._profile)) is not None:
             self._refused.append(Refused(candidate, why))
@@ -505,6 +502,7 @@ class Search:
             looked_at=tuple(dict.fromkeys(place for each in ranks for place in each.looked_at)),
             timelines=times,
             on_host=fullest.on_host,
+            in_files=fullest.in_files,
         )
 
     def _timed(

@@ -36,8 +36,9 @@ from lightning_pardist.compat.fake_tensors import (
     storage_key,
     to_copy,
 )
-from lightning_pardist.planner.arguments import group_in, is_view, map_leaves, tensors_in, written_by
+from lightning_pardist.planner.arguments import group_in, is_view, map_leaves, received_by, tensors_in, written_by
 from lightning_pardist.planner.exchange import Exchange
+from lightning_pardist.planner.value_counts import ValueCounts
 
 _aten = torch.ops.aten
 #: Operators on more elements do not run, whatever is known.
@@ -51,6 +52,7 @@ _ALL = (_aten.all.default, _aten.all.dim, _aten.isclose.default, _aten.isfinite.
 _OVERWRITING = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default)
 #: Operators that take the answers along that are written into small tensors.
 _CARRYING = (_aten.cat.default, _aten.stack.default, to_copy, _aten.clone.default)
+_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 #: Sizes and strides of what operators return, by operator and arguments.
 Forms = dict[Any, Any]
@@ -87,6 +89,7 @@ class SkippedKernels(UncompiledMode):
         # What it would remember is remembered here, for all traces.
         self._fake_mode.cache_enabled = False
         self._unknown: dict[int, bool] = {}
+        self._counts = ValueCounts(self._made)
         self._exchange = exchange
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._results: Forms = {} if forms is None else forms
@@ -152,6 +155,12 @@ class SkippedKernels(UncompiledMode):
     # --- operators that do not run ------------------------------------------------------------------------------
 
     def _skip(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        counted = self._counts.counted(func, args)
+        if counted is not None:
+            return counted
+        if func in _INDEXING and any(isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]):
+            args = self._counts.positions(args)
+            inputs = tensors_in(args, kwargs)
         key = (func, _key(args), _key(kwargs))
         form = self._results.get(key)
         if form is None:
@@ -171,7 +180,14 @@ class SkippedKernels(UncompiledMode):
                 return made
             return leaf
 
-        return map_leaves(make, form)
+        result = map_leaves(make, form)
+        self._counts.note(func, args, result)
+        return result
+
+    def _made(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = torch.empty(shape, dtype=dtype)
+        self.forget([made])
+        return made
 
     def _form(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Sizes and strides of what an operator returns, by torch's fake tensors."""
@@ -227,6 +243,7 @@ class SkippedKernels(UncompiledMode):
         if self._watched.get(key) is storage:
             del self._watched[key]
             self._unknown.pop(key, None)
+            self._counts.forget(key)
 
     def _makes_little(self, func: Any, args: Any, kwargs: Any) -> bool:
         key = (func, _key(args), _key(kwargs))
@@ -275,7 +292,7 @@ class SkippedKernels(UncompiledMode):
             return result
         if name in ("allreduce_", "broadcast_", "barrier", "wait_tensor", "all_reduce", "all_reduce_", "broadcast"):
             return result
-        outputs = written_by(func, args, kwargs) or tensors_in(result)
+        outputs = received_by(func, args, kwargs, result)
         sources = [leaf for leaf in inputs if not any(leaf is other for other in outputs)]
         one = sources[0] if len(sources) == 1 else None
         if one is not None and (storage_key(one) in self._unknown or not one.numel()):

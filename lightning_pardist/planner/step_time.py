@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_pardist.planner.errors import PlanError
-from lightning_pardist.planner.ledger import Event, HostStep, Message, Operator
+from lightning_pardist.planner.ledger import Event, FileTransfer, HostStep, Message, Operator
 from lightning_pardist.planner.operator_rates import rate_near, rate_of
 from lightning_pardist.planner.profiles import DeviceProfile, Link
 
@@ -168,7 +168,12 @@ class _Player:
             if isinstance(event, Operator):
                 self._operate(event)
             elif isinstance(event, HostStep):
-                self._step_on_host(event)
+                profile = self._profile
+                copies = event.copied / (profile.host_link_bytes_per_s * profile.link_efficiency)
+                issues = event.operators * profile.host_s_per_operator
+                self._wait_for_host(copies + issues + event.moved / profile.host_bytes_per_s)
+            elif isinstance(event, FileTransfer):
+                self._wait_for_host(event.moved / self._profile.disk_bytes_per_s)
             elif isinstance(event, Message) and not self._send(event):
                 break
             self._next += 1
@@ -208,14 +213,11 @@ class _Player:
         if not profile.asynchronous:
             self._host = self._device
 
-    def _step_on_host(self, event: HostStep) -> None:
+    def _wait_for_host(self, took: float) -> None:
         """Everything has arrived before, and goes on afterwards. Copies are taken not to overlap, which some do."""
-        profile = self._profile
         start = self.end
         self._waited += start - max(self._device, self._host)
-        copies = event.copied / (profile.host_link_bytes_per_s * profile.link_efficiency)
-        works = event.operators * profile.host_s_per_operator + event.moved / profile.host_bytes_per_s
-        self._host = self._device = start + works + copies
+        self._host = self._device = start + took
         self._note("wait", start, self._device)
 
     def _stolen(self, start: float, took: float) -> float:

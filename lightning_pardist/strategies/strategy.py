@@ -271,6 +271,12 @@ class PardistStrategy(ParallelStrategy):
         return [kind for axis in self._axes_as_set for kind in axis.kept_on_host]
 
     @property
+    def resident_state_bytes(self) -> int | None:
+        """See :attr:`~lightning_pardist.axes.base.ParallelAxis.resident_state_bytes`."""
+        found = (axis.resident_state_bytes for axis in self._axes_as_set)
+        return next((size for size in found if size is not None), None)
+
+    @property
     def data_engine(self) -> DataEngine | None:
         """Keeps gradients right over the gradient mesh; from the first ``fit`` on."""
         return self.context.data_engine

@@ -118,6 +118,11 @@ class Dense(nn.Module):
 LAYERS = {"listed": Listed, "stacked": Stacked, "dense": Dense, "chain": Chain}
 
 
+def is_expert(name):
+    """Whether a parameter of :class:`Mixture` is one of experts."""
+    return ".experts." in name or name.endswith((".up", ".down"))
+
+
 class Mixture(pl.LightningModule):
     """Two layers of experts between an embedding and a head."""
 
@@ -161,9 +166,6 @@ class Mixture(pl.LightningModule):
         def held(tensor):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             return 0 if local.is_meta else local.numel()
-
-        def is_expert(name):
-            return ".experts." in name or name.endswith((".up", ".down"))
 
         own = [(n, p) for n, p in self.named_parameters() if is_expert(n)]
         self.held = {

@@ -25,6 +25,7 @@ from lightning_pardist.planner.skipped_kernels import SkippedKernels
 from lightning_pardist.planner.step_time import message_seconds, operator_seconds, time_ranks, time_step
 from lightning_pardist.registry import TABLE
 from lightning_pardist.runtime import job_counts
+from tests.helpers.experts import LENGTH, TOKENS, WIDTH, Mixture, is_expert
 from tests.helpers.models import MODULES, Classifier
 
 BATCH = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
@@ -634,3 +635,61 @@ def test_an_error_of_the_datas_own_code_stays_visible(data, own, capsys):
 
 def test_the_name_is_public():
     assert lightning_pardist.plan is plan
+
+
+def test_compressed_gradients_are_what_travels():
+    sent, peaks = {}, {}
+    for name in ("pardist_ddp", "pardist_ddp_bf16", "pardist_ddp_powersgd"):
+        row = make_plan(strategies=[name]).best
+        sent[name], peaks[name] = row.sent["data_replicate"], row.memory["peak"]
+    # Flags of used parameters travel as they are.
+    assert 0.5 <= sent["pardist_ddp_bf16"] / sent["pardist_ddp"] < 0.56
+    # As in all steps but the first hundred, with what rounding leaves behind.
+    assert sent["pardist_ddp_powersgd"] < 0.4 * sent["pardist_ddp"]
+    assert peaks["pardist_ddp_powersgd"] > peaks["pardist_ddp"]
+
+
+def test_state_in_files_is_read_and_written_in_each_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fast, slow = (
+        make_plan(device=replace(find_profile("h100"), disk_bytes_per_s=rate), strategies=["pardist_zero3_nvme"]).best
+        for rate in (2e9, 1e6)
+    )
+    hosted = make_plan(strategies=["pardist_zero3_offload"]).best
+    numel = sum(param.numel() for param in Classifier().parameters())
+    assert fast.in_files == pytest.approx(8 * numel / 4, rel=0.05)
+    assert fast.memory == hosted.memory
+    assert slow.time.step - fast.time.step == pytest.approx(2 * fast.in_files * (1e-6 - 1 / 2e9))
+    assert not list(tmp_path.iterdir())
+    assert "Files hold" in make_plan(strategies=["pardist_zero3_nvme"]).explain(0)
+    assert fast.to_json()["in_files"] == fast.in_files
+
+
+@pytest.mark.parametrize("layer", ["stacked", "listed"])
+def test_experts_are_planned_as_if_tokens_went_to_all_of_them_alike(layer):
+    module, batch = Mixture(layer), [torch.randint(TOKENS, (16, LENGTH))]
+    found = plan(module, batch, devices=2, device="h100", strategies=["pardist_ep", "pardist_ddp"])
+    by_name = {row.candidate.strategy: row for row in found.rows}
+    ep, ddp = by_name["pardist_ep"], by_name["pardist_ddp"]
+    experts = sum(param.numel() for name, param in module.named_parameters() if is_expert(name))
+    assert ddp.memory["parameters"] - ep.memory["parameters"] == 4 * experts / 2
+    assert ddp.memory["optimizer"] > 8 * experts
+    assert "to all experts alike" in found.explain(ep)
+    # Two exchanges of rows of a layer and their way back in backward, each to one other rank.
+    rows = 2 * 4 * 16 * LENGTH * WIDTH * 4
+    assert 0.5 * rows < ep.sent["expert_parallel"] < 2 * rows
+
+
+def test_rows_that_a_router_sends_are_counted_without_values():
+    with SkippedKernels() as skipped:
+        scores = torch.empty(60, 6)
+        skipped.forget([scores])
+        index = scores.topk(2, -1).indices
+        mask = F.one_hot(index, 6).permute(2, 1, 0)
+        assert [len(torch.where(each)[0]) for each in mask] == [20] * 6
+        assert (mask.sum(dim=(-1, -2)) > 0).nonzero().shape == (6, 1)
+        assert len(torch.where(index == 3)[0]) == 20
+        assert scores[(index == 3).any(-1)].shape[1] == 6
+        assert len(index.unique()) == 6
+        assert index.flatten().bincount(minlength=6).shape == (6,)
+        assert len(scores.masked_select(scores.argmax(-1, keepdim=True) == 1)) == 60

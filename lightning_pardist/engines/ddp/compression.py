@@ -76,13 +76,16 @@ class HookBucket:
         return self._is_last
 
 
-def compression_hook(compression: Compression | PowerSGD, *, group: dist.ProcessGroup) -> tuple[CommunicationHook, Any]:
+def compression_hook(
+    compression: Compression | PowerSGD, *, group: dist.ProcessGroup, from_start: bool = False
+) -> tuple[CommunicationHook, Any]:
     """The communication hook and its state for a named compression.
 
     Args:
         compression: ``"bf16"`` and ``"fp16"`` halve fp32 traffic, ``"powersgd"`` (with its defaults) or a
             :class:`PowerSGD` sends low-rank factors.
         group: The data axis' process group.
+        from_start: Whether compression starts with the second step, whatever :attr:`PowerSGD.start_step` says.
 
     Raises:
         ValueError: If the name is unknown.
@@ -102,6 +105,9 @@ def compression_hook(compression: Compression | PowerSGD, *, group: dist.Process
             start_powerSGD_iter=compression.start_step,
             min_compression_rate=compression.min_compression_rate,
         )
+        if from_start:
+            # The first one knows other buckets, which are made anew in the order of gradients.
+            state.iter = compression.start_step - 1
         return power_sgd.powerSGD_hook, state
     raise ValueError(
         f"gradient_compression={compression!r} is unknown. Use 'bf16', 'fp16', 'powersgd', a PowerSGD(...) or None."

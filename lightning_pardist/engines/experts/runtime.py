@@ -35,6 +35,7 @@ class ExpertRuntime:
         group: The ranks.
         whole: Makes plain whole tensors of what layers are given in parts, where other ranks split them.
         aside: Around what a layer computes of these.
+        even: Whether tokens go to stacked experts alike, whatever routers choose: where nothing has values.
 
     Attributes:
         peers: The ranks, and what was sent to them.
@@ -51,7 +52,9 @@ class ExpertRuntime:
         *,
         whole: Callable[[Any], Any] = lambda tree: tree,
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        even: bool = False,
     ) -> None:
+        self._even = even
         # Of a list, ranks tell how many rows there are for each expert.
         self.peers = Peers(group, max([3, *(layer.count // group.size() for layer in layers if not layer.stacked)]))
         self.layers, self.choices = tuple(layers), tuple(choices)
@@ -88,7 +91,8 @@ class ExpertRuntime:
         if choice.route is None:
             listed = [parts[0] for parts in experts]
             return ListedExperts(number, layer, runner.forward, listed, weights, self.peers)
-        return StackedExperts(number, layer, choice.route, runner, runner.forward, weights, self.peers)
+        of_layer = number, layer, choice.route, runner, runner.forward, weights, self.peers
+        return StackedExperts(*of_layer, even=self._even)
 
     def _on_wholes(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """What a layer computes with plain whole tensors, whatever it is given: tokens travel by their numbers."""

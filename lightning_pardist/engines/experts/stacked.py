@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,6 +153,7 @@ class StackedExperts:
         forward: Of the module, as its class has it.
         weights: Of the experts of this rank, in the order of the layer's names.
         peers: The ranks.
+        even: Whether tokens are sent to experts alike, whatever the router chooses: where nothing has values.
     """
 
     def __init__(
@@ -163,7 +165,10 @@ class StackedExperts:
         forward: Callable[..., Any],
         weights: LayerWeights,
         peers: Peers,
+        *,
+        even: bool = False,
     ) -> None:
+        self._dispatch = _Dispatch.even if even else _Dispatch.by_values
         self.number, self.layer, self.route = number, layer, route
         self.module, self.forward, self.weights, self.peers = module, forward, weights, peers
         leaves = pytree.tree_leaves(layer.call)
@@ -188,7 +193,7 @@ class StackedExperts:
         leaves = pytree.tree_leaves(call)
         index = leaves[self.route.index]
         places = index.shape[:-1]
-        sent = _Dispatch(index.reshape(math.prod(places), index.shape[-1]), self.layer.count, self.peers.size)
+        sent = self._dispatch(index.reshape(math.prod(places), index.shape[-1]), self.layer.count, self.peers.size)
         digests = torch.full((self.peers.size, 1), _digest(self.route, call))
         told, form = self.peers.tell(self.number, torch.cat([sent.numbers, digests], dim=1), form)
         self._check(told[:, 2])
@@ -271,37 +276,69 @@ class StackedExperts:
         return self._dtypes[form]
 
 
+@dataclass(frozen=True)
 class _Dispatch:
     """Which tokens go to which ranks, and which of their experts they are for there.
 
-    Args:
-        index: Numbers of experts, shape ``[tokens, k]``; one that there is not stands for none.
-        count: Number of experts; the ranks have equal runs of them.
-        size: Number of ranks.
-
     Attributes:
+        tokens: How many there are.
         rows: Of the tokens that are sent, by rank.
-        rows_to: How many to each rank.
-        pairs: Places of pairs in ``index``, flat, by rank.
-        pairs_to: How many to each rank.
+        pairs: Places of pairs in the numbers of experts, flat, by rank.
         about: Of each pair the row among those that the rank receives from here, and the rank's own number of the
             expert, shape ``[pairs, 2]``.
+        numbers: For each rank how many rows and how many pairs it is sent, shape ``[ranks, 2]``, on the host.
     """
 
-    def __init__(self, index: Tensor, count: int, size: int) -> None:
-        self.tokens, choices = index.shape
+    tokens: int
+    rows: Tensor
+    pairs: Tensor
+    about: Tensor
+    numbers: Tensor
+
+    @property
+    def rows_to(self) -> list[int]:
+        """How many rows go to each rank."""
+        found: list[int] = self.numbers[:, 0].tolist()
+        return found
+
+    @property
+    def pairs_to(self) -> list[int]:
+        """How many pairs go to each rank."""
+        found: list[int] = self.numbers[:, 1].tolist()
+        return found
+
+    @classmethod
+    def by_values(cls, index: Tensor, count: int, size: int) -> _Dispatch:
+        """As a router has chosen.
+
+        Args:
+            index: Numbers of experts, shape ``[tokens, k]``; one that there is not stands for none.
+            count: Number of experts; the ranks have equal runs of them.
+            size: Number of ranks.
+        """
+        tokens, choices = index.shape
         flat = index.reshape(-1).long()
         each = count // size
         valid = ((flat >= 0) & (flat < count)).nonzero().squeeze(1)
         owner = flat[valid] // each
         order = owner.argsort(stable=True)
-        self.pairs, owner = valid[order], owner[order]
-        token = self.pairs // choices
-        goes = torch.zeros(size, self.tokens, dtype=torch.bool, device=index.device)
+        pairs, owner = valid[order], owner[order]
+        token = pairs // choices
+        goes = torch.zeros(size, tokens, dtype=torch.bool, device=index.device)
         goes[owner, token] = True
-        self.rows = goes.nonzero()[:, 1]
-        self.about = torch.stack([(goes.cumsum(1) - 1)[owner, token], flat[self.pairs] % each], dim=1)
-        #: Rows and pairs for each rank.
-        self.numbers = torch.stack([goes.sum(1), torch.bincount(owner, minlength=size)], dim=1).cpu()
-        self.rows_to: list[int] = self.numbers[:, 0].tolist()
-        self.pairs_to: list[int] = self.numbers[:, 1].tolist()
+        about = torch.stack([(goes.cumsum(1) - 1)[owner, token], flat[pairs] % each], dim=1)
+        numbers = torch.stack([goes.sum(1), torch.bincount(owner, minlength=size)], dim=1).cpu()
+        return cls(tokens, goes.nonzero()[:, 1], pairs, about, numbers)
+
+    @classmethod
+    def even(cls, index: Tensor, count: int, size: int) -> _Dispatch:
+        """As many of each as ``k`` different experts drawn for each token make on average; what they are is left open.
+
+        The arguments are those of :meth:`by_values`.
+        """
+        tokens, choices = index.shape
+        elsewhere = math.comb(count - count // size, choices) / max(1, math.comb(count, choices))
+        rows, pairs = math.ceil(tokens * (1 - elsewhere)), math.ceil(tokens * choices / size)
+        numbers = torch.tensor([[rows, pairs]] * size)
+        empty = partial(index.new_empty, dtype=torch.int64)
+        return cls(tokens, empty(size * rows), empty(size * pairs), empty(size * pairs, 2), numbers)

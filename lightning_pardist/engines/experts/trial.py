@@ -87,6 +87,22 @@ def choose_routes(
     return found
 
 
+def assume_routes(module: nn.Module, layers: Sequence[ExpertLayer], *, dispatch: Dispatch = "auto") -> list[Choice]:
+    """What travels in each layer where nothing has values to try it with: tokens, if they can be told.
+
+    Args:
+        module: Whole; its tensors need no values.
+        layers: Of it.
+        dispatch: As set.
+    """
+    found = []
+    for layer in layers:
+        route = next(routes(layer, module.get_submodule(layer.runner)), None) if layer.stacked else None
+        is_whole = dispatch == "weights" or not isinstance(layer.output, Tensor) or (layer.stacked and route is None)
+        found.append(Choice("weights", reason="as set or assumed") if is_whole else Choice("tokens", route))
+    return found
+
+
 def _tried(module: nn.Module, layer: ExpertLayer, size: int) -> Choice:
     runner = module.get_submodule(layer.runner)
     with random_stays(device_in_use()), torch.enable_grad(), _drawn_parameters(runner, layer, module):
