@@ -42,6 +42,8 @@ NAMES = (
     Private("torch.ops.aten._unsafe_view", _COUNTED, "the operator behind matmul() that shares memory unsaid"),
     Private("torch.ops.aten._local_scalar_dense", "answering .item() of a fake tensor", "what Tensor.item() calls"),
     Private("torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo", _COUNTED, "leave it out"),
+    Private("torch.ops.aten._unique2", _COUNTED, "the operator that Tensor.unique() calls"),
+    Private("torch.ops.aten._index_put_impl_", _COUNTED, "the operator behind backward of indexing"),
     Private("torch.ops.aten._pack_padded_sequence", _STUBS, "the operator that pack_padded_sequence() calls"),
 )  # fmt: skip
 
@@ -57,6 +59,8 @@ class UncompiledMode(TorchDispatchMode):
 to_copy: Any = torch.ops.aten._to_copy.default
 local_scalar: Any = torch.ops.aten._local_scalar_dense.default
 rnn_layer: Any = torch.ops.aten.mkldnn_rnn_layer.default
+unique_values: Any = torch.ops.aten._unique2.default
+index_put_impl: Any = torch.ops.aten._index_put_impl_.default
 unsafe_view: Any = torch.ops.aten._unsafe_view.default
 pack_padded_sequence: Any = torch.ops.aten._pack_padded_sequence.default
 

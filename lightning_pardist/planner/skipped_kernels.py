@@ -28,6 +28,7 @@ from lightning_pardist.compat.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     UncompiledMode,
+    index_put_impl,
     is_wrapper,
     local_scalar,
     no_modes,
@@ -52,7 +53,7 @@ _ALL = (_aten.all.default, _aten.all.dim, _aten.isclose.default, _aten.isfinite.
 _OVERWRITING = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.copy_.default)
 #: Operators that take the answers along that are written into small tensors.
 _CARRYING = (_aten.cat.default, _aten.stack.default, to_copy, _aten.clone.default)
-_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, index_put_impl)
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 #: Sizes and strides of what operators return, by operator and arguments.
 Forms = dict[Any, Any]

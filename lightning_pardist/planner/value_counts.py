@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pardist.compat.fake_tensors import storage_key, to_copy
+from lightning_pardist.compat.fake_tensors import storage_key, to_copy, unique_values
 
 _aten = torch.ops.aten
 _CHOOSING = (_aten.topk.default, _aten.sort.default, _aten.sort.stable)
@@ -27,7 +27,7 @@ _KEEPING = (
     *(_aten.index_select.default, _aten.abs.default, _aten.repeat.default, _aten.cat.default),
 )
 _SCATTERING = (_aten.scatter.value, _aten.scatter_.value, _aten.scatter.src, _aten.scatter_.src)
-_UNIQUE = (_aten._unique2.default, _aten.unique_dim.default, _aten.unique_consecutive.default)
+_UNIQUE = (unique_values, _aten.unique_consecutive.default)
 
 
 class ValueCounts:
@@ -82,7 +82,7 @@ class ValueCounts:
         if func is _aten.masked_select.default:
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             return self._make((round(self._share(args[1]) * shape.numel()),), args[0].dtype)
-        if func in _UNIQUE and (func is not _aten.unique_dim.default):
+        if func in _UNIQUE:
             size = min(args[0].numel(), self._choices_of(args[0]) or args[0].numel())
             found = self._make((size,), args[0].dtype)
             if choices := self._choices_of(args[0]):

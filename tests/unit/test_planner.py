@@ -638,15 +638,13 @@ def test_the_name_is_public():
 
 
 def test_compressed_gradients_are_what_travels():
-    sent, peaks = {}, {}
+    sent = {}
     for name in ("pardist_ddp", "pardist_ddp_bf16", "pardist_ddp_powersgd"):
-        row = make_plan(strategies=[name]).best
-        sent[name], peaks[name] = row.sent["data_replicate"], row.memory["peak"]
+        sent[name] = make_plan(strategies=[name]).best.sent["data_replicate"]
     # Flags of used parameters travel as they are.
     assert 0.5 <= sent["pardist_ddp_bf16"] / sent["pardist_ddp"] < 0.56
-    # As in all steps but the first hundred, with what rounding leaves behind.
+    # As in all steps but the first hundred.
     assert sent["pardist_ddp_powersgd"] < 0.4 * sent["pardist_ddp"]
-    assert peaks["pardist_ddp_powersgd"] > peaks["pardist_ddp"]
 
 
 def test_state_in_files_is_read_and_written_in_each_step(tmp_path, monkeypatch):
