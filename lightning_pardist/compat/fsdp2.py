@@ -432,15 +432,14 @@ class ParameterGroup:
         for parameter in self._private.fsdp_params:
             yield parameter._post_load_hook_handle
 
-    def restore(self, whole: Callable[[Any], torch.Tensor]) -> None:
+    def restore(self, whole: Callable[[Any], nn.Parameter]) -> None:
         """Put whole parameters in the shards' places. Collective if ``whole`` is.
 
         Args:
-            whole: Makes a whole tensor of a shard.
+            whole: Makes a whole parameter of a shard.
         """
         for parameter in self._private.fsdp_params:
-            shard, info = parameter.sharded_param, parameter._module_info
-            restored = nn.Parameter(whole(shard), requires_grad=shard.requires_grad)
+            info, restored = parameter._module_info, whole(parameter.sharded_param)
             places = [
                 (info.module, info.param_name),
                 *zip(info.shared_modules, info.shared_param_names, strict=True),
@@ -561,11 +560,11 @@ class ModuleState:
 
     # -- taking it back
 
-    def undo(self, whole: Callable[[Any], torch.Tensor]) -> None:
+    def undo(self, whole: Callable[[Any], nn.Parameter]) -> None:
         """Take back what ``fully_shard`` did to the module, parameter by parameter. Collective if ``whole`` is.
 
         Args:
-            whole: Makes a whole tensor of a shard.
+            whole: Makes a whole parameter of a shard.
         """
         self.remove_forward_hooks()
         for group in self.groups:

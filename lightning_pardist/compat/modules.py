@@ -107,6 +107,11 @@ def has_run_hooks(module: nn.Module) -> bool:
     )
 
 
+def has_full_backward_hooks(module: nn.Module) -> bool:
+    """Whether ``register_full_backward_hook`` was called on this module itself."""
+    return bool(module._backward_hooks)
+
+
 def copy_metadata(like: Any, state: Any) -> None:
     """Give a state dict the versions of submodules of another one, by which torch loads states of earlier ones."""
     if (metadata := getattr(like, "_metadata", None)) is not None:

@@ -61,6 +61,11 @@ def gradient_hooks_of(tensor: Tensor) -> OrderedDict[int, Any]:
     return OrderedDict() if hooks is None else hooks
 
 
+def set_gradient_hooks(tensor: Tensor, hooks: OrderedDict[int, Any]) -> None:
+    """Run the hooks of another tensor, whose handles add to these and take away from them as well."""
+    tensor._backward_hooks = hooks
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether a tensor is a view of another one, in the eyes of autograd."""
     return tensor._is_view()

@@ -28,6 +28,7 @@ from lightning_pardist.axes.pipeline.agreement import (
 from lightning_pardist.axes.pipeline.averaged_copies import free_copy, gather_values, placements_of_copies, restore_copy
 from lightning_pardist.axes.pipeline.batches_in_flight import LookAhead, watched_by
 from lightning_pardist.axes.pipeline.finetuning import FinetuningAcrossStages
+from lightning_pardist.axes.pipeline.hooks import told_of_hooks
 from lightning_pardist.axes.pipeline.merged_values import WEIGHT
 from lightning_pardist.axes.pipeline.meta_stages import create_local, stand_ins
 from lightning_pardist.axes.pipeline.microbatch_outputs import BatchOutputs, Part, StepOutputs
@@ -311,6 +312,10 @@ class PipelineAxis(ParallelAxis):
         self._batch_norms = self._watched_batch_norms(recorded)
         if recorded.draws:
             rank_zero_info(drawn_apart("training_step", "each stage for each micro-batch"))
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            units = recorded.placing.trace.unit_names
+            for text in told_of_hooks(self._trainer.lightning_module, units, self._options(recorded).num_microbatches):
+                rank_zero_warn(text)
         if (buffers := recorded.placing.trace.sample_buffers) and self._options(recorded).num_microbatches > 1:
             rank_zero_warn(
                 f"Buffers that follow the samples of a batch ({', '.join(sorted(buffers))}) change once for every"

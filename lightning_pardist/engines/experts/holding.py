@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.modules import own_parameters
-from lightning_pardist.engines.common.elementwise import marks_of
+from lightning_pardist.engines.common.parameter_traits import take_place
 from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.layer_weights import LayerWeights, places_of
 from lightning_pardist.engines.experts.sharding import STACKED_DIM, ExpertSharding, ShardedWeights
@@ -71,8 +71,7 @@ class HeldExperts:
                 split: Tensor = DTensor.from_local(local.clone().contiguous(), self.mesh, [Shard(0)], run_check=False)
             else:
                 split = self.sharding.stacked(whole, local)
-            table[name] = parameter = nn.Parameter(split, requires_grad=whole.requires_grad)
-            parameter.__dict__.update(marks_of(whole))
+            table[name] = parameter = take_place(nn.Parameter(split, requires_grad=whole.requires_grad), whole)
             self.parameters.add(parameter)
 
     def _take_lists(self, layer: ExpertLayer) -> None:
@@ -99,8 +98,7 @@ class HeldExperts:
         split = parameter if self.sharding is None else self.sharding.listed(parameter)
         if split is parameter:
             return parameter
-        made = nn.Parameter(split, requires_grad=parameter.requires_grad)
-        made.__dict__.update(marks_of(parameter))
+        made = take_place(nn.Parameter(split, requires_grad=parameter.requires_grad), parameter)
         self._put(name, made)
         return made
 
@@ -178,9 +176,8 @@ class HeldExperts:
                 whole = nn.Parameter(whole_tensor(self._over_shards(parameter)).clone(), parameter.requires_grad)
             else:
                 continue
-            whole.__dict__.update({mark: value for mark, value in marks_of(parameter).items() if mark != "what"})
             if whole is not parameter:
-                replaced[parameter] = whole
+                replaced[parameter] = take_place(whole, parameter)
                 self._put(name, whole)
         return replaced
 
@@ -216,5 +213,4 @@ def _is_plain(value: Any) -> bool:
 def _stand_in(parameter: nn.Parameter, what: str) -> RemoteParameter:
     meta = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     made = RemoteParameter(meta, parameter.requires_grad, what=what)
-    made.__dict__.update(marks_of(parameter))
-    return made
+    return take_place(made, parameter)

@@ -23,6 +23,7 @@ from lightning_pardist.compat.patches import backward_inside
 from lightning_pardist.compat.process_groups import timeout_of
 from lightning_pardist.engines.common.devices import device_of_mesh
 from lightning_pardist.engines.common.eager_runs import eagerly
+from lightning_pardist.engines.common.parameter_traits import take_place
 from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
 from lightning_pardist.engines.fsdp.backward import BackwardRuntime, ShardedUnit
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
@@ -541,7 +542,7 @@ class FullySharded:
             handle.remove()
         for unit in self._units:
             unit.free()
-            unit.state.undo(whole_over_data)
+            unit.state.undo(_whole_parameter)
         for tiled in self._runtime.tiled:
             tiled.undo()
 
@@ -612,3 +613,7 @@ def _storage(value: Any) -> int:
     if not isinstance(value, torch.Tensor) or value.untyped_storage().size() == 0:
         return 0
     return value.numel() * value.element_size()
+
+
+def _whole_parameter(shard: Any) -> nn.Parameter:
+    return take_place(nn.Parameter(whole_over_data(shard), requires_grad=shard.requires_grad), shard)

@@ -17,6 +17,7 @@ from lightning_pardist.compat import fsdp2
 from lightning_pardist.compat.contract import require
 from lightning_pardist.compat.tensors import gradient_hooks_of
 from lightning_pardist.engines.common.devices import device_of_mesh
+from lightning_pardist.engines.common.elementwise import marked, marks_of
 from lightning_pardist.engines.common.meta_init import (
     InitFunction,
     materialize,
@@ -117,6 +118,7 @@ def shard(
     settings.tiled = {layer: f"{name}.weight" for name, layer in tiled.items()}
     settings.planned = {unit.module for unit in plan}
     hooks = {name: gradient_hooks_of(parameter) for name, parameter in module.named_parameters()}
+    marks = {name: marks_of(parameter) for name, parameter in module.named_parameters()}
     whole_names = [name for name, parameter in module.named_parameters() if any(parameter is w for w in whole)]
     elsewhere = {id(parameter) for parameter in ignored}
     tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in elsewhere]
@@ -145,6 +147,7 @@ def shard(
     for name, parameter in parameters.items():
         if parameter not in ignored:
             make_settable(parameter)
+            marked(parameter, marks[name])
             if isinstance(parameter, ShardParameter):
                 parameter.gradient_hooks = hooks[name]
     by_forward = set(itertools.chain(*(boundaries or ())))

@@ -25,6 +25,7 @@ from lightning_pardist.collectives import reduce_scatter_flat
 from lightning_pardist.compat.autograd import not_compiled
 from lightning_pardist.compat.dtensor import around, make_spec
 from lightning_pardist.compat.modules import own_parameters
+from lightning_pardist.engines.common.parameter_traits import take_place
 from lightning_pardist.engines.common.slice_exchange import exchanges_directly, gather_slices, scatter_slices
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, REDUCE, CollectiveSequencer
 from lightning_pardist.engines.fsdp.fsdp_units import is_torch_composite
@@ -162,7 +163,8 @@ class TiledLinear:
         self.layer.__dict__.pop("forward", None)
         weight = self.layer.weight
         if isinstance(weight, DTensor):
-            self.layer.weight = nn.Parameter(whole_over_data(weight), requires_grad=weight.requires_grad)
+            whole = nn.Parameter(whole_over_data(weight), requires_grad=weight.requires_grad)
+            self.layer.weight = take_place(whole, weight)
 
     def __str__(self) -> str:
         megabytes = self.layer.weight.numel() * self.layer.weight.element_size() / 2**20

@@ -13,7 +13,7 @@ from lightning_pardist.collectives import as_bytes, irecv, isend, world_group
 from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.agreed_buffers import agree_on_buffers
 from lightning_pardist.engines.common.devices import numbers_on
-from lightning_pardist.engines.common.elementwise import marks_of
+from lightning_pardist.engines.common.parameter_traits import take_place
 from lightning_pardist.engines.pipeline.remote_parameter import RemoteParameter
 from lightning_pardist.engines.pipeline.stage_plan import PipelinePlan
 from lightning_pardist.local_tensors import own_part, wrapped_like
@@ -126,7 +126,7 @@ class Placement:
                     what=f"{name!r}, which rank {self.owner_of(name)} of the pipeline holds",
                 )
                 # An optimizer is told by attributes which parameters are special, and tried alike on all ranks.
-                empty[id(parameter)].__dict__.update(marks_of(parameter))
+                take_place(empty[id(parameter)], parameter)
             owner, _, last = name.rpartition(".")
             own_parameters(self.module.get_submodule(owner))[last] = empty[id(parameter)]
         return freed
@@ -152,7 +152,7 @@ class Placement:
                     parameter.shape, parameter.stride(), dtype=parameter.dtype, device=_device_of(self.module)
                 )
                 replaced[parameter] = nn.Parameter(whole, parameter.requires_grad)
-                replaced[parameter].__dict__.update(marks_of(parameter))
+                take_place(replaced[parameter], parameter)
             self.broadcast(replaced.get(parameter, parameter), holders[0])
         for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
             if parameter in replaced:

@@ -16,6 +16,7 @@ from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.dtensor_operators import complete_operators, restore_operators
 from lightning_pardist.compat.modules import own_buffers, own_parameters
 from lightning_pardist.engines.common.meta_init import InitFunction, materialize, on_meta
+from lightning_pardist.engines.common.parameter_traits import take_place
 from lightning_pardist.engines.common.settable_parameter import make_settable
 from lightning_pardist.engines.ddp.sparse import sparse_parameters
 from lightning_pardist.engines.tensor.dispatch import TensorRuntime
@@ -117,7 +118,7 @@ class _Splitting:
             return
         if id(parameter) not in self.made:
             split = _distribute(self._on_device(parameter.detach()), self.layouts.get(full), self.runtime)
-            self.made[id(parameter)] = nn.Parameter(split, requires_grad=parameter.requires_grad)
+            self.made[id(parameter)] = take_place(nn.Parameter(split, requires_grad=parameter.requires_grad), parameter)
             make_settable(self.made[id(parameter)])
             # Kept alive, so that its id is not given to another tensor meanwhile.
             self.wholes[id(parameter)] = parameter
@@ -149,7 +150,8 @@ def unsplit_module(module: nn.Module) -> None:
         if not isinstance(parameter, DTensor) or is_over(parameter, EXPERT_AXIS):
             continue
         if id(parameter) not in made:
-            made[id(parameter)] = nn.Parameter(whole_tensor(parameter).clone(), requires_grad=parameter.requires_grad)
+            whole_one = nn.Parameter(whole_tensor(parameter).clone(), requires_grad=parameter.requires_grad)
+            made[id(parameter)] = take_place(whole_one, parameter)
             made[id(parameter)]._pardist_split = parameter  # type: ignore[attr-defined]
         setattr(owner, name, made[id(parameter)])
     _replace_references(module, {id(new._pardist_split): new for new in made.values()})  # type: ignore[attr-defined]

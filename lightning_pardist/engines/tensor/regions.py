@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pardist.collectives import all_gather_flat, as_bytes, table_device
 from lightning_pardist.compat.fake_group import backend_on
-from lightning_pardist.compat.tensors import is_unshared, is_view, version_of
+from lightning_pardist.compat.tensors import gradient_hooks_of, is_unshared, is_view, version_of
 from lightning_pardist.engines.tensor.layout import Layout
 
 #: How many recently entered tensors are remembered: q, k and v of one input share one all-reduce of its gradient.
@@ -220,11 +220,11 @@ class TensorGroup:
 
         As :meth:`copy` without traffic: each rank's part of the gradient is multiplied by the number of ranks, so that
         the mean over them, which the data axis takes with that over samples, is the sum. Where gradients are asked for
-        and not collected (``torch.autograd.grad``), they are summed at once.
+        and not collected (``torch.autograd.grad``), or a hook of the parameter is to see them, they are summed at once.
         """
         if not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
-        result: Tensor = _Parts.run(parameter, self)
+        result: Tensor = _Parts.run(parameter, self, bool(gradient_hooks_of(parameter)))
         return result
 
     def _count(self, kind: str, tensor: Tensor) -> None:
@@ -277,18 +277,18 @@ class _Reduce(PlainFunction):
 
 class _Parts(PlainFunction):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, parameter: Tensor, group: TensorGroup, at_once: bool) -> Tensor:
+        ctx.group, ctx.at_once = group, at_once
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         group = ctx.group
         if torch.is_grad_enabled():
-            return _Reduce.run(grads[0].clone(), group), None
-        if group.sums_at_once:
-            return group.all_reduce_(grads[0].clone(memory_format=torch.contiguous_format)), None
-        return grads[0] * group.size, None
+            return _Reduce.run(grads[0].clone(), group), None, None
+        if group.sums_at_once or ctx.at_once:
+            return group.all_reduce_(grads[0].clone(memory_format=torch.contiguous_format)), None, None
+        return grads[0] * group.size, None, None
 
 
 class _Move(PlainFunction):

@@ -1,0 +1,46 @@
+"""What hooks of a module do in a pipeline that they do not do in one process, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_pardist.compat.modules import has_full_backward_hooks
+from lightning_pardist.compat.tensors import gradient_hooks_of
+
+_ON_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+
+
+def told_of_hooks(module: pl.LightningModule, units: Collection[str], num_microbatches: int) -> Iterator[str]:
+    """Sentences for the log; none where there are no such hooks.
+
+    Args:
+        module: Before stages take it apart.
+        units: Names of the modules that stages are made of.
+        num_microbatches: Of a training step.
+    """
+    crossing = [
+        name or type(module).__name__
+        for name, child in module.named_modules()
+        if has_full_backward_hooks(child) and any(f"{unit}.".startswith(f"{name}." if name else "") for unit in units)
+    ]
+    if crossing:
+        yield (
+            f"Full backward hooks of {', '.join(crossing)} run only where input and output are of one stage, and what"
+            " they return is lost elsewhere. Put them on modules inside, or hooks on tensors."
+        )
+    hooked = [name for name, param in module.named_parameters() if gradient_hooks_of(param)]
+    if hooked and num_microbatches > 1:
+        yield (
+            f"Hooks on the gradients of {', '.join(hooked)} run for each of {num_microbatches} micro-batches: what is"
+            " not linear in them (clipping by value) is other than of the batch. pardist_mp makes no micro-batches."
+        )
+    by_hand = [name for name in _ON_GRADIENTS if is_overridden(name, module, pl.LightningModule)]
+    if by_hand:
+        yield (
+            f"In {', '.join(by_hand)} of {type(module).__name__} the gradients of parameters of other stages are None:"
+            " what is computed of them by hand is of this stage alone. Lightning's grad_norm and torch's clipping"
+            " functions count those of all stages."
+        )

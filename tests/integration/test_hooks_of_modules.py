@@ -1,0 +1,111 @@
+"""Hooks and attributes that a module puts on its parameters and layers when it is made are there under every axis."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_pardist import ContextParallelStrategy, HybridStrategy, TensorParallelStrategy
+from lightning_pardist.axes.pipeline.hooks import told_of_hooks
+from tests.helpers.parity import assert_close, snapshot
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import quiet_trainer
+
+LENGTH, WIDTH = 6, 8
+
+
+class Block(nn.Module):
+    """A pair of layers that tensor ranks split."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Hooked(pl.LightningModule):
+    """Hooks that change gradients and results, not all of them linear; one is taken away again."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, 4)
+        self.double()
+        first, second, third = self.blocks
+        first.register_forward_hook(lambda module, args, output: output * 1.1)
+        second.up.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+        second.register_full_backward_hook(lambda module, into, out: tuple(each.clamp(-1e-3, 1e-3) for each in into))
+        third.register_full_backward_pre_hook(lambda module, out: tuple(each.clamp(-2e-3, 2e-3) for each in out))
+        for weight in (first.up.weight, first.norm.weight, first.down.bias, self.head.weight):
+            weight.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
+        self.removed = self.head.bias.register_hook(lambda grad: 3 * grad)
+        for param in self.head.parameters():
+            param.decays = False
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.removed.remove()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad.clamp(-5e-3, 5e-3))
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+    def configure_optimizers(self):
+        groups = {True: [], False: []}
+        for param in self.parameters():
+            groups[getattr(param, "decays", True)].append(param)
+        return torch.optim.SGD([{"params": groups[True], "weight_decay": 0.1}, {"params": groups[False]}], lr=0.5)
+
+
+def fit(strategy, devices):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, LENGTH, WIDTH, dtype=torch.float64, generator=generator)
+    y = torch.randint(4, (16, LENGTH), generator=generator)
+    module = Hooked()
+    loader = torch.utils.data.DataLoader(TensorDataset(x, y), batch_size=4)
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
+    trainer.fit(module, loader)
+    hooks = {name for name, param in module.named_parameters() if param._backward_hooks}
+    return snapshot(module), hooks, {name for name, param in module.named_parameters() if hasattr(param, "decays")}
+
+
+STRATEGIES = {
+    "tp": TensorParallelStrategy,
+    "cp": ContextParallelStrategy,
+    "zero3": lambda: "pardist_zero3",
+    "tp_zero3": lambda: HybridStrategy(tensor_parallel_size=2, data_parallel="zero3"),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_hooks_and_attributes_of_init_are_those_of_one_process(name):
+    expected, hooks, marked = fit("auto", 1)
+    for weights, own_hooks, own_marked in run_ranks(2, fit_under, name):
+        assert_close(weights, expected, rtol=1e-9)
+        assert own_hooks == hooks
+        assert own_marked == marked
+
+
+def fit_under(name):
+    return fit(STRATEGIES[name](), 2)
+
+
+def test_what_hooks_do_not_do_in_a_pipeline_is_told():
+    module = Hooked()
+    module.on_after_backward = lambda: None
+    told = list(told_of_hooks(module, ["blocks.0", "blocks.1", "blocks.2", "head"], 4))
+    assert "Full backward hooks of blocks.1 run" in told[0]
+    assert "blocks.0.norm.weight" in told[1]
+    assert "on_after_backward of Hooked" in told[2]
+    # Inside of what a stage runs, and without micro-batches.
+    inside = list(told_of_hooks(module, ["blocks.1.up", "head"], 1))
+    assert len(inside) == 2
+    assert not list(told_of_hooks(pl.LightningModule(), [], 4))
