@@ -160,7 +160,7 @@ class SkippedKernels(UncompiledMode):
         if counted is not None:
             return counted
         if func in _INDEXING and any(isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]):
-            args = self._counts.positions(args)
+            args = self._counts.positions(args, lambda each: storage_key(each) in self._unknown)
             inputs = tensors_in(args, kwargs)
         key = (func, _key(args), _key(kwargs))
         form = self._results.get(key)
@@ -182,7 +182,7 @@ class SkippedKernels(UncompiledMode):
             return leaf
 
         result = map_leaves(make, form)
-        self._counts.note(func, args, result)
+        self._counts.note(func, args, kwargs, result)
         return result
 
     def _made(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

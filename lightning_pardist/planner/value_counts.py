@@ -48,16 +48,18 @@ class ValueCounts:
         self._choices.pop(key, None)
         self._shares.pop(key, None)
 
-    def note(self, func: Any, args: Any, result: Any) -> None:
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Keep what follows for the results of an operator that has not run."""
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        if first is None:
+        first = args[0] if args else None
+        if isinstance(first, (list, tuple)) and func is _aten.cat.default:
+            first = first[0]
+        if not isinstance(first, Tensor):
             return
         if func in _CHOOSING or func in _CHOOSING_ONE or func in _MAXIMUM:
-            place = {_aten.topk.default: 2, _aten.sort.stable: 2, _aten.argsort.stable: 2}.get(func, 1)
-            dim = args[place] if len(args) > place and type(args[place]) is int else -1
+            place = 2 if func is _aten.topk.default else 1
+            dim = kwargs.get("dim", args[place] if len(args) > place else None if func in _CHOOSING_ONE[:2] else -1)
             chosen = result if isinstance(result, Tensor) else result[1]
-            self._choices[storage_key(chosen)] = first.shape[dim] if first.dim() else 1
+            self._choices[storage_key(chosen)] = first.numel() if dim is None or not first.dim() else first.shape[dim]
         elif func in _SCATTERING:
             dim, index = args[1], args[2]
             self._shares[storage_key(result)] = min(1.0, index.shape[dim] / max(1, first.shape[dim]))
@@ -95,12 +97,17 @@ class ValueCounts:
             return self._make((size,), torch.float64 if weighted else torch.int64)
         return None
 
-    def positions(self, args: Any) -> Any:
-        """Arguments of an indexing operator with the places that masks name in place of these."""
+    def positions(self, args: Any, is_unknown: Callable[[Tensor], bool]) -> Any:
+        """Arguments of an indexing operator with the places that masks name in place of these.
+
+        Args:
+            args: Of the operator.
+            is_unknown: Whether a mask has no values.
+        """
         found: list[Any] = []
         for each in args[1]:
             if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
-                count = self._count(each)
+                count = self._count(each) if is_unknown(each) else int(each.count_nonzero())
                 if len(args) > 2 and each.dim() == args[0].dim() and args[2].numel() > 1:
                     count = args[2].numel()
                 elif len(args) > 2 and args[2].dim() > args[0].dim() - each.dim():

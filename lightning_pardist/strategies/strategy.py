@@ -525,7 +525,7 @@ class PardistStrategy(ParallelStrategy):
         if fitting:
             self.compiled.check(trainer)
         self.checkpoints.check(trainer)
-        if self.world_size > 1:
+        if self.world_size > 1 and any(axis.splits_module or axis.creates_values for axis in self.axes):
             self._attached.attach(LoggedGraphs(trainer, module))
         self.accelerator.setup(trainer)
         shares = self.dims.context_parallel > 1 or any(axis.splits_module for axis in self.axes)
@@ -795,7 +795,7 @@ class PardistStrategy(ParallelStrategy):
         if not self.distributed.is_apart:
             self.checkpoints.save(checkpoint, filepath, storage_options)
         if self._apart is not None:
-            self._apart.saved()
+            self._apart.saved(self.checkpoints.finish)
 
     @override
     def remove_checkpoint(self, filepath: PATH) -> None:

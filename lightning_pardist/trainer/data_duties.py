@@ -228,7 +228,8 @@ class DataParallelDuties:
 
     def _note_batch(self, convert: Callable[[Any], Any], batch: Any) -> Any:
         """Stands in for the precision's ``convert_input``."""
-        if self._is_first:
+        module = self.context.module
+        if self._is_first and module is not None and module.trainer.training:
             self._drawn_before = self._draws()
         return convert(batch)
 

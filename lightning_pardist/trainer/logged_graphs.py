@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
@@ -34,7 +35,15 @@ class LoggedGraphs:
             return
         before = rng_state()
         for logger in self._loggers:
-            logger.log_graph(self._module)
+            try:
+                logger.log_graph(self._module)
+            except Exception as error:
+                # On one rank alone, which the others would wait for; a module may run on its device only.
+                why = (str(error).splitlines() or [""])[0]
+                rank_zero_warn(
+                    f"{type(logger).__name__} could not draw the module's graph on the host, before ranks take it apart"
+                    f" ({type(error).__name__}: {why}). Train without it, or draw it in a process by itself."
+                )
             self._attached.attach(_leave_out_once(logger))
         # Other ranks have drawn no random numbers.
         set_rng_state(before)

@@ -177,12 +177,16 @@ def _data_of(owner: type) -> dict[str, Any]:
     }
 
 
+#: What a class has of its own that no attribute is.
+_ABSENT = object()
+
+
 def _reset_class(owner: type, values: dict[str, Any]) -> None:
     now = _data_of(owner)
     for name in now.keys() - values.keys():
         delattr(owner, name)
     for name, value in values.items():
-        if now.get(name) is not value:
+        if vars(owner).get(name, _ABSENT) is not value:
             setattr(owner, name, value)
 
 

@@ -79,10 +79,15 @@ class RanksApart:
                 )
             time.sleep(_POLL_S)
 
-    def saved(self) -> None:
-        """The other ranks have written a checkpoint; behind a run, ranks that do not train go on from here as well."""
+    def saved(self, finish: Callable[[], None]) -> None:
+        """The other ranks have made a checkpoint; behind a run, ranks that do not train go on when it is written.
+
+        Args:
+            finish: Waits for what is written in the background.
+        """
         if self._trainer.state.stopped:
             self._saves += 1
+            finish()
             self.let_pass(f"saved {self._saves}")
 
     def _serve(self) -> None:

@@ -82,6 +82,46 @@ class ManualTwice(Manual):
         self.note(loss)
 
 
+class TwoLosses(Manual):
+    """Two optimizers, one of a scalar that a backward of its own reaches alone; inputs are differentiated, too."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        found = self(x)
+        self.manual_backward(F.mse_loss(found, y))
+        self.manual_backward((self.scale.exp() * found.detach()).square().mean())
+        x = x.clone().requires_grad_()
+        (grads,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        self.manual_backward(grads.square().mean())
+        for optimizer in (first, second):
+            optimizer.step()
+        self.note(F.mse_loss(found, y))
+
+    def configure_optimizers(self):
+        layers = [*self.first.parameters(), *self.second.parameters()]
+        return torch.optim.SGD(layers, lr=0.2), torch.optim.SGD([self.scale], lr=0.2)
+
+
+class DropsByHand(Manual):
+    """Lets go of gradients by hand at the start of a step."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        for param in self.parameters():
+            param.grad = None
+        loss = F.mse_loss(self(x), y)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.note(loss)
+
+
 class Closure(Manual):
     """``optimizer.step(closure)`` in manual optimization."""
 
@@ -497,6 +537,8 @@ CASES = {
     "clips_by_hand": (ClipsByHand, {}, {}),
     "manual_clips": (ManualClips, {}, {}),
     "manual_clips_by_torch": (ManualClipsByTorch, {}, {}),
+    "two_losses": (TwoLosses, {}, {}),
+    "drops_by_hand": (DropsByHand, {}, {}),
     "sharpness": (Sharpness, {}, {}),
     "sets_gradients": (SetsGradients, {}, {}),
     "changes_gradients": (ChangesGradients, {}, {"max_epochs": 2}),

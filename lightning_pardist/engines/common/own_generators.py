@@ -13,23 +13,38 @@ import numpy as np
 import torch
 from torch import nn
 
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+#: By type: every attribute of every module is asked in each step.
+_known: dict[type, bool] = {}
+
+
+def _is_generator(kind: type) -> bool:
+    found = _known.get(kind)
+    if found is None:
+        # The system's own has no state.
+        found = _known[kind] = issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom)
+    return found
+
 
 def generators_of(module: nn.Module) -> list[Any]:
-    """Generators in attributes of a module and of all modules in it, each once."""
+    """Generators that are attributes of a module or of one in it, each once; those inside of other objects are not."""
     values = (value for child in module.modules() for value in child.__dict__.values())
-    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-    return list({id(value): value for value in values if isinstance(value, kinds)}.values())
+    return list({id(value): value for value in values if _is_generator(type(value))}.values())
 
 
 def state_of(generator: Any) -> Any:
     """Where a generator is; None for any other object."""
+    if not _is_generator(type(generator)):
+        return None
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else None
+    return generator.get_state(legacy=False)
 
 
 def set_state(generator: Any, state: Any) -> None:
@@ -63,6 +78,9 @@ def seed_all(generators: Sequence[Any], seed: int) -> None:
             generator.manual_seed(own)
         elif isinstance(generator, np.random.Generator):
             generator.bit_generator.state = type(generator.bit_generator)(own).state
+        elif isinstance(generator, np.random.RandomState):
+            kind: Any = getattr(np.random, generator.get_state(legacy=False)["bit_generator"])
+            generator.set_state(np.random.RandomState(kind(own)).get_state(legacy=False))
         else:
             generator.seed(own)
 

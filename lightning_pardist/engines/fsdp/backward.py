@@ -439,6 +439,7 @@ class BackwardRuntime:
                 group.set_post_backward()
                 group.reshard()
                 return
+        self.hidden.end()
         if group.has_work:
             self._note_filled(group.fill_missing_grads())
         reduce()
@@ -449,12 +450,15 @@ class BackwardRuntime:
         self.filled.update((self.positions[id(parameter)], parameter) for parameter in parameters)
 
     def _final(self, finish: Callable[[], None]) -> None:
+        # A backward that reaches none of the parameters that have some has not ended them.
+        self.hidden.end()
         differentiated, self.differentiated = self.differentiated, False
         if differentiated and not any(unit.waiting_gradients() for unit in self.units):
             # Gradients of inputs, which go into the loss: the step's backward is yet to come.
             self.units[-1].state.end_inner_backward()
             for unit in self.units:
                 unit.open_calls.pop(self.turn, None)
+            self._hide()
             return
         self.finalizing = True
         try:
@@ -494,6 +498,9 @@ class BackwardRuntime:
                     make_gradient_settable(parameter.sharded.grad)
             if unit.resident and not self.inside:
                 unit.free()
+        self._hide()
+
+    def _hide(self) -> None:
         if self.inside:
             self.hidden.hide(self.gathered())
 

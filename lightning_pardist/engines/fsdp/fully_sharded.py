@@ -202,6 +202,8 @@ class FullySharded:
                 if unit.resident:
                     unit.gather()
                 self._runtime.watch_gradients(unit)
+            # What has accumulated may be dropped before the step's own backward.
+            self._runtime.hidden.hide(self._runtime.gathered())
             first = self._first
             if first is not None and not first.resident and not torch.is_inference_mode_enabled():
                 # Under way while the step prepares its inputs.
