@@ -56,6 +56,8 @@ from lightning_pardist.settings import one_of
 from lightning_pardist.trainer import trial_run
 from lightning_pardist.trainer.sample_batches import NoSampleError
 
+#: Where a plan's candidates keep that there are none.
+_NO_LAYERS = "no layers of experts"
 ExpertParallelSize = int | Literal["auto"]
 #: Along which ranks see the same samples, and have copies of the same experts.
 _COPIES = (CONTEXT_AXIS, TENSOR_AXIS)
@@ -279,7 +281,12 @@ class ExpertAxis(ParallelAxis):
                 return trial_run.run(module, name, batch, trainer)
 
             self._left = []
-            layers = find_layers(module, step, chosen=self.experts, left=self._left)
+            # A plan asks for several degrees.
+            shared = {} if self.context.found_once is None else self.context.found_once
+            if (layers := shared.get(_NO_LAYERS)) is None:
+                layers = find_layers(module, step, chosen=self.experts, left=self._left)
+                if not layers and self.experts is None:
+                    shared[_NO_LAYERS] = layers
             _check_chosen(layers, self._left, self.experts)
             _check_layers(layers, module, name, size=size, in_stages=self.context.dims.size("pipeline_parallel") > 1)
             with trainer.precision_plugin.forward_context():
