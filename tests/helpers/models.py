@@ -84,6 +84,16 @@ class ParamGroups(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class DeepParamGroups(ParamGroups):
+    """Eight layers and more, for as many stages."""
+
+    def __init__(self, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.head = nn.Sequential(
+            *(layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 10)
+        )
+
+
 class BatchNormNet(Classifier):
     """Batch normalisation (CIFAR-like), equal to one process with ``sync_batchnorm``.
 
@@ -260,6 +270,7 @@ MODULES: dict[str, type[pl.LightningModule]] = {
     "cifar": Photos,
     "classifier": Classifier,
     "param_groups": ParamGroups,
+    "deep_param_groups": DeepParamGroups,
     "batch_norm": BatchNormNet,
     "gan": Gan,
     "awkward": Awkward,

@@ -28,6 +28,8 @@ QUICK = [
     (("pp_zero3", 4), ("3d", 4), "sharded"),
     (("3d", 4), ("one", 1), "full"),
 ]
+#: Four stages and eight ask for more layers.
+DEEP = {("mp", 4), ("pp_interleaved", 2), ("pp_interleaved", 4)}
 MATRIX = [(source, target, form) for source in LAYOUTS for target in LAYOUTS for form in FORMS]
 
 
@@ -80,7 +82,7 @@ def test_quick(saved, source, target, form):
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "target", "form"), MATRIX, ids=str)
 def test_matrix(saved, source, target, form):
-    _check(saved, source, target, form, "param_groups")
+    _check(saved, source, target, form, "deep_param_groups" if DEEP & {source, target} else "param_groups")
 
 
 @pytest.mark.slow
