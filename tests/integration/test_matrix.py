@@ -250,7 +250,10 @@ def test_same_numbers_as_one_process(row, feature):
     modules = [*INSTEAD.get(row, modules)]
     if row in ISLANDS:
         modules = [name for name in modules if name not in ADAPTIVE]
-    results = run_ranks(PROCESSES.get(row, devices), _run_column, strategy, devices, feature, modules)
+    world_size = PROCESSES.get(row, devices)
+    results = run_ranks(
+        world_size, _run_column, strategy, devices, feature, modules, timeout_s=max(120, 30 * world_size)
+    )
     for rank, rank_results in enumerate(results):
         for module, got in rank_results.items():
             want = _expected(module, feature)

@@ -136,7 +136,8 @@ def slice_entry(entry: dict[str, Any], param: nn.Parameter, piece: Piece) -> dic
     shape, shard = own_part(param).shape, piece.shard
     for key, value in entry.items():
         whole = own_part(value) if isinstance(value, Tensor) else None
-        if whole is not None and whole.shape == shape and shape != shard.shape:
+        # A slice that has all of a vector has its shape, and is none of a tensor that is split besides.
+        if whole is not None and whole.shape == shape and (shape != shard.shape or whole is not value):
             dtype = shard.dtype if whole.is_floating_point() else whole.dtype
             entry[key] = _part_of(whole, param, piece).to(shard.device, dtype)
     return entry
