@@ -1,6 +1,7 @@
 """Updates of whole tensors by their owners: rounds, state and traffic."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -55,6 +56,49 @@ def test_any_number_of_rounds_is_one_step(kind, round_bytes):
     for mine, wanted, counts in run_ranks(3, _trained, kind, round_bytes):
         assert_close(mine, wanted, rtol=1e-9)
         assert len(set(counts)) == 1
+
+
+def _drop_first(groups):
+    del groups[0]
+
+
+def _momentum(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def _regrouped(kind, change):
+    """Weights where the optimizer's groups change after two of five steps, and those of one process."""
+    module = _module()
+    reference = copy.deepcopy(module)
+    optimizers = [kind([{"params": list(layer.parameters())} for layer in each[::2]]) for each in (module, reference)]
+    engine = ZeroEngine(module, optimizers[:1], group=world_group(), zero_stage=2)
+    x = torch.ones(2, 8).double()
+    for step in range(5):
+        if step == 2:
+            for optimizer in optimizers:
+                change(optimizer.param_groups)
+            saved = [engine.optimizer_state(optimizers[0])]
+        for each, optimizer in zip((module, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = each(x).square().mean()
+            with engine.backward(loss) if each is module else nullcontext():
+                loss.backward()
+            optimizer.step()
+        engine.step_done()
+    return snapshot(module), snapshot(reference), saved[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [(Shampoo, list.reverse), (Shampoo, _drop_first), (Shampoo, list.pop), (_momentum, list.pop)],
+)
+def test_state_stays_with_parameters_whose_groups_change(kind, change):
+    """Not with what has their numbers then."""
+    found = run_ranks(3, _regrouped, kind, change)
+    for mine, wanted, _ in found:
+        assert_close(mine, wanted, rtol=1e-9)
+    _, _, saved = found[0]
+    assert set(saved["state"]) == {number for group in saved["param_groups"] for number in group["params"]}
 
 
 def _one_step():

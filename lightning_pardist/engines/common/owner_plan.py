@@ -116,6 +116,14 @@ class Owners:
                 room[rank] += 1
             self._owner.update(_nearest(numbers, room, held or {}))
 
+    def renumber(self, new: Mapping[int, int]) -> None:
+        """Tensors have other numbers from now on; those without a new one are forgotten.
+
+        Args:
+            new: Numbers by those that the tensors had.
+        """
+        self._owner = {new[number]: rank for number, rank in self._owner.items() if number in new}
+
     def of(self, number: int) -> int | None:
         """The rank that updates a tensor; None if nobody of this group does."""
         return self._owner.get(number)

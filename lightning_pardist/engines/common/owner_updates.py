@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
+from lightning_pardist.checkpoint.tensors import Slots, restore_shared, shared_state
 from lightning_pardist.collectives import table_device
 from lightning_pardist.compat.optimizers import mark_step, post_hooks, pre_hooks
 from lightning_pardist.engines.common.elementwise import own_step
@@ -69,6 +69,7 @@ class OwnerUpdates(WholeUpdates):
         self._owners = Owners(self.group.size())
         #: For each parameter the ranks that have any of it: of experts in a list, or of a pipeline's stages, some.
         self._known: list[list[int]] = []
+        self._latest: list[nn.Parameter] = []
         self._assign()
         self._forget_others()
         self.settle()
@@ -80,7 +81,7 @@ class OwnerUpdates(WholeUpdates):
 
     def _assign(self) -> None:
         """Give new tensors away. Collective over the group if there are any."""
-        params = self._params()
+        params = self._numbered()
         if len(params) == len(self._known):
             return
         self._known = self._ranks_that_know(params)
@@ -92,6 +93,19 @@ class OwnerUpdates(WholeUpdates):
             {number: self._known[number] for number in new},
         )
 
+    def _numbered(self) -> list[nn.Parameter]:
+        """All parameters; where groups were changed, so that some have other numbers now, they keep their owners.
+
+        What takes the place of a parameter, and its number, has its owner. Not collective: ranks change groups alike.
+        """
+        before, self._latest = self._latest, self._params()
+        number_of = {param: number for number, param in enumerate(self._latest)}
+        new = {number: number_of[param] for number, param in enumerate(before) if param in number_of}
+        if any(number != moved for number, moved in new.items()):
+            self._owners.renumber(new)
+            self._known = []
+        return self._latest
+
     def _ranks_that_know(self, params: Sequence[nn.Parameter]) -> list[list[int]]:
         """Ranks that have any of each parameter, and no stand-in for it. Collective over the group."""
         size = self.group.size()
@@ -101,6 +115,16 @@ class OwnerUpdates(WholeUpdates):
         if size > 1:
             dist.all_reduce(known, op=dist.ReduceOp.MAX, group=self.group)
         return [[rank for rank, here in enumerate(row) if here] for row in known.tolist()]
+
+    @override
+    def slots(self) -> Slots:
+        self._numbered()
+        return super().slots()
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._numbered()
+        super().load_state_dict(state)
 
     @override
     def _shapes(self) -> dict[int, tuple[int, ...]]:

@@ -462,7 +462,7 @@ class ZeroEngine:
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
-            buckets = self._buckets_of(optimizer)
+            buckets = self._buckets_with(_params(optimizer))
             for bucket in buckets:
                 bucket.settle()
                 bucket.take_changes()
@@ -495,10 +495,6 @@ class ZeroEngine:
                     optimizer.__dict__.pop(name, None)
 
         return undo
-
-    def _buckets_of(self, optimizer: Optimizer) -> list[ShardedBucket]:
-        members = set(_params(optimizer))
-        return [bucket for bucket in self._buckets if bucket.params[0] in members]
 
     def _buckets_with(self, params: Iterable[nn.Parameter]) -> list[ShardedBucket]:
         wanted = set(params)
