@@ -72,7 +72,7 @@ class FallbackPlan:
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """How a module is split over ``tp_size`` tensor ranks; made by :func:`plan`, carried out by :func:`apply`.
+    """How a module is split over ``tp_size`` tensor ranks: made by :func:`plan_layout`, for :func:`apply_layout`.
 
     Attributes:
         tp_size: Number of tensor ranks.
@@ -116,8 +116,7 @@ class TensorParallelPlan:
         return (
             f"Tensor parallel over {self.tp_size} ranks: {self.bytes_per_rank:,} of {self.total_bytes:,} bytes of"
             f" parameters on each ({share:.1%}), {self.collective_count('forward')} collectives forward and"
-            f" {self.collective_count('backward')} backward"
-            + (f"; on whole tensors: {', '.join(whole)}" if whole else "")
+            f" {self.collective_count('backward')} backward{whole}"
         )
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from lightning_pardist.engines.tensor import Layout, plan_layout
+from lightning_pardist.engines.tensor import FallbackPlan, Layout, TensorParallelPlan, plan_layout
 from tests.helpers.oddities import ODDITIES
 from tests.helpers.zoo import ZOO, Llama, NanoGPT, build
 
@@ -163,6 +163,12 @@ def test_prints_as_tables():
     assert "dim 0 in 3 segments" in text
     assert "sum of transformer.h.*.mlp.c_proj" in text
     assert "(= " in text
+
+
+def test_the_headline_names_operators_on_whole_tensors():
+    backs = tuple(FallbackPlan(operator, "rnn", 1, 8, "no rule") for operator in ("lstm", "cumsum", "lstm"))
+    plan = TensorParallelPlan(2, (), fallbacks=backs)
+    assert plan.headline().endswith(" 0 collectives forward and 0 backward; on whole tensors: cumsum, lstm")
 
 
 def test_is_frozen_and_plain_data():
