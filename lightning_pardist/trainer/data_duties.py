@@ -68,7 +68,7 @@ class DataParallelDuties:
         self._has_warned = self._watches_parameters = self._is_first = False
         #: Where random numbers were before hooks got the first batch.
         self._drawn_before: int | None = None
-        self._attached = PatchStack()
+        self._first_batch, self._attached = PatchStack(), PatchStack()
 
     def attach_first(self, trainer: pl.Trainer) -> None:
         """Before optimizers are made, which may ask for the number of steps. Not collective."""
@@ -112,7 +112,7 @@ class DataParallelDuties:
         if self._is_first:
             # The first thing that the loop does with a batch.
             plugin = trainer.precision_plugin
-            self._attached.attach(Patch(plugin, "convert_input", partial(self._note_batch, plugin.convert_input)))
+            self._first_batch.attach(Patch(plugin, "convert_input", partial(self._note_batch, plugin.convert_input)))
         # Ranks that compute a layer together meet in its calls, which nobody can try alone.
         alone = context.dims.batch_size == context.distributed.world_size and context.in_lockstep
         alone = alone and all(axis.calls_may_differ for axis in context.axes)
@@ -134,6 +134,7 @@ class DataParallelDuties:
 
     def detach(self) -> None:
         """The run is over. Not collective."""
+        self._first_batch.detach()
         self._attached.detach()
         self.context.batch_counts = self._mixing = self._batch_norms = None
         self.evaluation = self._buffers = self.loss_weights = self.even_steps = self.context.batches_of_own = None
@@ -202,6 +203,7 @@ class DataParallelDuties:
             self._buffers.before_training_step()
         watched = self._watch_parameters()
         first, self._is_first = self._is_first, False
+        self._first_batch.detach()
         dtypes, drawn = (self._dtypes(), self._draws()) if first else ({}, None)
         if first and self._drawn_before not in (None, drawn):
             hooks = "What runs on a batch before training_step (on_after_batch_transfer, on_train_batch_start)"
@@ -227,9 +229,9 @@ class DataParallelDuties:
         return output
 
     def _note_batch(self, convert: Callable[[Any], Any], batch: Any) -> Any:
-        """Stands in for the precision's ``convert_input``."""
+        """Stands in for the precision's ``convert_input`` until the first step."""
         module = self.context.module
-        if self._is_first and module is not None and module.trainer.training:
+        if module is not None and module.trainer.training:
             self._drawn_before = self._draws()
         return convert(batch)
 
