@@ -11,13 +11,7 @@ Life cycle, the same on every rank of a pipeline::
     result = engine.train_step(step, batch)                  # gradients in .grad, loss known everywhere
 """
 
-from lightning_pardist.engines.pipeline.clock import (
-    Durations,
-    TimedAction,
-    Timeline,
-    expected_idle_share,
-    simulate,
-)
+from lightning_pardist.engines.pipeline.clock import TimedAction, Timeline, expected_idle_share
 from lightning_pardist.engines.pipeline.cut import BatchCut, BatchDim, SplitFunction, UnevenBatchError, split_batch
 from lightning_pardist.engines.pipeline.dry_run import dry_run
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError, PipelineTimeoutError
@@ -47,7 +41,6 @@ __all__ = [
     "BatchCut",
     "BatchDim",
     "CannotPipelineError",
-    "Durations",
     "Kind",
     "MicroBatch",
     "PipelineEngine",
@@ -71,7 +64,6 @@ __all__ = [
     "merge_results",
     "plan_stages",
     "record_step",
-    "simulate",
     "split_batch",
     "stage_ranks",
 ]

@@ -1,52 +1,20 @@
-"""A simulated clock over the real action lists: idle time and kept activations of a schedule, without running it."""
+"""The timed actions of a pipeline step, and how much of it ranks idle by the literature's formulas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_pardist.engines.pipeline.schedule import COMPUTES, Action, ActionLists, Kind, needs_of
-
-
-@dataclass(frozen=True)
-class Durations:
-    """How long each action takes for a stage, in any unit.
-
-    A whole backward takes ``backward_input + backward_weight``.
-
-    Attributes:
-        forward: One micro-batch's forward of one stage.
-        backward_input: The gradients of the stage's inputs.
-        backward_weight: The gradients of its parameters.
-        message: From a send to the end of its receive; 0 for the formulas of the literature.
-    """
-
-    forward: float = 1.0
-    backward_input: float = 1.0
-    backward_weight: float = 1.0
-    message: float = 0.0
-
-    def of(self, action: Action) -> float:
-        """The duration of an action."""
-        if action.kind is Kind.FORWARD:
-            return self.forward
-        if action.kind is Kind.BACKWARD:
-            return self.backward_input + self.backward_weight
-        if action.kind is Kind.BACKWARD_INPUT:
-            return self.backward_input
-        if action.kind is Kind.BACKWARD_WEIGHT:
-            return self.backward_weight
-        return 0.0
+from lightning_pardist.engines.pipeline.schedule import Action
 
 
 @dataclass(frozen=True)
 class TimedAction:
-    """An action with its time, simulated or measured.
+    """An action with its time.
 
     Attributes:
         rank: Who.
         action: What.
-        begin: When, from the step's beginning; seconds if measured.
+        begin: When, in seconds from the step's beginning.
         end: Until when.
     """
 
@@ -81,58 +49,6 @@ class Timeline:
     def idle_share(self) -> float:
         """Idle time of all ranks over the time of all ranks."""
         return 1.0 - sum(self.busy(rank) for rank in range(self.num_ranks)) / (self.num_ranks * self.total)
-
-    def peak_activations(self, rank: int) -> int:
-        """The most forwards (micro-batches times chunks) whose backward is still to come, at any time on a rank."""
-        own = sorted((event for event in self.events if event.rank == rank), key=lambda event: event.begin)
-        kept = peak = 0
-        for event in own:
-            if event.action.kind is Kind.FORWARD:
-                kept += 1
-            elif event.action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                kept -= 1
-            peak = max(peak, kept)
-        return peak
-
-
-def simulate(lists: ActionLists, durations: Durations | Callable[[Action], float] = Durations()) -> Timeline:
-    """Let the ranks work through their lists, each action as soon as it can begin.
-
-    Sending takes its rank no time; a receive is over when the message has come, and its rank waits for it only where a
-    computation needs it.
-
-    Args:
-        lists: A checked schedule.
-        durations: How long things take; all the same by default.
-    """
-    cost = durations.of if isinstance(durations, Durations) else durations
-    message = durations.message if isinstance(durations, Durations) else 0.0
-    ended: dict[Action, float] = {}
-    clock = [0.0] * lists.num_ranks
-    next_index = [0] * lists.num_ranks
-    events: list[TimedAction] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(lists.actions):
-            while next_index[rank] < len(actions):
-                action = actions[next_index[rank]]
-                needs = needs_of(action, lists)
-                if not all(need in ended for need in needs):
-                    break
-                ready = max((ended[need] for need in needs), default=0.0)
-                if action.kind in COMPUTES:
-                    begin = max(clock[rank], ready)
-                    clock[rank] = ended[action] = begin + cost(action)
-                    events.append(TimedAction(rank, action, begin, clock[rank]))
-                else:
-                    ended[action] = ready + (message if action.kind in _RECEIVES else 0.0)
-                next_index[rank] += 1
-                moved = True
-    return Timeline(lists.num_ranks, tuple(events))
-
-
-_RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 
 
 def expected_idle_share(name: str, num_ranks: int, num_microbatches: int, *, chunks_per_rank: int = 1) -> float:

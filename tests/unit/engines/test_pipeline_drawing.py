@@ -5,8 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_pardist.engines.pipeline import build_schedule, expected_idle_share, simulate
+from lightning_pardist.engines.pipeline import build_schedule, expected_idle_share
 from lightning_pardist.engines.pipeline.drawing import chrome_trace, timeline_svg
+from tests.helpers.clock import simulate
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved_zb", 1), ("zbv", 2)]
 

@@ -9,16 +9,15 @@ import pytest
 from lightning_pardist.engines.pipeline import (
     Action,
     ActionLists,
-    Durations,
     Kind,
     build_schedule,
     check_schedule,
     expected_idle_share,
     forward_schedule,
-    simulate,
     stage_ranks,
 )
 from lightning_pardist.engines.pipeline.schedule import closest_schedule
+from tests.helpers.clock import peak_activations, simulate
 
 ALL = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved_zb", 1), ("interleaved_zb", 2)]
 
@@ -43,18 +42,9 @@ def test_formulas() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_activations_kept(num_ranks: int) -> None:
     gpipe = simulate(build_schedule("gpipe", num_ranks, 8))
-    assert [gpipe.peak_activations(rank) for rank in range(num_ranks)] == [8] * num_ranks
+    assert [peak_activations(gpipe, rank) for rank in range(num_ranks)] == [8] * num_ranks
     one = simulate(build_schedule("1f1b", num_ranks, 8))
-    assert [one.peak_activations(rank) for rank in range(num_ranks)] == list(range(num_ranks, 0, -1))
-
-
-def test_durations_and_messages_move_the_clock() -> None:
-    lists = build_schedule("1f1b", 2, 2)
-    quick = simulate(lists, Durations(forward=1, backward_input=1, backward_weight=0))
-    slow = simulate(lists, Durations(forward=1, backward_input=1, backward_weight=0, message=1))
-    assert quick.total == 6
-    assert slow.total > quick.total
-    assert simulate(lists, lambda action: 2.0).total == 12
+    assert [peak_activations(one, rank) for rank in range(num_ranks)] == list(range(num_ranks, 0, -1))
 
 
 @pytest.mark.parametrize(("name", "chunks"), [*ALL, ("zbv", 2)])
