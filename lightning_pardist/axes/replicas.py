@@ -72,7 +72,6 @@ class ReplicaAxis(ParallelAxis):
         self._rules, self._loss = Rules(), LossMakeup()
         self._batch_norms: WatchedBatchNorms | None = None
         self._cut: Microbatching | None = None
-        self._described = ""
 
     @override
     def is_used(self, dims: ParallelDims) -> bool:

@@ -118,7 +118,6 @@ DataLoaderSource = _DataLoaderSource
 LogMetadata = _Metadata
 LoggedMetric = _ResultMetric
 LoggedMetrics = _ResultCollection
-LogSync = _Sync
 
 
 def return_predictions(trainer: pl.Trainer, *, if_asked: bool) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from lightning_pardist.compat.fake_group import KeptAside
-
-T = TypeVar("T")
 
 
 class Stuck(RuntimeError):

@@ -122,9 +122,9 @@ class Microbatching:
         sizes = sorted({part.size for part in parts})
         each = " or ".join(map(str, sizes)) + (" sample" if sizes == [1] else " samples")
         text = f"{len(parts)} micro-batches of {each}" if len(parts) > 1 else "1 micro-batch, the whole batch"
-        return f"{text}{self._because(batch, len(parts))}{self._tensors(batch)}"
+        return f"{text}{self._because(len(parts))}{self._tensors(batch)}"
 
-    def _because(self, batch: Any, used: int) -> str:
+    def _because(self, used: int) -> str:
         settings = self.settings
         if settings.schedule == "mp":
             return ""
@@ -173,5 +173,5 @@ def efficient_count(size: int, num_ranks: int, *, most: int) -> int:
     return min(range(1, min(most, size) + 1), key=time)
 
 
-def _listed(names: list[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -84,40 +84,29 @@ class Layout:
         ]
         return torch.cat(runs, self.dim)
 
-    def chunks(self, shape: Sequence[int], rank: int, size: int) -> list[tuple[int, int, int]]:
-        """Runs of the split dim that this rank holds, for checkpoint formats that store contiguous pieces.
-
-        Returns:
-            ``(global_offset, local_offset, length)`` along :attr:`dim`, one for each segment.
-        """
-        segment = shape[self.dim] // self.segments
-        step = segment // size
-        return [(index * segment + rank * step, index * step, step) for index in range(self.segments)]
-
     def describe(self) -> str:
         """Short form for tables: ``dim 0`` or ``dim 0 in 3 segments``."""
         parts = "" if self.ends is None else f", ending at {', '.join(map(str, self.ends))}"
         return f"dim {self.dim}" + (f" in {self.segments} segments" if self.segments > 1 else "") + parts
 
 
-def parted(dim: int, extent: int, size: int, segments: int = 1) -> Layout:
+def parted(dim: int, extent: int, size: int) -> Layout:
     """A dim of any extent over ``size`` ranks, in parts that differ by one at most, the longer ones first.
 
     Args:
         dim: To split.
-        extent: Of one segment.
+        extent: Of the dim.
         size: Number of ranks.
-        segments: Of the dim.
     """
     short, longer = divmod(extent, size)
-    return ended(dim, [(rank + 1) * short + min(rank + 1, longer) for rank in range(size)], segments)
+    return ended(dim, [(rank + 1) * short + min(rank + 1, longer) for rank in range(size)])
 
 
-def ended(dim: int, ends: Sequence[int], segments: int = 1) -> Layout:
+def ended(dim: int, ends: Sequence[int]) -> Layout:
     """A dim split where ``ends`` say, in the one form that equal parts have."""
     step = ends[0]
     equal = step > 0 and all(end == step * (rank + 1) for rank, end in enumerate(ends))
-    return Layout(dim, segments, None if equal else tuple(ends))
+    return Layout(dim, ends=None if equal else tuple(ends))
 
 
 def to_placement(layout: Layout | None) -> Placement:
