@@ -112,7 +112,7 @@ def main(cells: Sequence[Cell], *, devices: int, rounds: int, limit_s: float, pr
     kept = folder / "profile.json"
     path = Path(profile) if profile else kept
     if not path.exists():
-        kept.write_text(json.dumps(measure_alone(devices).to_json(), indent=1) + "\n")
+        kept.write_text(json.dumps(measure_alone(devices, disk=str(kept.parent)).to_json(), indent=1) + "\n")
     made = find_profile(path)
     times = folder / "measured.json"
     if not times.exists():

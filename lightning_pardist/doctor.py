@@ -58,6 +58,7 @@ class Options:
         timeout_s: Seconds to wait for other ranks, per step.
         megabytes: Size of the messages that measure bandwidth.
         save: Where to write the profile of devices and links; None measures none.
+        disk: Folder whose disk the profile knows; None writes nothing for it, and takes a data sheet's rate.
     """
 
     strategy: str | None = None
@@ -68,6 +69,7 @@ class Options:
     timeout_s: float = 60.0
     megabytes: float = 16.0
     save: str | None = None
+    disk: str | None = None
 
     def make_strategy(self) -> PardistStrategy:
         """The strategy that the Trainer gets.
@@ -126,7 +128,7 @@ class _Examination:
                 ranks = max(self._options.devices or len(rank_devices()) or 2, 1)
                 _tell_of_measuring(ranks)
                 try:
-                    self._write(measure_alone(ranks))
+                    self._write(measure_alone(ranks, disk=self._options.disk))
                 except (OSError, RuntimeError) as error:
                     print(f"error: nothing was saved: {error}", file=sys.stderr)
                     return 1
@@ -263,7 +265,7 @@ class _Examination:
         if options.save is not None:
             if facts.rank == 0:
                 _tell_of_measuring(facts.world_size)
-            profile = measure_rank(device, hosts=hosts)
+            profile = measure_rank(device, hosts=hosts, disk=options.disk)
             if facts.rank == 0:
                 self._write(profile)
         return found

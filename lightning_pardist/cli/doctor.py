@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightning_pardist.registry import TABLE
 
@@ -33,7 +34,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--timeout", type=_positive, default=60.0, help="seconds to wait for other ranks, per step")
     parser.add_argument("--megabytes", type=_positive, default=16.0, help="size of the messages that measure bandwidth")
     parser.add_argument("--save", metavar="FILE", help="measure devices and links, for `pardist plan --device FILE`")
+    parser.add_argument(
+        "--disk", metavar="FOLDER", help="for --save: measure its disk, by 128 MiB a rank written there"
+    )
     found = parser.parse_args(list(arguments))
+    if found.disk is not None and (found.save is None or not Path(found.disk).is_dir()):
+        parser.error(f"--disk {found.disk} takes a folder, and --save FILE for what is measured there")
 
     from lightning_pardist.doctor import Options, examine
 
@@ -47,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             timeout_s=found.timeout,
             megabytes=found.megabytes,
             save=found.save,
+            disk=found.disk,
         )
     )
 

@@ -37,11 +37,12 @@ _TIMEOUT = timedelta(seconds=120)
 _FILE_BYTES = 1 << 27
 
 
-def measure_alone(num_ranks: int) -> DeviceProfile:
+def measure_alone(num_ranks: int, *, disk: str | None = None) -> DeviceProfile:
     """The profile of this machine, by so many ranks that are started for it and end again.
 
     Args:
         num_ranks: Ranks, each on a device of its own; with one alone links are a data sheet's.
+        disk: As of :func:`measure_rank`.
 
     Raises:
         RuntimeError: If a rank fails, with which one and why in one sentence.
@@ -49,21 +50,22 @@ def measure_alone(num_ranks: int) -> DeviceProfile:
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            start_processes(_rank, args=(num_ranks, f"{folder}/store", queue), nprocs=num_ranks, start_method="spawn")
+            arguments = (num_ranks, f"{folder}/store", queue, disk)
+            start_processes(_rank, args=arguments, nprocs=num_ranks, start_method="spawn")
         except ProcessException as error:
             why = (str(error).strip().splitlines() or ["it ended"])[-1]
             raise RuntimeError(f"rank {error.error_index} of {num_ranks} that measure failed: {why}") from error
     return DeviceProfile(**queue.get())
 
 
-def _rank(rank: int, num_ranks: int, path: str, queue: Any) -> None:
+def _rank(rank: int, num_ranks: int, path: str, queue: Any, disk: str | None) -> None:
     device = device_of_rank(rank) if num_ranks <= len(rank_devices()) else torch.device("cpu")
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     store = FileStore(path, num_ranks)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
-    profile = measure_rank(device, hosts=[platform.node()] * num_ranks)
+    profile = measure_rank(device, hosts=[platform.node()] * num_ranks, disk=disk)
     if rank == 0:
         found = {name: getattr(profile, name) for name in profile.__dataclass_fields__}
         queue.put(found)
@@ -72,7 +74,12 @@ def _rank(rank: int, num_ranks: int, path: str, queue: Any) -> None:
 
 
 def measure_rank(
-    device: torch.device, *, hosts: Sequence[str], keeps_memory: bool = True, by_size: bool = True
+    device: torch.device,
+    *,
+    hosts: Sequence[str],
+    keeps_memory: bool = True,
+    by_size: bool = True,
+    disk: str | None = None,
 ) -> DeviceProfile:
     """The profile of the slowest rank, measured on all at the same time. Collective over the world.
 
@@ -82,6 +89,8 @@ def measure_rank(
         keeps_memory: Whether, on CPU, the allocator keeps what is freed, from now on: as strategies have it.
         by_size: Whether single operators and messages are measured by size too, for seconds that are closer to real
             ones. That takes several seconds more.
+        disk: Folder in which every rank writes 128 MiB to a file without a name, to see how fast its disk is; None
+            takes the data sheet's rate.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if device.type == "cpu" and keeps_memory:
@@ -96,10 +105,9 @@ def measure_rank(
     rates = dict(zip(rates, slowest.tolist(), strict=True))
     inside, between, share, messages = _links(device, hosts, rank, by_size=by_size)
     operators: Rates = {}
-    disk = None
     if by_size:
         operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device, rounds=3)))
-        disk = _disk_rate()
+    disk_rate = None if disk is None else _disk_rate(disk)
     name, memory, reserved = _smallest(_device_facts(device, hosts.count(hosts[rank])))
     sources = [f"measured by pardist doctor on {world_size} ranks of {platform.node()}, torch {torch.__version__}"]
     sheet = data_sheet_of(name)
@@ -109,7 +117,7 @@ def measure_rank(
             f"link {which}: not measured with {world_size} rank(s) on {len(set(hosts))} host(s), assumed to be that of"
             f" {sheet.name}: {'; '.join(sheet.sources)}"
         )
-    if disk is None:
+    if disk_rate is None:
         sources.append("the disk: not measured, assumed")
     if device.type != "cpu":
         sources.append(f"the host's memory and the link to it: not measured, assumed to be those of {sheet.name}")
@@ -135,7 +143,7 @@ def measure_rank(
         link_host_share=share,
         host_link_bytes_per_s=sheet.host_link_bytes_per_s * sheet.link_efficiency,
         host_bytes_per_s=sheet.host_bytes_per_s,
-        disk_bytes_per_s=disk or sheet.disk_bytes_per_s,
+        disk_bytes_per_s=disk_rate or sheet.disk_bytes_per_s,
     )
 
 
@@ -282,15 +290,15 @@ def _memory_rate(device: torch.device) -> float:
     return 3 * 4 * numel / _seconds(lambda: torch.add(left, right, out=out), device)
 
 
-def _disk_rate() -> float | None:
-    """Bytes a second that the slowest rank writes and reads in the current folder; None where one cannot write there.
+def _disk_rate(folder: str) -> float | None:
+    """Bytes a second that the slowest rank writes and reads in a folder; None where one cannot write there.
 
     Collective over the world.
     """
     rate = 0.0
     dist.barrier()
     try:
-        with tempfile.TemporaryFile(dir=".") as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             block = os.urandom(1 << 20)
             begin = time.perf_counter()
             for _ in range(_FILE_BYTES // len(block)):

@@ -145,8 +145,17 @@ def test_a_profile_that_cannot_be_saved_is_refused_before_measuring(tmp_path, mo
     assert "about a minute" not in shown.out
 
 
+@pytest.mark.parametrize("arguments", [["--disk", "."], ["--save", "profile.json", "--disk", "missing"]])
+def test_a_disk_takes_a_folder_and_a_file_for_the_profile(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["doctor", *arguments])
+    assert "takes a folder, and --save FILE" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_measuring_says_how_long_and_what_failed(tmp_path, monkeypatch, capsys):
-    def fail(num_ranks):
+    def fail(num_ranks, disk):
         raise RuntimeError("rank 1 of 2 that measure failed: no memory")
 
     monkeypatch.setattr(doctor, "measure_alone", fail)

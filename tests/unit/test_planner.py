@@ -590,7 +590,7 @@ def one_rank(monkeypatch):
     torch.distributed.destroy_process_group()
 
 
-def test_links_that_nobody_measured_are_a_data_sheets_and_said_to_be(one_rank, tmp_path):
+def test_what_nobody_measured_is_a_data_sheets_and_said_to_be(one_rank, tmp_path, monkeypatch):
     profile = measure_rank(one_rank, hosts=["a"])
     sheet = find_profile("cpu")
     assert profile.inside == Link(sheet.inside.latency_s, sheet.inside.bytes_per_s * sheet.link_efficiency)
@@ -598,6 +598,11 @@ def test_links_that_nobody_measured_are_a_data_sheets_and_said_to_be(one_rank, t
     assert profile.assumed_links == ("inside", "between")
     assert profile.rates_text == "measured, but links inside a node and between nodes assumed"
     assert sum("assumed to be that of CPU" in each for each in profile.sources) == 2
+    assert "the disk: not measured, assumed" in profile.sources
+    monkeypatch.setattr(measuring, "_FILE_BYTES", 1 << 20)
+    measured = measure_rank(one_rank, hosts=["a"], by_size=False, disk=str(tmp_path))
+    assert "the disk: not measured, assumed" not in measured.sources
+    assert not list(tmp_path.iterdir())
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(profile.to_json()))
     assert DeviceProfile.read(path) == profile
