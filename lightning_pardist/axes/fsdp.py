@@ -441,8 +441,9 @@ class FSDPAxis(DataParallelAxis):
             module.__dict__.pop(name, None)
         # One rank needs nobody to be whole again, and shards over its group cannot be touched once that is gone.
         alone = self.context.distributed.world_size == 1
-        whole = self._runs_whole_first or self._is_small(module)
-        if self._sharded is not None and (alone or (self.ended_well() and whole)):
+        if self._sharded is not None and (
+            alone or (self.ended_well() and (self._runs_whole_first or self._is_small(module)))
+        ):
             for sharded in self._all:
                 sharded.unshard_module()
             self._sharded = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.compat.modules import left_out_by_torch_ddp
@@ -51,6 +52,25 @@ def refuse_left_out(module: nn.Module, where: str) -> None:
             f" {where} keeps all parameters and buffers alike. Remove the attribute if they may be, hold such tensors"
             " outside of the module's parameters and buffers, or use Lightning's 'ddp'."
         )
+
+
+def refuse_lazy(module: nn.Module, where: str) -> None:
+    """Refuse parameters and buffers that a first call of the module is to make. Not collective.
+
+    Args:
+        module: As the user built it.
+        where: Name of the strategy.
+
+    Raises:
+        ValueError: With the name of the first.
+    """
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(value):
+            raise ValueError(
+                f"{name!r} has no shape before the module's first call, and {where} gives ranks their parts of"
+                " parameters, and the same values, before training. Call the module once in configure_model, under"
+                " torch.no_grad() with a tensor of the inputs' shape."
+            )
 
 
 def refuse_callbacks(trainer: pl.Trainer, kinds: type[pl.Callback] | tuple[type[pl.Callback], ...], why: str) -> None:

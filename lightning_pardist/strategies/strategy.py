@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis, RunContext
-from lightning_pardist.axes.refusals import refuse_left_out, refuse_renormalized
+from lightning_pardist.axes.refusals import refuse_lazy, refuse_left_out, refuse_renormalized
 from lightning_pardist.axes.user_parallelized import UserParallelizedAxis, is_user_parallelized, note_user_parallelized
 from lightning_pardist.collectives import barrier, broadcast_object, reduce, table_device, world_group
 from lightning_pardist.compat.contract import warn_if_untested
@@ -519,6 +519,8 @@ class PardistStrategy(ParallelStrategy):
         data = self.context.data_axis
         if self.deepspeed is not None and trainer.state.fn == TrainerFn.FITTING:
             self.deepspeed.apply(trainer, replicas=self.context.replicas)
+        if self.world_size > 1:
+            refuse_lazy(module, type(self).__name__)
         for axis in self.axes:
             axis.check(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING

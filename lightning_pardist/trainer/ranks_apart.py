@@ -102,13 +102,22 @@ class RanksApart:
             if self._context.distributed.is_first:
                 self._store.set("results", json.dumps(results, default=float))
                 self.let_pass("evaluated")
+                self._await_readers()
             return results
 
         return run_and_tell
 
     def _await_results(self) -> Any:
         self.let_pass("evaluated")
-        return json.loads(self._store.get("results"))
+        results = self._store.get("results")
+        self._store.add("read", 1)
+        return json.loads(results)
+
+    def _await_readers(self) -> None:
+        """The first rank's process, which may end right behind the run, has the store that the results are in."""
+        while self._store.add("read", 0) < self._context.distributed.apart:
+            # The watchdog ends this rank if one that it waits for is gone.
+            time.sleep(_POLL_S)
 
 
 def _is_there(store: Store, key: str) -> bool:

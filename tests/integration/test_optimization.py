@@ -504,6 +504,14 @@ class LeftOut(Plain):
         self._ddp_params_and_buffers_to_ignore = ["no parameter", "second.bias"]
 
 
+class LazyUncalled(Plain):
+    """Parameters that the first call is to make."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.second = nn.LazyLinear(1)
+
+
 class StepScheduler(Plain):
     def configure_optimizers(self):
         optimizer = self.make_optimizer(self.parameters())
@@ -565,6 +573,7 @@ CASES = {
     "state_before_steps": (StateBeforeSteps, {}, {}),
     "renormalized": (Renormalized, {}, {}),
     "left_out": (LeftOut, {}, {}),
+    "lazy_uncalled": (LazyUncalled, {}, {}),
     "step_scheduler": (StepScheduler, {}, {"max_epochs": 2}),
     "plateau_epoch": (Plateau, {"interval": "epoch", "monitor": "train_loss_epoch"}, {"max_epochs": 4}),
     "plateau_step": (Plateau, {"interval": "step", "monitor": "train_loss"}, {"max_epochs": 2}),
@@ -600,6 +609,9 @@ REFUSED = {
     ),
     "left_out": dict.fromkeys(
         ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "ignore keeps 'second.bias' \\(1 in all"
+    ),
+    "lazy_uncalled": dict.fromkeys(
+        ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"), "'second.weight' has no shape before"
     ),
     # Within training_step the module's parameters are gathered ones, and their gradients are not.
     "manual_changes": {"pardist_zero3": "reads or changes the gradient of"},

@@ -49,6 +49,9 @@ class Module(pl.LightningModule):
             raise ValueError("a mistake on every rank")
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -90,6 +93,9 @@ def main() -> None:
     )
     module = Module(fault, int(fault_rank))
     trainer.fit(module, DataLoader(data, batch_size=4))
+    if fault == "evaluated":
+        ((found,),) = [list(results.values()) for results in trainer.validate(module, DataLoader(data), verbose=False)]
+        sys.stdout.write(f"val {found:.6f}\n")
     if fault == "late" and trainer.global_rank == int(fault_rank):
         sys.exit(3)
     # One write, so that ranks do not print into each other's lines.
