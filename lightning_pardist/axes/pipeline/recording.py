@@ -742,8 +742,10 @@ class StepRecorder:
         plain: bool,
         batches: list[Any],
         preset: Mapping[Place, Any] | None = None,
+        *,
+        grad: bool = False,
     ) -> list[dict[str, Any]]:
-        with self._running(sample, plain=plain) as run, undisturbed(self.module), torch.no_grad():
+        with self._running(sample, plain=plain) as run, undisturbed(self.module), torch.set_grad_enabled(grad):
             self.module.eval()
             for place, value in (preset or {}).items():
                 self._effects.preset(place, value)
