@@ -182,6 +182,7 @@ class BackwardRuntime:
         replicated: Name -> parameter kept whole on every rank (scalars, empty ones, ignored dtypes).
         sequencer: Ranks that train together.
         data_size: Ranks over which gradients are averaged.
+        check: Compare the order of collectives and the use of parameters after every backward.
         codes: How units travel.
 
     Attributes:
@@ -195,12 +196,14 @@ class BackwardRuntime:
         sequencer: CollectiveSequencer,
         *,
         data_size: int,
+        check: bool = True,
         codes: UnitCodes | None = None,
     ) -> None:
         self.units = units
         self.replicated = replicated
         self.sequencer = sequencer
         self.data_size = data_size
+        self.check = check
         self.codes = UnitCodes() if codes is None else codes
         self.tiled: list[TiledLinear] = []
         #: Of other engines the number of the first of their collectives, and who joins them; the last ones first.
@@ -516,7 +519,7 @@ class BackwardRuntime:
         """Compare what ranks did; a parameter that no rank used keeps no gradient, as in one process."""
         names = list(self.replicated)
         used_anywhere = self.used
-        if self.data_size > 1:
+        if self.check and self.data_size > 1:
             flags = torch.zeros(len(self.positions) + len(names), dtype=torch.int64)
             flags[list(self.used)] = 1
             for name in self.replicated_used:
@@ -529,9 +532,10 @@ class BackwardRuntime:
                 name for name, flag in zip(names, flags[len(self.positions) :].tolist(), strict=True) if flag
             }
             used_anywhere = set(flags[: len(self.positions)].nonzero().flatten().tolist())
-        for position, parameter in self.filled.items():
-            if position not in used_anywhere:
-                parameter.sharded.grad = None
+        if self.check or self.data_size == 1:
+            for position, parameter in self.filled.items():
+                if position not in used_anywhere:
+                    parameter.sharded.grad = None
         self.filled.clear()
         self.used.clear()
 

@@ -15,7 +15,7 @@ UnitPolicy = Collection[str] | Callable[[nn.Module], bool]
 #: Modules below this are not worth a collective of their own and stay with their parent, in bytes.
 MIN_UNIT_BYTES = 256 * 1024
 #: A repeated block above this share of the model is split at its own repeated blocks, if it has any.
-_MAX_UNIT_SHARE = 0.5
+MAX_UNIT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def find_fsdp_units(
     *,
     policy: UnitPolicy | None = None,
     min_unit_bytes: int = MIN_UNIT_BYTES,
+    max_unit_share: float = MAX_UNIT_SHARE,
     ignored: Collection[nn.Parameter] = (),
     boundaries: Collection[nn.Module] | None = None,
     closed: Collection[nn.Module] = (),
@@ -64,6 +65,7 @@ def find_fsdp_units(
         module: Any module, on any device, ``meta`` included.
         policy: Class names, or a function that says of a module whether it is a unit; replaces the search.
         min_unit_bytes: Candidates with fewer bytes stay with their parent. Not applied to a policy.
+        max_unit_share: A repeated block with more than this share of all bytes is split at its inner blocks.
         ignored: Parameters that are nobody's (kept whole on every rank).
         boundaries: If given, units are these modules, or lie inside of one of them.
         closed: Modules inside of which there are no units: what they own belongs to a unit around.
@@ -76,7 +78,7 @@ def find_fsdp_units(
     """
     skip, inside = set(ignored), _below(closed) - {*closed}
     if policy is None:
-        chosen = _by_search(module, skip, min_unit_bytes, inside)
+        chosen = _by_search(module, skip, min_unit_bytes, max_unit_share, inside)
     else:
         chosen = {unit: why for unit, why in _by_policy(module, policy).items() if unit not in inside}
     if boundaries is not None:
@@ -243,10 +245,10 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def _by_search(
-    module: nn.Module, skip: set[nn.Parameter], min_unit_bytes: int, closed: set[nn.Module]
+    module: nn.Module, skip: set[nn.Parameter], min_unit_bytes: int, max_unit_share: float, closed: set[nn.Module]
 ) -> dict[nn.Module, str]:
     chosen: dict[nn.Module, str] = {}
-    limit = _MAX_UNIT_SHARE * _size(module, skip)
+    limit = max_unit_share * _size(module, skip)
 
     def visit(parent: nn.Module) -> None:
         repeated = _repeated_items(parent)

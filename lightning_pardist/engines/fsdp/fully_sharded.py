@@ -66,6 +66,7 @@ class FullySharded:
         *,
         allow_divergent_forward: bool,
         detect_direct_param_use: Literal["first", "always", "never"],
+        check: bool,
         save_gathers: bool,
         tiled: dict[str, nn.Linear],
         tile_bytes: float,
@@ -97,7 +98,9 @@ class FullySharded:
         self.sequencer.active = allow_divergent_forward
         self._data_group = data_group
         self.losses = self._new_board()
-        self._runtime = BackwardRuntime(units, replicated, self.sequencer, data_size=mesh.size(), codes=codes)
+        self._runtime = BackwardRuntime(
+            units, replicated, self.sequencer, data_size=mesh.size(), check=check, codes=codes
+        )
         self._runtime.agreed = self._learn_order
         for name, layer in tiled.items():
             self._runtime.add_tiled(name, layer, mesh, tile_bytes=tile_bytes, policy=mp_policy)

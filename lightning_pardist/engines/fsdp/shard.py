@@ -55,6 +55,7 @@ def shard(
     sync_values: bool = True,
     allow_divergent_forward: bool = False,
     detect_direct_param_use: Literal["first", "always", "never"] = "first",
+    check: bool = True,
     tile_above_bytes: float | None = None,
     boundaries: Sequence[Sequence[nn.Module]] | None = None,
     codes: UnitCodes | None = None,
@@ -84,6 +85,7 @@ def shard(
         allow_divergent_forward: Ranks may use different units in a step; costs a small exchange for each collective.
         detect_direct_param_use: When to look for parameters used outside their module's call: in the ``"first"`` run
             of each step function, ``"always"`` or ``"never"``.
+        check: Compare after every backward what ranks did, in one small reduction.
         tile_above_bytes: Linear layers with larger weights run in tiles of up to this many bytes, each gathered alone,
             see :mod:`~.tiling`. Their weights are in no unit.
         boundaries: Modules that a pipeline runs one by one, by their ``forward``, for micro-batches that take turns
@@ -167,6 +169,7 @@ def shard(
         {name: parameters[name] for name in whole_names},
         allow_divergent_forward=allow_divergent_forward,
         detect_direct_param_use=detect_direct_param_use,
+        check=check,
         save_gathers=reshard_after_forward == "auto",
         tiled=tiled,
         tile_bytes=tile_above_bytes or 0.0,
