@@ -115,8 +115,13 @@ class RanksApart:
 
     def _await_readers(self) -> None:
         """The first rank's process, which may end right behind the run, has the store that the results are in."""
-        while self._store.add("read", 0) < self._context.distributed.apart:
-            # The watchdog ends this rank if one that it waits for is gone.
+        distributed, began = self._context.distributed, time.monotonic()
+        while self._store.add("read", 0) < distributed.apart:
+            if time.monotonic() - began > distributed.timeout_s:
+                raise RuntimeError(
+                    f"The first rank has waited {distributed.timeout_s:g} s for ranks that only serve to take the"
+                    " results of an evaluation. All ranks have to make the same calls of the Trainer."
+                )
             time.sleep(_POLL_S)
 
 
