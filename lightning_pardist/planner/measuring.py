@@ -284,8 +284,8 @@ def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> f
 
 
 def _memory_rate(device: torch.device) -> float:
-    """Bytes a second that an addition reads and writes."""
-    numel = (1 << 21) if device.type == "cpu" else (1 << 28)
+    """Bytes a second that an addition reads and writes, of more than caches hold."""
+    numel = (1 << 24) if device.type == "cpu" else (1 << 28)
     left, right, out = (torch.ones(numel, device=device) for _ in range(3))
     return 3 * 4 * numel / _seconds(lambda: torch.add(left, right, out=out), device)
 

@@ -31,7 +31,9 @@ _ROW = 256
 _LIKE = {
     **dict.fromkeys(("addmm", "bmm", "baddbmm", "_grouped_mm", "dot", "mv"), "mm"),
     **dict.fromkeys(("tanh", "sigmoid", "silu", "erf", "log", "log1p", "sin", "cos", "pow", "softplus", "mish", "elu",
-                     "logsumexp", "uniform", "normal", "bernoulli", "native_dropout"), "exp"),
+                     "logsumexp"), "exp"),
+    **dict.fromkeys(("native_dropout", "rand", "rand_like", "random", "exponential", "multinomial"), "bernoulli"),
+    **dict.fromkeys(("randn", "randn_like"), "normal"),
     **dict.fromkeys(("tanh_backward", "sigmoid_backward", "silu_backward", "mish_backward", "elu_backward"),
                     "gelu_backward"),
     **dict.fromkeys(("mean", "amax", "max", "amin", "argmax", "any", "all", "linalg_vector_norm", "norm", "cumsum",
@@ -43,7 +45,7 @@ _LIKE = {
     **dict.fromkeys(("index", "index_select", "gather"), "embedding"),
     **dict.fromkeys(("zero", "fill", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros",
                      "nll_loss_backward"), "fill"),
-    **dict.fromkeys(("addcdiv", "sqrt", "reciprocal"), "div"),
+    **dict.fromkeys(("addcdiv", "reciprocal"), "div"),
     **dict.fromkeys(("_fused_adam", "_fused_sgd", "_fused_adagrad"), "_fused_adamw"),
     **dict.fromkeys(("avg_pool2d", "_adaptive_avg_pool2d", "upsample_nearest2d"), "max_pool2d_with_indices"),
     **dict.fromkeys(("avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "upsample_nearest2d_backward"),
@@ -130,9 +132,10 @@ def _probes(device: torch.device) -> Iterator[_Makes]:
     flat = [((count,),) for count in (_TINY, *_ELEMENTS)]
     rows = [((max(1, count // _ROW), min(count, _ROW)),) for count in (_TINY, *_ELEMENTS)]
     rowwise: list[_Function] = [partial(torch.softmax, dim=-1), partial(torch.log_softmax, dim=-1), _layer_norm]
-    single: list[_Function] = [torch.exp, F.gelu, torch.relu, torch.sum, torch.clone, torch.zeros_like]
+    single: list[_Function] = [torch.exp, F.gelu, torch.relu, torch.sum, torch.clone, torch.zeros_like, torch.sqrt]
+    drawn: list[_Function] = [_bernoulli, torch.Tensor.uniform_, torch.Tensor.normal_]
     double: list[_Function] = [torch.add, torch.mul, torch.div]
-    yield from (forward(function, *flat) for function in single)
+    yield from (forward(function, *flat) for function in (*single, *drawn))
     yield from (forward(function, *(shape * 2 for shape in flat)) for function in double)
     yield from (forward(function, *rows) for function in rowwise)
     yield from (backward(function, *flat) for function in single[1:3])
@@ -142,7 +145,7 @@ def _probes(device: torch.device) -> Iterator[_Makes]:
     for function in pictured:
         yield forward(function, *images)
         yield backward(function, *images)
-    thin = [((few, wide), (wide, wide)) for few in (2, 16, 64) for wide in (256, 1024)]
+    thin = [((few, wide), (wide, wide)) for few in (2, 16, 64) for wide in (256, 1024, 2048)]
     yield forward(torch.mm, *(((edge, edge),) * 2 for edge in (1, 16, 64, 256, 768)), *thin)
     # One sample alone may take another way than several.
     convolutions = [((1, 1, 1, 1), (1, 1, 1, 1))]
@@ -160,6 +163,10 @@ def _probes(device: torch.device) -> Iterator[_Makes]:
         yield [partial(make, device, *sizes) for sizes in ((1, 1, 8), (1, 64, 256), (8, 64, 256), (8, 8, 64))]
     for other in (_embedding, _embedding_backward, _optimizer):
         yield [partial(other, device, size) for size in (1, 8, 64)]
+
+
+def _bernoulli(x: Tensor) -> Tensor:
+    return x.bernoulli_(0.9)
 
 
 def _backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Any]:
