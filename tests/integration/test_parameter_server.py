@@ -83,7 +83,7 @@ def _fit(ranks, module, settings, options=None, ckpt_path=None, save_to=None):
 
 def _several(ranks, cases, folder):
     return [
-        _fit(ranks, module, {**settings, "update_log": f"{folder}/{index}"}, options)
+        _fit(ranks, module, {**settings, "update_log": f"{folder}/{index}"}, {**options, "precision": "64-true"})
         for index, (module, settings, options) in enumerate(cases)
     ]
 
@@ -98,7 +98,7 @@ def _at_first_lr(module):
 
 def _replayed(ranks, module, options, folder):
     """The same training by one process."""
-    module = _build(**module)
+    module = _build(**module).double()
     optimizer = _at_first_lr(module)
     words, labels = _dataset().tensors
     each, parts = BATCH // ranks, options.get("accumulate_grad_batches", 1)
@@ -131,7 +131,7 @@ def test_the_order_of_updates_gives_the_same_weights(ranks, tmp_path):
     for index, (module, settings, options) in enumerate(CASES):
         want = _replayed(ranks, module, options, tmp_path / str(index))
         for of_rank in results:
-            assert_close(of_rank[index][0], want, rtol=1e-6)
+            assert_close(of_rank[index][0], want, rtol=1e-12)
         logs = read_logs(tmp_path / str(index))
         assert len(logs) == settings.get("num_servers", ranks)
         steps = STEPS // options.get("accumulate_grad_batches", 1)
