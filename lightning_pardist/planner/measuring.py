@@ -9,7 +9,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -106,7 +106,7 @@ def measure_rank(
     inside, between, share, messages = _links(device, hosts, rank, by_size=by_size)
     operators: Rates = {}
     if by_size:
-        operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device, rounds=3)))
+        operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device, of=min)))
     disk_rate = None if disk is None else _disk_rate(disk)
     name, memory, reserved = _smallest(_device_facts(device, hosts.count(hosts[rank])))
     sources = [f"measured by pardist doctor on {world_size} ranks of {platform.node()}, torch {torch.__version__}"]
@@ -254,8 +254,23 @@ def _of_data_sheet(link: Link, sheet: DeviceProfile, *, at_most: Link | None = N
     return link if at_most is None else _slowest([link, at_most]) or link
 
 
-def _seconds(run: Callable[[], Any], device: torch.device, *, repeat: int = 1, rounds: int = _ROUNDS) -> float:
-    """Seconds of one run, that many on every rank: ranks may wait for each other in it."""
+def _seconds(
+    run: Callable[[], Any],
+    device: torch.device,
+    *,
+    repeat: int = 1,
+    rounds: int = _ROUNDS,
+    of: Callable[[Iterable[float]], float] = statistics.median,
+) -> float:
+    """Seconds of one run, that many on every rank: ranks may wait for each other in it.
+
+    Args:
+        run: What takes them.
+        device: Where.
+        repeat: Runs that are timed together.
+        rounds: How often.
+        of: Which of the rounds counts. Without messages the least, which other programs have disturbed the least.
+    """
 
     def once() -> float:
         begin = time.perf_counter()
@@ -265,7 +280,7 @@ def _seconds(run: Callable[[], Any], device: torch.device, *, repeat: int = 1, r
         return (time.perf_counter() - begin) / repeat
 
     once()
-    return statistics.median(once() for _ in range(rounds))
+    return of([once() for _ in range(rounds)])
 
 
 def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> float:
@@ -276,7 +291,7 @@ def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> f
     try:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        return 2 * size**3 / _seconds(lambda: left @ right, device)
+        return 2 * size**3 / _seconds(lambda: left @ right, device, of=min)
     except RuntimeError:
         return 0.0
     finally:
@@ -287,7 +302,7 @@ def _memory_rate(device: torch.device) -> float:
     """Bytes a second that an addition reads and writes, of more than caches hold."""
     numel = (1 << 24) if device.type == "cpu" else (1 << 28)
     left, right, out = (torch.ones(numel, device=device) for _ in range(3))
-    return 3 * 4 * numel / _seconds(lambda: torch.add(left, right, out=out), device)
+    return 3 * 4 * numel / _seconds(lambda: torch.add(left, right, out=out), device, of=min)
 
 
 def _disk_rate(folder: str) -> float | None:
@@ -336,7 +351,7 @@ def _operator_seconds(device: torch.device) -> float:
         ledger.start()
         step()
     count = sum(isinstance(event, Operator) for event in ledger.events)
-    return _seconds(step, device, repeat=3) / count
+    return _seconds(step, device, repeat=3, of=min) / count
 
 
 def _link(device: torch.device, group: dist.ProcessGroup) -> Link:
@@ -365,7 +380,8 @@ def _between_products(run: Callable[[], Any], device: torch.device) -> float:
         products()
         run()
 
-    with_it, without = _seconds(both, device, repeat=5), _seconds(products, device, repeat=5)
+    # Messages are late by chance: many are needed, and no turn of them is the least by right.
+    with_it, without = (_seconds(each, device, repeat=5, rounds=3 * _ROUNDS) for each in (both, products))
     return max(with_it - without, 0.1 * with_it)
 
 

@@ -145,7 +145,9 @@ def _probes(device: torch.device) -> Iterator[_Makes]:
     for function in pictured:
         yield forward(function, *images)
         yield backward(function, *images)
-    thin = [((few, wide), (wide, wide)) for few in (2, 16, 64) for wide in (256, 1024, 2048)]
+    thin = [((few, wide), (wide, wide)) for few in (2, 16, 64) for wide in (256, 1024)]
+    # Weights of more than a cache keeps beside what else a step needs.
+    thin.append(((8, 2048), (2048, 2048)))
     yield forward(torch.mm, *(((edge, edge),) * 2 for edge in (1, 16, 64, 256, 768)), *thin)
     # One sample alone may take another way than several.
     convolutions = [((1, 1, 1, 1), (1, 1, 1, 1))]
