@@ -396,6 +396,47 @@ def test_averages_of_a_module_that_stays_sharded():
     run_ranks(2, _averaged_and_kept)
 
 
+class Queries(pl.LightningModule):
+    """A table whose weight the forward reads by itself, and hands to layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(4, 8)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+    def loss(self, batch):
+        x, y = batch
+        asked = self.table.weight[None].expand(len(x), -1, -1)
+        return F.cross_entropy(self.layers(asked + x[:, None]).mean(1), y)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+def _queried(strategy, devices):
+    torch.manual_seed(2)
+    module, draw = Queries(), torch.Generator().manual_seed(3)
+    data = torch.utils.data.TensorDataset(torch.randn(8, 8, generator=draw), torch.randint(0, 3, (8,), generator=draw))
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
+    loader = DataLoader(data, batch_size=4)
+    before = trainer.validate(module, loader, verbose=False)
+    trainer.fit(module, loader, loader)
+    return before[0]["val"], trainer.callback_metrics["val"].item(), snapshot(module)
+
+
+def test_a_weight_that_evaluation_reads_by_itself():
+    *values, weights = _queried("auto", 1)
+    for *found, of_rank in run_ranks(2, _queried, sharded(), 2):
+        assert found == pytest.approx(values, rel=1e-5)
+        assert_close(of_rank, weights)
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 

@@ -22,10 +22,10 @@ class DirectUse(TorchFunctionMode):
     """Gathers a sharded parameter's unit when an operation uses it directly.
 
     ``F.linear(x, self.emb.weight)``, or a penalty over ``self.parameters()`` in ``training_step``, reads parameters
-    whose unit is not gathered at that moment. In-place operations and operations without gradient whose arguments
-    are all sharded (clamping weights, say) run on the shards as they are. One that changes sharded and whole tensors
-    together (``torch._foreach_add_`` over a sub-module of which a part is gathered) gets whole ones, whose changes the
-    shards take over.
+    whose unit is not gathered at that moment. In-place operations, and in training those without gradient whose
+    arguments are all sharded (clamping weights, say), run on the shards as they are. One that changes sharded and whole
+    tensors together (``torch._foreach_add_`` over a sub-module of which a part is gathered) gets whole ones, whose
+    changes the shards take over.
 
     Args:
         units: All units.
@@ -39,6 +39,8 @@ class DirectUse(TorchFunctionMode):
         super().__init__()
         self.keep = keep
         self._units = units
+        #: Where the whole step is without gradients, what reads a parameter is its forward, not an update.
+        self._evaluates = False
         self.tiled = {id(layer.layer.weight): layer.name for layer in tiled}
         self.owners: dict[int, tuple[ShardedUnit, ShardedParameter]] = {}
         #: Units whose shards one operation has changed together: in later runs, too, all or none of them are gathered.
@@ -55,6 +57,7 @@ class DirectUse(TorchFunctionMode):
         # Where the parameters are split over tensor ranks as well, those see them first, and ask here.
         for unit, parameter in self.owners.values():
             parameter.sharded._pardist_gather = functools.partial(self._gather, unit, parameter)
+        self._evaluates = not torch.is_grad_enabled()
         super().__enter__()
         return self
 
@@ -126,8 +129,10 @@ class DirectUse(TorchFunctionMode):
         return isinstance(value, nn.Parameter) and (id(value) in self.owners or id(value) in self.tiled)
 
     def _needs_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return torch.is_grad_enabled() or any(
-            not self._sharded(value) and value.dim() > 0 for value in _tensors(args, kwargs)
+        return (
+            self._evaluates
+            or torch.is_grad_enabled()
+            or any(not self._sharded(value) and value.dim() > 0 for value in _tensors(args, kwargs))
         )
 
     def _whole(self, value: Any) -> Any:
