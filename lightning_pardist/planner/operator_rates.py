@@ -121,7 +121,8 @@ _Makes = Sequence[Callable[[], Callable[[], Any]]]
 
 def _probes(device: torch.device) -> Iterator[_Makes]:
     """Each operator with calls to time, the first of them of no size."""
-    tensor = partial(torch.randn, device=device)
+    # Roots of what is below zero take much longer.
+    tensor = partial(torch.rand, device=device)
 
     def forward(function: Callable[..., Any], *shapes: Sequence[tuple[int, ...]]) -> _Makes:
         return [lambda each=each: partial(function, *(tensor(shape) for shape in each)) for each in shapes]  # type: ignore[misc]
