@@ -106,6 +106,7 @@ def measure_rank(
     inside, between, share, messages = _links(device, hosts, rank, by_size=by_size)
     operators: Rates = {}
     if by_size:
+        # The least: a round in which the heap grows takes ten times as long, by page faults.
         operators = _slowest_rates(measure_operators(device, lambda run: _seconds(run, device, of=min)))
     disk_rate = None if disk is None else _disk_rate(disk)
     name, memory, reserved = _smallest(_device_facts(device, hosts.count(hosts[rank])))
@@ -259,18 +260,9 @@ def _seconds(
     device: torch.device,
     *,
     repeat: int = 1,
-    rounds: int = _ROUNDS,
     of: Callable[[Iterable[float]], float] = statistics.median,
 ) -> float:
-    """Seconds of one run, that many on every rank: ranks may wait for each other in it.
-
-    Args:
-        run: What takes them.
-        device: Where.
-        repeat: Runs that are timed together.
-        rounds: How often.
-        of: Which of the rounds counts. Without messages the least, which other programs have disturbed the least.
-    """
+    """Seconds of one run, by ``of`` of some rounds, as many on every rank: ranks may wait for each other in it."""
 
     def once() -> float:
         begin = time.perf_counter()
@@ -280,7 +272,7 @@ def _seconds(
         return (time.perf_counter() - begin) / repeat
 
     once()
-    return of([once() for _ in range(rounds)])
+    return of([once() for _ in range(_ROUNDS)])
 
 
 def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> float:
@@ -291,7 +283,7 @@ def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> f
     try:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        return 2 * size**3 / _seconds(lambda: left @ right, device, of=min)
+        return 2 * size**3 / _seconds(lambda: left @ right, device)
     except RuntimeError:
         return 0.0
     finally:
@@ -299,10 +291,11 @@ def _flops(device: torch.device, dtype: torch.dtype, *, tf32: bool = False) -> f
 
 
 def _memory_rate(device: torch.device) -> float:
-    """Bytes a second that an addition reads and writes, of more than caches hold."""
-    numel = (1 << 24) if device.type == "cpu" else (1 << 28)
+    """Bytes a second that an addition reads and writes, of more than the share of a cache that a rank has."""
+    # The allocator may keep these 48 MiB on CPU.
+    numel = (1 << 22) if device.type == "cpu" else (1 << 28)
     left, right, out = (torch.ones(numel, device=device) for _ in range(3))
-    return 3 * 4 * numel / _seconds(lambda: torch.add(left, right, out=out), device, of=min)
+    return 3 * 4 * numel / _seconds(lambda: torch.add(left, right, out=out), device)
 
 
 def _disk_rate(folder: str) -> float | None:
@@ -351,7 +344,7 @@ def _operator_seconds(device: torch.device) -> float:
         ledger.start()
         step()
     count = sum(isinstance(event, Operator) for event in ledger.events)
-    return _seconds(step, device, repeat=3, of=min) / count
+    return _seconds(step, device, repeat=3) / count
 
 
 def _link(device: torch.device, group: dist.ProcessGroup) -> Link:
@@ -380,8 +373,7 @@ def _between_products(run: Callable[[], Any], device: torch.device) -> float:
         products()
         run()
 
-    # Messages are late by chance: many are needed, and no turn of them is the least by right.
-    with_it, without = (_seconds(each, device, repeat=5, rounds=3 * _ROUNDS) for each in (both, products))
+    with_it, without = _seconds(both, device, repeat=5), _seconds(products, device, repeat=5)
     return max(with_it - without, 0.1 * with_it)
 
 

@@ -32,7 +32,8 @@ _LIKE = {
     **dict.fromkeys(("addmm", "bmm", "baddbmm", "_grouped_mm", "dot", "mv"), "mm"),
     **dict.fromkeys(("tanh", "sigmoid", "silu", "erf", "log", "log1p", "sin", "cos", "pow", "softplus", "mish", "elu",
                      "logsumexp"), "exp"),
-    **dict.fromkeys(("native_dropout", "rand", "rand_like", "random", "exponential", "multinomial"), "bernoulli"),
+    "native_dropout": "bernoulli",
+    **dict.fromkeys(("rand", "rand_like", "random", "exponential", "multinomial"), "uniform"),
     **dict.fromkeys(("randn", "randn_like"), "normal"),
     **dict.fromkeys(("tanh_backward", "sigmoid_backward", "silu_backward", "mish_backward", "elu_backward"),
                     "gelu_backward"),
@@ -121,7 +122,7 @@ _Makes = Sequence[Callable[[], Callable[[], Any]]]
 
 def _probes(device: torch.device) -> Iterator[_Makes]:
     """Each operator with calls to time, the first of them of no size."""
-    # Roots of what is below zero take much longer.
+    # Not below zero: the square root of a negative number takes twenty times as long.
     tensor = partial(torch.rand, device=device)
 
     def forward(function: Callable[..., Any], *shapes: Sequence[tuple[int, ...]]) -> _Makes:
@@ -147,7 +148,7 @@ def _probes(device: torch.device) -> Iterator[_Makes]:
         yield forward(function, *images)
         yield backward(function, *images)
     thin = [((few, wide), (wide, wide)) for few in (2, 16, 64) for wide in (256, 1024)]
-    # Weights of more than a cache keeps beside what else a step needs.
+    # Weights that ranks which share a cache do not find in it.
     thin.append(((8, 2048), (2048, 2048)))
     yield forward(torch.mm, *(((edge, edge),) * 2 for edge in (1, 16, 64, 256, 768)), *thin)
     # One sample alone may take another way than several.

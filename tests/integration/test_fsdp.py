@@ -413,20 +413,27 @@ class Queries(pl.LightningModule):
         return self.loss(batch)
 
     def validation_step(self, batch, batch_idx):
-        self.log("val", self.loss(batch))
+        self.log("val", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), 0.01)
 
 
+class Evaluated(Data):
+    """What is trained on is evaluated."""
+
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+
 def _queried(strategy, devices):
     torch.manual_seed(2)
     module, draw = Queries(), torch.Generator().manual_seed(3)
-    data = torch.utils.data.TensorDataset(torch.randn(8, 8, generator=draw), torch.randint(0, 3, (8,), generator=draw))
+    x, y = torch.randn(2 * BATCH, 8, generator=draw), torch.randint(0, 3, (2 * BATCH,), generator=draw)
+    data = Evaluated(torch.utils.data.TensorDataset(x, y))
     trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
-    loader = DataLoader(data, batch_size=4)
-    before = trainer.validate(module, loader, verbose=False)
-    trainer.fit(module, loader, loader)
+    before = trainer.validate(module, datamodule=data, verbose=False)
+    trainer.fit(module, datamodule=data)
     return before[0]["val"], trainer.callback_metrics["val"].item(), snapshot(module)
 
 

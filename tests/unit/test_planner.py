@@ -429,6 +429,7 @@ def replace_name(operator, name):
 def test_every_probe_measures_what_it_is_named_for():
     rates = measure_operators(torch.device("cpu"), lambda run: (run(), 1e-3)[1])
     assert {"mm", "convolution", "convolution_backward", "gelu_backward", "embedding", "_fused_adamw"} <= set(rates)
+    assert {"sqrt", "bernoulli", "uniform", "normal"} <= set(rates)
     assert all(rate > 0 for points in rates.values() for _, _, rate in points)
 
 
