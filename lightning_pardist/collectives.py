@@ -242,20 +242,23 @@ def reduce_among(
     return result.to(tensor.dtype)
 
 
-def barrier(device: torch.device) -> None:
-    """Wait for every rank of the world.
+def barrier(device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
+    """Wait for every rank of ``group``, by default of the world.
 
     Args:
         device: This rank's, on which NCCL meets the others.
+        group: Who takes part.
     """
-    if device.index is not None and backend_on(world_group(), device) == dist.Backend.NCCL:
+    if group is not None and group is not world_group():
+        dist.barrier(group)
+    elif device.index is not None and backend_on(world_group(), device) == dist.Backend.NCCL:
         dist.barrier(device_ids=[device.index])
     else:
         dist.barrier()
 
 
-def broadcast_object(obj: T, src: int) -> T:
-    """The picklable object of global rank ``src``, on every rank. Collective over the world."""
+def broadcast_object(obj: T, src: int, *, group: dist.ProcessGroup | None = None) -> T:
+    """The picklable object of rank ``src`` of ``group``, by default of the world. Collective over it."""
     objects = [obj]
-    dist.broadcast_object_list(objects, src)
+    dist.broadcast_object_list(objects, group_src=src, group=group)
     return objects[0]

@@ -273,11 +273,11 @@ class RunContext:
             axis.before_collective()
 
     def broadcast(self, value: T) -> T:
-        """The first rank's object, on every rank of the world. Collective."""
+        """The first rank's object, on every rank that begins a run with it. Collective over these."""
         if not dist.is_initialized():
             return value
         self.before_collective()
-        return broadcast_object(value, 0)
+        return broadcast_object(value, 0, group=self.distributed.start_group)
 
 
 class ParallelAxis:
@@ -298,6 +298,7 @@ class ParallelAxis:
             optimizers of each.
         in_lockstep: Whether every rank takes part in each step of the others, so that they are never far apart.
         ranks_apart: How many of the job's last ranks do not train: worlds of their own, which :meth:`serve`.
+        workers_apart: Whether each rank that trains is a world of its own.
         calls_may_differ: Whether ranks may call layers in their own order between start and end of an evaluation.
         calls_communicate: Whether calls of layers talk to other ranks by themselves.
         context: The run, shared with the other axes.
@@ -312,6 +313,7 @@ class ParallelAxis:
     diverges: ClassVar[bool] = False
     in_lockstep: bool = True
     ranks_apart: int = 0
+    workers_apart: bool = False
     calls_may_differ: ClassVar[bool] = True
     calls_communicate: ClassVar[bool] = False
     context: RunContext

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, Timer, WeightAveraging
 from lightning.pytorch.trainer.states import RunningStage
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.refusals import refuse_callbacks, refuse_renormalized
-from lightning_pardist.compat.lightning_loops import layer_sync
+from lightning_pardist.compat.lightning_loops import layer_sync, logged_in_validation, saves_by_time
 from lightning_pardist.engines.ddp.buffers import average_tensors, tensors_of_nobody
 from lightning_pardist.engines.servers import Roles, ServedUpdates, Worker, serve
+from lightning_pardist.engines.servers.server import ANYWHERE, Place, Purpose
 from lightning_pardist.engines.servers.update_log import next_run
 from lightning_pardist.mesh import Degree, ParallelDims
 from lightning_pardist.settings import positive
 from lightning_pardist.trainer.layer_sync import converts
 from lightning_pardist.trainer.ranks_apart import outcome_of
 
+#: What the end of a worker means.
+LostWorkers = Literal["end", "report"]
 #: A server waits for its workers' requests for as long as they live; a worker's own waits have the user's bound.
 _WHILE_THEY_LIVE = timedelta(days=30)
 #: A worker that fails takes so long to tell its servers.
@@ -66,6 +72,7 @@ class ParameterServerAxis(ParallelAxis):
         num_servers: int | None = None,
         dedicated_servers: int = 0,
         update_log: str | os.PathLike[str] | None = None,
+        lost_workers: LostWorkers = "end",
     ) -> None:
         if max_staleness:
             max_staleness = int(positive("max_staleness", max_staleness, "Use updates, 0 for the synchronous form."))
@@ -74,6 +81,7 @@ class ParameterServerAxis(ParallelAxis):
         self.max_staleness, self.num_servers = max_staleness, num_servers
         self.ranks_apart = self.dedicated_servers = dedicated_servers
         self.in_lockstep = max_staleness == 0
+        self.workers_apart = lost_workers != "end"
         self.update_log = update_log
         self._log_to: Path | None = None
         self._worker: Worker | None = None
@@ -82,6 +90,9 @@ class ParameterServerAxis(ParallelAxis):
         self._is_awaited = False
         #: Whether a sample has counted since the last step, and whether one was made since the last batch began.
         self._has_gradients, self._has_stepped = True, True
+        #: Meetings of this worker, where each comes to them by itself, and whether training has ended.
+        self._met: Counter[tuple[Purpose, int]] = Counter()
+        self._is_ending = False
 
     @override
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
@@ -92,6 +103,12 @@ class ParameterServerAxis(ParallelAxis):
                 f" {self.dedicated_servers + 1} ranks or more (devices x num_nodes)."
             )
         return {} if self.in_lockstep else {"outer_parallel": "auto"}
+
+    @property
+    @override
+    def data_share(self) -> tuple[int, int]:
+        distributed = self.context.distributed
+        return (0, 1) if distributed.worlds == 1 else (distributed.global_rank % distributed.worlds, distributed.worlds)
 
     @override
     def is_used(self, dims: ParallelDims) -> bool:
@@ -104,7 +121,7 @@ class ParameterServerAxis(ParallelAxis):
         if not self.dedicated_servers:
             return Roles.beside_work(ranks, self.num_servers or ranks)
         workers = distributed.messages(_WHILE_THEY_LIVE).size() - self.dedicated_servers
-        return Roles.dedicated(workers, self.dedicated_servers)
+        return Roles.dedicated(workers, self.dedicated_servers, may_go=self.workers_apart)
 
     @override
     def check(self, trainer: pl.Trainer) -> None:
@@ -122,6 +139,8 @@ class ParameterServerAxis(ParallelAxis):
         refuse_renormalized(
             trainer.lightning_module, name, fix="leave rows as they come, or use pardist_ps without dedicated_servers"
         )
+        if self.workers_apart:
+            _refuse_times(trainer, name)
         if self.in_lockstep:
             return
         if converts(layer_sync(trainer.strategy), trainer.lightning_module):  # type: ignore[arg-type]
@@ -156,9 +175,34 @@ class ParameterServerAxis(ParallelAxis):
                 " found."
             )
         self._worker = Worker(
-            self._updates, **self._conversation(), log_to=self._log_to, has_gradients=lambda: self._has_gradients
+            self._updates,
+            **self._conversation(),
+            log_to=self._log_to,
+            has_gradients=lambda: self._has_gradients,
+            position=self._position,
+            rest=self._rest if self.workers_apart else tuple,
         )
+        self._met.clear()
+        self._is_ending = False
         self._worker.start()
+
+    @override
+    def end_training(self) -> None:
+        self._is_ending = True
+
+    def _position(self) -> tuple[int, int, int]:
+        """Epoch, batches of this worker's share that it is through with after this one, and how many there are."""
+        if self.context.module is None:
+            return 0, 0, 0
+        trainer = self.context.module.trainer
+        batches = trainer.num_training_batches
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return trainer.current_epoch, done, int(batches) if math.isfinite(batches) else 0
+
+    def _rest(self) -> list[Tensor]:
+        """What no optimizer updates."""
+        module = self.context.module
+        return [] if module is None else tensors_of_nobody(module, self.context.optimizers)
 
     def _conversation(self) -> dict[str, Any]:
         distributed = self.context.distributed
@@ -174,7 +218,13 @@ class ParameterServerAxis(ParallelAxis):
     @override
     def serve(self) -> dict[str, Any] | None:
         updates, self._updates = self._updates, []
-        outcome: dict[str, Any] | None = serve(updates, **self._conversation())
+        watchdog = self.context.distributed.watchdog
+        heard: dict[str, Any] = {}
+        if watchdog is not None:
+            heard = {"gone": lambda: dict(watchdog.lost), "lose": watchdog.lose}
+        outcome: dict[str, Any] | None = serve(updates, **self._conversation(), **heard)
+        if self.workers_apart:
+            self.context.distributed.served()
         return outcome
 
     @override
@@ -212,12 +262,23 @@ class ParameterServerAxis(ParallelAxis):
         if self._worker is None or self.context.module is None:
             return
         self.context.before_collective()
-        self._worker.meet(with_state=not evaluation)
-        if self.in_lockstep:
+        if self.workers_apart:
+            _refuse_own_monitors(self.context.module.trainer, self.context.name)
+        self._worker.meet(self._place(evaluation), with_state=not evaluation)
+        if self.in_lockstep or self.workers_apart:
             return
         with torch.no_grad():
-            rest = tensors_of_nobody(self.context.module, self.context.optimizers)
-            average_tensors(rest, group=self.context.batch_group)
+            average_tensors(self._rest(), group=self.context.batch_group)
+
+    def _place(self, evaluation: bool) -> Place:
+        """Which meeting comes now, where no collective would find workers at different ones."""
+        if not self.workers_apart or self.context.module is None:
+            return ANYWHERE
+        if self._is_ending:
+            return Place(Purpose.END)
+        purpose, epoch = Purpose.EVALUATION if evaluation else Purpose.CHECKPOINT, self.context.module.current_epoch
+        self._met[purpose, epoch] += 1
+        return Place(purpose, epoch, self._met[purpose, epoch])
 
     @override
     def show_state(self) -> None:
@@ -228,7 +289,7 @@ class ParameterServerAxis(ParallelAxis):
 
     @override
     def describe(self) -> str:
-        ranks = self.context.dims.world_size
+        ranks = self.context.dims.world_size * self.context.distributed.worlds
         if self.dedicated_servers:
             who = f"{self.dedicated_servers} more ranks only serve"
         elif self.num_servers in (None, ranks):
@@ -243,6 +304,8 @@ class ParameterServerAxis(ParallelAxis):
             else f"at most {self.max_staleness} updates ahead of the slowest"
         )
         text = f"Parameter servers, asynchronous: {ranks} workers, {who}; workers {bound}"
+        if self.workers_apart:
+            text += "; one that is gone is left out, unless it is the first"
         return text if self.update_log is None else f"{text}; order of updates in {self._log_to}"
 
     @override
@@ -259,12 +322,50 @@ class ParameterServerAxis(ParallelAxis):
             if self.context.distributed.is_first:
                 worker.tell(lambda: outcome_of(trainer, stopping))
             worker.stop(self.context.distributed.timeout_s)
+            if self.workers_apart and self.context.distributed.is_first:
+                # For as long as somebody trains, who may be lost, which the first rank's process has to see.
+                self.context.distributed.await_served()
         else:
             worker.stop(_LAST_WORDS_S, RuntimeError("its training was interrupted"))
         if (histogram := worker.histogram()) and not self.in_lockstep:
             total = sum(histogram.values())
             shares = ", ".join(f"{stale}: {count / total:.1%}" for stale, count in sorted(histogram.items()))
             rank_zero_info(f"Staleness of {total} updates of the first server, in updates by others: {shares}.")
+
+
+def _refuse_times(trainer: pl.Trainer, name: str) -> None:
+    """Refuse callbacks that decide by the time of one worker where each decides for itself.
+
+    Raises:
+        ValueError: If the Trainer has such a callback.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        what = "train_time_interval" if saves_by_time(callback) else ""
+        if isinstance(callback, Timer) and callback.time_remaining() is not None:
+            what = "duration (Trainer(max_time=...) sets it)"
+        if what:
+            raise ValueError(
+                f"{type(callback).__name__} with a {what} decides by the time, and workers of {name} with lost_workers"
+                " each decide for themselves: they would not do so at the same step. Count steps or epochs"
+                " (every_n_train_steps, max_steps), or set lost_workers='end'."
+            )
+
+
+def _refuse_own_monitors(trainer: pl.Trainer, name: str) -> None:
+    """Refuse callbacks that decide by values of one worker's training where each decides for itself.
+
+    Raises:
+        RuntimeError: If the Trainer has such a callback, and the value was logged.
+    """
+    known = logged_in_validation(trainer)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and monitor in trainer.callback_metrics and monitor not in known:
+            raise RuntimeError(
+                f"{type(callback).__name__}(monitor={monitor!r}) decides by a value that is logged in training, of"
+                f" which each worker of {name} with lost_workers has its own. Monitor one that validation logs, or set"
+                " lost_workers='end'."
+            )
 
 
 def _refuse_shared(optimizers: Sequence[Optimizer], name: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.loop import _Loop
@@ -58,6 +59,8 @@ NAMES = (
     Private(f"{_DATA}._DataConnector._requires_distributed_sampler", _EXACT, _HOOK),
     Private(f"{_DATA}._DataLoaderSource", _SAMPLE, "call the loader hooks of module and data module"),
     Private(f"{_DATA}._request_dataloader", _SAMPLE, "source.dataloader()"),
+    Private("lightning.pytorch.callbacks.ModelCheckpoint._train_time_interval",
+            "refusing callbacks that decide by the time of one worker", _BETTER),
     Private(f"{_PREDICTION}._return_predictions", "predictions of ranks by fork or spawn",
             "a BasePredictionWriter callback", on_instances=True),
     Private(f"{_EVALUATION}._data_fetcher", "evaluation batches of a pipeline in flight", "eval_batches_in_flight=1"),
@@ -79,6 +82,7 @@ NAMES = (
     Private(f"{_EVALUATION}._data_source", _SAMPLE, "call the loader hooks of module and data module"),
     Private(f"{_EVALUATION}._evaluation_step", _EXACT, _HOOK),
     Private(f"{_EVALUATION}._is_sequential", _EXACT, _BETTER),
+    Private(f"{_EVALUATION}._results", "refusing callbacks that decide by one worker's numbers", _BETTER),
     Private(f"{_COMBINED}._mode", _EXACT, _BETTER),
     Private(f"{_COMBINED}._spec", _EXACT, "flatten combined.iterables"),
     Private(f"{_COMBINED}._state_dicts", _RESUME, "ask each of combined.flattened"),
@@ -209,6 +213,24 @@ def register_signal(connector: Any, number: Any, handler: Any) -> None:
 def logged(trainer: pl.Trainer) -> _ResultCollection | None:
     """What was logged in the loop that runs."""
     return trainer._results
+
+
+def logged_in_validation(trainer: pl.Trainer) -> set[str]:
+    """Names, as monitors use them, of what was logged in the validations of a fit."""
+    metas = [metric.meta for metric in trainer.fit_loop.epoch_loop.val_loop._results.values()]
+    suffixes = [
+        ""
+        if meta.dataloader_idx is None or not meta.add_dataloader_idx
+        else _ResultCollection.DATALOADER_SUFFIX.format(meta.dataloader_idx)
+        for meta in metas
+    ]
+    names = [(meta.name, meta.forked_name(on_step=False)) for meta in metas]
+    return {name + suffix for both, suffix in zip(names, suffixes, strict=True) for name in both}
+
+
+def saves_by_time(callback: pl.Callback) -> bool:
+    """Whether a callback saves a checkpoint whenever so much time has passed."""
+    return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
 
 
 def wants_sync(should: bool, reduce: Callable[..., Any]) -> _Sync:

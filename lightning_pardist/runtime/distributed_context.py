@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,9 +28,15 @@ from lightning_pardist.runtime.process_group import (
     init_process_group,
     job_store,
 )
-from lightning_pardist.runtime.ranks_apart import make_whole, set_apart
+from lightning_pardist.runtime.ranks_apart import group_of, make_whole, set_apart
 from lightning_pardist.runtime.watchdog import Watchdog
 from lightning_pardist.settings import positive
+
+_POLL_S = 0.05
+#: What a server takes beyond ``timeout_s`` to give up who is silent, and to see who has ended.
+_LAST_LOSS_S = 30.0
+#: Whether a run of this process has had several worlds, of which some may be gone.
+_had_worlds = False
 
 
 class DistributedContext:
@@ -47,6 +56,7 @@ class DistributedContext:
         device: Where it computes.
         run: Number of the run, equal on all ranks.
         apart: Last ranks of the job that do not train, beside those of ``dims``.
+        worlds: How many worlds of ``dims`` train side by side; 1 where all ranks that train are one.
         watchdog: Ends this rank when another one fails. None on one rank, before a run, and when this rank's part of it
             is done.
 
@@ -68,6 +78,8 @@ class DistributedContext:
         self.device = torch.device("cpu")
         self.run = self.apart = 0
         self.is_apart = False
+        self.worlds = 1
+        self._start: dist.ProcessGroup | None = None
         self._messages: dist.ProcessGroup | None = None
         self.watchdog: Watchdog | None = None
         self._owns_group = False
@@ -81,6 +93,7 @@ class DistributedContext:
             "watchdog": None,
             "_meshes": None,
             "_messages": None,
+            "_start": None,
             "default_group": None,
             "_owns_group": False,
         }
@@ -106,6 +119,48 @@ class DistributedContext:
         """Whether this is the first rank of the job."""
         return self.global_rank == 0
 
+    @property
+    def is_follower(self) -> bool:
+        """Whether this rank trains in a world beside the first one, which logs and writes for all."""
+        return self.worlds > 1 and not self.is_apart and self.global_rank >= self.world_size
+
+    @property
+    def start_group(self) -> dist.ProcessGroup:
+        """Who begins a run together: the world, or all worlds side by side, until :meth:`part`."""
+        return world_group() if self._start is None else self._start
+
+    def part(self, batches: float) -> None:
+        """Everything is alike in all worlds: from now on none waits for another, nor needs it, but the first one.
+
+        Collective over all of them.
+
+        Args:
+            batches: That this rank trains on in an epoch.
+
+        Raises:
+            RuntimeError: If worlds have different numbers of them, or it is not known.
+        """
+        if self._start is None:
+            return
+        found: list[Any] = [None] * self._start.size()
+        dist.all_gather_object(found, batches, group=self._start)
+        if len(set(found)) > 1 or math.isinf(batches):
+            raise RuntimeError(
+                f"Workers have {', '.join(f'{each:g}' for each in found)} batches in an epoch, and those that train"
+                " without each other (lost_workers) stop at the same step only with as many each. Give the training"
+                " loader a length that is alike on all workers (a DistributedSampler does, limit_train_batches may),"
+                " or set lost_workers='end'."
+            )
+        dist.barrier(self._start)
+        self._start = None
+        if self.watchdog is not None:
+            self.watchdog.tolerate(self.followers)
+
+    @property
+    def followers(self) -> range:
+        """Ranks that train in worlds beside the first one."""
+        return range(self.world_size, self.world_size * self.worlds) if self.worlds > 1 else range(0)
+
     def messages(self, timeout: timedelta) -> dist.ProcessGroup:
         """A gloo group of all ranks of the job, for messages alone. Collective over the world, the first time.
 
@@ -123,6 +178,7 @@ class DistributedContext:
         local_rank: int,
         device: torch.device,
         apart: int = 0,
+        worlds: int = 1,
     ) -> None:
         """Meet the other ranks, and watch each other from then on. Collective over all ranks of the job.
 
@@ -132,13 +188,16 @@ class DistributedContext:
             local_rank: This rank among those of its host.
             device: Where it computes.
             apart: Ranks of the job behind those of :attr:`dims`, each of which becomes a world of its own.
+            worlds: How many worlds of :attr:`dims` come before them.
 
         Raises:
             RuntimeError: If a process group of other ranks exists.
             TimeoutError: If ranks do not find each other.
         """
         self.global_rank, self.local_rank, self.device = global_rank, local_rank, device
-        job_size, timeout = self.world_size + apart, timedelta(seconds=self.timeout_s)
+        self.worlds, self._start = worlds, None
+        trained, timeout = self.world_size * worlds, timedelta(seconds=self.timeout_s)
+        job_size = trained + apart
         make_whole()
         self._owns_group = not dist.is_initialized()
         init_process_group(
@@ -161,12 +220,76 @@ class DistributedContext:
                 on_exit=partial(children.end, 0.0),
             )
             self.watchdog.start()
-            children.report_to(self.watchdog.blame)
-        self.apart, self.is_apart = apart, global_rank >= self.world_size
-        self._messages = set_apart(apart, timeout=timeout) if apart else None
+            # The process that has started others of this host is the first there.
+            blame, first = self.watchdog.blame, global_rank - local_rank
+            children.report_to(lambda local, text, killed: blame(first + local, text, killed=killed))
+            self.watchdog.on_lost = lambda rank: children.lose(rank - first)
+            self._know_worlds(self.watchdog)
+        self.apart, self.is_apart = apart, global_rank >= trained
+        self._messages = set_apart(apart, worlds=worlds, timeout=timeout) if apart else None
+        if worlds > 1 and not self.is_apart:
+            self._start = group_of(self._who_begins(), timeout=timeout)
         if self.is_apart:
             self.dims = ParallelDims()
+            if worlds > 1 and self.watchdog is not None:
+                self.watchdog.tolerate(self.followers)
         self._meshes, self.default_group = _meshes_for(self.dims, device.type)
+
+    def _know_worlds(self, watchdog: Watchdog) -> None:
+        """Remember that ranks may be lost, and refuse to begin a run that needs all of them without some.
+
+        Raises:
+            RuntimeError: If they are.
+        """
+        global _had_worlds
+        if self.worlds > 1:
+            _had_worlds = True
+        elif _had_worlds:
+            watchdog.read_losses()
+            if watchdog.lost:
+                raise RuntimeError(
+                    f"Rank {', '.join(map(str, watchdog.lost))} has gone in an earlier run of this script, and this one"
+                    " needs all ranks. Use the strategy with lost_workers again, or start a job for what comes behind"
+                    f" it. {next(iter(watchdog.lost.values()))}"
+                )
+
+    def served(self) -> None:
+        """A rank that serves several worlds has no worker left, and all that it has lost are known."""
+        job_store().set(f"pardist/served/{self.run}/{self.global_rank}", "")
+
+    def await_served(self) -> None:
+        """Wait until those that serve have come to the end of the run; the watchdog watches over them and workers.
+
+        Raises:
+            TimeoutError: If they do not, though they give up workers that are silent for ``timeout_s``.
+        """
+        trained = self.world_size * self.worlds
+        keys = [f"pardist/served/{self.run}/{rank}" for rank in range(trained, trained + self.apart)]
+        deadline = time.monotonic() + 2 * self.timeout_s + _LAST_LOSS_S
+        while not job_store().check(keys):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"Servers have not come to the end of the run within {2 * self.timeout_s + _LAST_LOSS_S:g} s behind"
+                    " the first worker (twice timeout_s, and a moment)."
+                )
+            time.sleep(_POLL_S)
+
+    def _who_begins(self) -> list[int]:
+        """Ranks that train in this run: who was lost in an earlier one is not among them, as the first rank knows.
+
+        All losses are known to it: it has come to the end of each run behind those that serve.
+        """
+        store, key, deadline = job_store(), f"pardist/begins/{self.run}", time.monotonic() + self.timeout_s
+        if self.is_first:
+            if self.watchdog is not None:
+                self.watchdog.read_losses()
+            lost = {} if self.watchdog is None else self.watchdog.lost
+            store.set(key, json.dumps([rank for rank in range(self.world_size * self.worlds) if rank not in lost]))
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"Rank 0 did not begin run {self.run} within {self.timeout_s:g} s (timeout_s).")
+            time.sleep(_POLL_S)
+        return list(json.loads(store.get(key)))
 
     def change_dims(self, dims: ParallelDims) -> None:
         """Other degrees for the ranks that have met. Collective over the world."""

@@ -271,7 +271,9 @@ class Children:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._known: set[int] = set()
-        self._blame: Callable[[int, str], None] | None = None
+        self._blame: Callable[[int, str, bool], bool] | None = None
+        #: Those without which the job goes on, by index.
+        self._lost: set[int] = set()
         #: Whether this process is ending because of an exception, which it shows itself.
         self.failing = False
         #: Whether it is ending because somebody has interrupted it.
@@ -297,9 +299,21 @@ class Children:
         self.end(GRACE_S)
         print(INTERRUPTED, file=sys.stderr, flush=True)
 
-    def report_to(self, blame: Callable[[int, str], None]) -> None:
-        """From now on tell ``blame`` (a watchdog's) which local rank died and how."""
+    def report_to(self, blame: Callable[[int, str, bool], bool]) -> None:
+        """From now on tell ``blame`` which local rank died, how, and whether by a signal; it says whether that is all
+        right."""
         self._blame = blame
+
+    def lose(self, local_rank: int) -> None:
+        """The job goes on without a rank of this host: should its process still be there, it is ended."""
+        index = local_rank - 1
+        if not 0 <= index < len(self._processes):
+            return
+        self._lost.add(index)
+        # It may be on its way out, and have something to say.
+        timer = threading.Timer(GRACE_S, self._processes[index].kill)
+        timer.daemon = True
+        timer.start()
 
     def end(self, patience_s: float) -> None:
         """Wait for the children, and kill those that are still there after ``patience_s`` seconds."""
@@ -335,7 +349,8 @@ class Children:
         text = INTERRUPTED if interrupted else _obituary(local_rank, process)
         if self._blame is not None:
             # If the rank could report by itself, its report stands already and this one is not taken.
-            self._blame(local_rank, text)
+            if self._blame(local_rank, text, process.returncode < 0 and not interrupted):
+                self._lost.add(local_rank - 1)
             return
         # No watchdog yet: the main thread waits for a rank that will never connect.
         time.sleep(1.0)
@@ -350,7 +365,11 @@ class Children:
         self.end(GRACE_S if self.failing or self.interrupted else _EXIT_WAIT_S)
         if self.interrupted:
             return
-        failed = [(index + 1, process) for index, process in enumerate(self._processes) if process.returncode]
+        failed = [
+            (index + 1, process)
+            for index, process in enumerate(self._processes)
+            if process.returncode and index not in self._lost
+        ]
         if failed and not self.failing:
             for local_rank, process in failed:
                 print(_obituary(local_rank, process), file=sys.stderr, flush=True)

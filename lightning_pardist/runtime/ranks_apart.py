@@ -7,6 +7,7 @@ over a group of its own.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,17 +22,19 @@ _GROUPS_OF_A_RUN = 100_000
 
 #: The group of all ranks, while a part of them stands for it.
 _whole: dist.ProcessGroup | None = None
-_groups: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_groups: dict[tuple[dist.ProcessGroup, int, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_starts: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 _times = 0
 
 
-def set_apart(number: int, *, timeout: timedelta) -> dist.ProcessGroup:
+def set_apart(number: int, *, worlds: int = 1, timeout: timedelta) -> dist.ProcessGroup:
     """Let the last ranks be worlds of one rank, and all others the world, until :func:`make_whole`.
 
-    Collective over all ranks, the first time with a number.
+    Collective over all ranks, the first time with these numbers.
 
     Args:
         number: Of ranks that are set apart.
+        worlds: How many worlds of equal size the others make.
         timeout: For the collectives of the others.
 
     Returns:
@@ -39,15 +42,32 @@ def set_apart(number: int, *, timeout: timedelta) -> dist.ProcessGroup:
     """
     global _whole
     _whole = whole = world_group()
-    if (whole, number) not in _groups:
+    if (whole, number, worlds) not in _groups:
         first, rank = whole.size() - number, whole.rank()
-        parts = [list(range(first)), *([each] for each in range(first, whole.size()))]
+        size = first // worlds
+        parts = [list(range(at, at + size)) for at in range(0, first, size)]
+        parts += [[each] for each in range(first, whole.size())]
         made = [dist.new_group(ranks, timeout=timeout) for ranks in parts]
         own = next(group for ranks, group in zip(parts, made, strict=True) if rank in ranks)
-        _groups[whole, number] = own, dist.new_group(backend="gloo", timeout=_WHILE_THEY_LIVE)
-    own, messages = _groups[whole, number]
+        _groups[whole, number, worlds] = own, dist.new_group(backend="gloo", timeout=_WHILE_THEY_LIVE)
+    own, messages = _groups[whole, number, worlds]
     show_as_default(own)
     return messages
+
+
+def group_of(ranks: Collection[int], *, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of some ranks of the job, while a part of them stands for the world. Collective over them alone."""
+    if _whole is None:
+        raise RuntimeError("No ranks are set apart.")
+    key = _whole, tuple(sorted(ranks))
+    if key not in _starts:
+        own = world_group()
+        show_as_default(_whole)
+        try:
+            _starts[key] = dist.new_group(list(key[1]), backend="gloo", timeout=timeout, use_local_synchronization=True)
+        finally:
+            show_as_default(own)
+    return _starts[key]
 
 
 def make_whole() -> None:
@@ -56,6 +76,7 @@ def make_whole() -> None:
     whole, _whole = _whole, None
     if not dist.is_initialized():
         _groups.clear()
+        _starts.clear()
     elif whole is not None:
         _times += 1
         show_as_default(whole)

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -115,6 +115,9 @@ class Watchdog:
         heartbeat_timeout_s: A rank whose watchdog has been silent for this many seconds is given up, and so is a job
             whose store has been. Some seconds later the last rank has ended.
         on_exit: Called before this process is ended from outside its main thread, to end child processes.
+
+    Attributes:
+        lost: Ranks without which the job goes on, and why each is gone, as far as this rank knows.
     """
 
     def __init__(
@@ -132,7 +135,10 @@ class Watchdog:
         self.rank = rank
         self.world_size = world_size
         self.heartbeat_timeout_s = heartbeat_timeout_s
-        self._store = PrefixStore(f"pardist/watchdog/{run}", store.clone())  # type: ignore[attr-defined]
+        own_connection = store.clone()  # type: ignore[attr-defined]
+        self._store = PrefixStore(f"pardist/watchdog/{run}", own_connection)
+        # Of all runs: who is gone in one of them is gone in the next.
+        self._losses = PrefixStore("pardist/lost", own_connection)
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._on_exit = on_exit
         self._main_thread = threading.main_thread().ident
@@ -145,10 +151,16 @@ class Watchdog:
         self._beats: dict[int, tuple[int, float]] = {}
         self._started: set[int] = set()
         self._asks, self._told = 0, 0
+        self._reading = threading.Lock()
         self._stillness = StallDetector(self._main_thread)
         self._standing = False
         #: On the first rank: the largest number that any rank was asked for.
         self.asked = 0
+        self._may_lose: frozenset[int] = frozenset()
+        #: Ranks without which the job goes on, and why each is gone.
+        self.lost: dict[int, str] = {}
+        #: Told of each of them.
+        self.on_lost: Callable[[int], None] | None = None
 
     def ask(self, what: int) -> None:
         """Let the first rank know, within a second or so, that this rank was asked for something. For signal handlers.
@@ -185,6 +197,8 @@ class Watchdog:
         self._failing.set()
         own = self._own = FailureReport(self.rank, where(), format_failure(exception))
         try:
+            if self._is_lost(self.rank):
+                return own
             if not is_echo(exception):
                 return self._publish(own)
             self._store.compare_set("echo", "", str(self.rank))
@@ -202,17 +216,68 @@ class Watchdog:
                 return own
             return FailureReport(0, "?", f"Rank 0 is gone, and the job's store with it.\n{_seen(own)}")
 
-    def blame(self, rank: int, text: str) -> None:
+    def blame(self, rank: int, text: str, *, killed: bool = False) -> bool:
         """Report the failure of a rank that cannot speak for itself.
 
         Args:
             rank: The rank that was seen to fail.
             text: What was seen.
+            killed: Whether a signal has ended it, and no error of its own.
+
+        Returns:
+            Whether the job goes on without it.
         """
         try:
+            if self._is_lost(rank):
+                return True
+            if killed and self._cause() is None and self.lose(rank, text):
+                return True
             self._publish(FailureReport(rank, where(), text))
         except Exception:
             print(f"[rank {self.rank}] {text}", file=sys.stderr, flush=True)
+        return False
+
+    def tolerate(self, ranks: Iterable[int]) -> None:
+        """From now on, and until :meth:`stop`, the job goes on where one of these ranks is gone. Not collective."""
+        self._may_lose = frozenset(ranks)
+
+    def lose(self, rank: int, text: str) -> bool:
+        """Let every rank know that one is gone, and that the job goes on, if it may.
+
+        Args:
+            rank: Which; should it still be there, it ends.
+            text: Why.
+
+        Returns:
+            Whether the job goes on without it.
+        """
+        if rank in self.lost:
+            return True
+        if rank not in self._may_lose or self._stop.is_set():
+            return False
+        known = self._listed()
+        while rank not in dict(json.loads(known or "[]")):
+            before, wanted = known, json.dumps([*json.loads(known or "[]"), [rank, text]])
+            known = self._losses.compare_set("list", before, wanted).decode()
+        self.read_losses()
+        return True
+
+    def read_losses(self) -> None:
+        """Learn which ranks are gone."""
+        with self._reading:
+            for rank, text in json.loads(self._listed() or "[]")[len(self.lost) :]:
+                self.lost[rank] = text
+                if self.on_lost is not None:
+                    self.on_lost(rank)
+
+    def _listed(self) -> str:
+        return self._losses.get("list").decode() if self._losses.check(["list"]) else ""
+
+    def _is_lost(self, rank: int) -> bool:
+        """Whether the job goes on without a rank; asks nobody where it goes on without none."""
+        if self._may_lose:
+            self.read_losses()
+        return rank in self.lost
 
     def tell(self, text: str) -> None:
         """Report why this rank ends, where anybody listens.
@@ -251,6 +316,8 @@ class Watchdog:
             try:
                 self._store.add(f"beat/{self.rank}", 1)
                 cause = self._cause()
+                if self._may_lose:
+                    self.read_losses()
                 if not last_stack and (cause is not None or self._store.check(["echo"])):
                     last_stack = True
                     self._store.set(f"stack/{self.rank}", self._main_stack())
@@ -264,6 +331,8 @@ class Watchdog:
                 cause = None
                 if now - silent_since > _CAUSE_WAIT_S:
                     cause = FailureReport(0, "?", f"Lost the job's store, which lives on the first rank: {error}")
+            if self.rank in self.lost and not self._stop.is_set():
+                self._leave_out()
             if cause is None:
                 continue
             noticed = noticed or now
@@ -283,6 +352,9 @@ class Watchdog:
 
     def _compare_places(self) -> None:
         """If all ranks have stood in collectives for a while, report where."""
+        if self._may_lose:
+            # Nobody takes part in one with others then.
+            return
         stack = self._main_stack() if self._stillness.seconds() > self.heartbeat_timeout_s else ""
         standing = waits_in_collective(stack)
         if standing != self._standing:
@@ -330,9 +402,18 @@ class Watchdog:
         sys.stdout.flush()
         os._exit(1)
 
+    def _leave_out(self) -> None:
+        """End this process, which the others have given up: it was stopped, say, and goes on."""
+        if self._on_exit is not None:
+            self._on_exit()
+        print(
+            f"[rank {self.rank}] ends: the others go on without it. {self.lost[self.rank]}", file=sys.stderr, flush=True
+        )
+        os._exit(1)
+
     def _check_peers(self, now: float) -> None:
         # The first rank watches all, the others the first: 2N reads for N ranks, whatever their number.
-        watched = range(1, self.world_size) if self.rank == 0 else (0,)
+        watched = [rank for rank in range(1, self.world_size) if rank not in self.lost] if self.rank == 0 else [0]
         for rank, beat in self._read_beats(watched).items():
             last, since = self._beats.get(rank, (-1, now))
             if beat != last:
@@ -341,14 +422,12 @@ class Watchdog:
                 if self._store.check([f"done/{rank}"]):
                     self._beats[rank] = (beat, float("inf"))
                     continue
-                self._publish(
-                    FailureReport(
-                        rank,
-                        "?",
-                        f"Nothing was heard of rank {rank} for {now - since:.0f} s (heartbeat_timeout_s="
-                        f"{self.heartbeat_timeout_s:g}): its process or host is gone, stopped or cut off.",
-                    )
+                text = (
+                    f"Nothing was heard of rank {rank} for {now - since:.0f} s (heartbeat_timeout_s="
+                    f"{self.heartbeat_timeout_s:g}): its process or host is gone, stopped or cut off."
                 )
+                if not self.lose(rank, text):
+                    self._publish(FailureReport(rank, "?", text))
 
     # --- the store ----------------------------------------------------------------------------------------------
 
@@ -362,8 +441,8 @@ class Watchdog:
             return None
         return FailureReport(**json.loads(self._store.get("cause")))
 
-    def _read_beats(self, ranks: range | tuple[int, ...] | None = None) -> dict[int, int]:
-        chosen = list(range(self.world_size) if ranks is None else ranks)
+    def _read_beats(self, ranks: Sequence[int] | None = None) -> dict[int, int]:
+        chosen = [rank for rank in range(self.world_size) if rank not in self.lost] if ranks is None else list(ranks)
         # Reading a key that is not there yet would block.
         self._started.update(r for r in chosen if r not in self._started and self._store.check([f"beat/{r}"]))
         started = [rank for rank in chosen if rank in self._started]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, get_args
+
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis
 from lightning_pardist.axes.ddp import DDPAxis
-from lightning_pardist.axes.parameter_server import ParameterServerAxis
+from lightning_pardist.axes.parameter_server import LostWorkers, ParameterServerAxis
 from lightning_pardist.axes.zero import ZeroAxis
+from lightning_pardist.runtime.environments.find import describe
+from lightning_pardist.settings import one_of
 from lightning_pardist.strategies.strategy import PardistStrategy
 
 
@@ -41,6 +46,10 @@ class ParameterServerStrategy(PardistStrategy):
             when the others have trained, with the same weights.
         update_log: Folder in which servers write down the order of updates, each run in a folder of its own, from which
             :func:`~lightning_pardist.engines.servers.replay.replay` repeats the run in one process.
+        lost_workers: What the end of a worker means, other than the first, by a signal or the loss of its host, or
+            that the others wait for it for longer than ``timeout_s``. ``"end"`` ends the job. ``"report"`` lets the
+            others go on without it, and says which batches are not trained on; it needs ``dedicated_servers``,
+            asynchronous updates and one host whose ranks the script starts, and makes each worker a world of its own.
         bucket_size_mb: In the synchronous form, gradients and parameters travel in buckets of this many MiB.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 
@@ -55,6 +64,7 @@ class ParameterServerStrategy(PardistStrategy):
         num_servers: int | None = None,
         dedicated_servers: int = 0,
         update_log: str | os.PathLike[str] | None = None,
+        lost_workers: LostWorkers = "end",
         bucket_size_mb: float = 25.0,
         **kwargs: Any,
     ) -> None:
@@ -66,6 +76,14 @@ class ParameterServerStrategy(PardistStrategy):
             raise ValueError(
                 f"num_servers={num_servers} is for ranks that work as well, and dedicated_servers={dedicated_servers}"
                 " has others serve. Set one of them."
+            )
+        one_of("lost_workers", lost_workers, get_args(LostWorkers))
+        if lost_workers != "end" and (max_staleness == 0 or not dedicated_servers):
+            raise ValueError(
+                f"lost_workers={lost_workers!r} with max_staleness={max_staleness} and dedicated_servers="
+                f"{dedicated_servers}: a worker can be left out where no other one needs it, in a step or for the"
+                " parameters that it serves. Set max_staleness to 1 or more, or None, and dedicated_servers to 1 or"
+                " more."
             )
         if max_staleness == 0:
             for name, value in (("num_servers", num_servers), ("update_log", update_log)):
@@ -83,6 +101,33 @@ class ParameterServerStrategy(PardistStrategy):
                 num_servers=num_servers,
                 dedicated_servers=dedicated_servers,
                 update_log=update_log,
+                lost_workers=lost_workers,
             )
             axes = [DDPAxis(bucket_size_mb=bucket_size_mb), servers]
         super().__init__(axes=axes, **kwargs)
+        self.lost_workers = lost_workers
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.lost_workers != "end":
+            self._refuse_launchers()
+        super()._configure_launcher()
+
+    def _refuse_launchers(self) -> None:
+        """Refuse ranks that are not all processes of the first one's, which alone is sure to leave the others running.
+
+        Raises:
+            ValueError: If there are such.
+        """
+        environment, found = self.cluster_environment, None
+        if self.num_nodes > 1:
+            found = f"num_nodes={self.num_nodes}: processes of other hosts are"
+        elif not isinstance(environment, LightningEnvironment):
+            found = f"a launcher ({'none' if environment is None else describe(environment)}): processes of one are"
+        elif self.start_method != "popen":
+            found = f"start_method={self.start_method!r}: processes started so are"
+        if found is not None:
+            raise ValueError(
+                f"lost_workers={self.lost_workers!r} with {found} not the script's own, and may all be ended with one."
+                " Start the script itself on one host, with start_method='popen', or set lost_workers='end'."
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -343,10 +344,20 @@ class PardistStrategy(ParallelStrategy):
         return sum(axis.ranks_apart for axis in self._axes_as_set)
 
     @property
+    def _workers_apart(self) -> bool:
+        """Whether each rank that trains is a world of its own."""
+        return any(axis.workers_apart for axis in self._axes_as_set)
+
+    @property
+    def _several(self) -> bool:
+        """Whether several ranks train, together or each in a world of its own. Known once they have met."""
+        return self.world_size * self.distributed.worlds > 1
+
+    @property
     @override
     def world_size(self) -> int:
-        """Number of ranks that train."""
-        world_size = super().world_size - self.ranks_apart
+        """Number of ranks that train together."""
+        world_size = 1 if self._workers_apart else super().world_size - self.ranks_apart
         world_size_read(world_size)
         return world_size
 
@@ -410,8 +421,9 @@ class PardistStrategy(ParallelStrategy):
         """Replicas and rank of the batch mesh: ranks of one tensor or pipeline group see the same samples."""
         if self.distributed.is_apart:
             # Loaders that somebody counts there have the lengths of the others.
-            return {"num_replicas": self.resolve_dims(self.world_size).batch_size, "rank": 0}
-        rank = self.dims.batch_rank(self.global_rank)
+            shares = math.prod(axis.data_share[1] for axis in self.axes)
+            return {"num_replicas": self.resolve_dims(self.world_size).batch_size * shares, "rank": 0}
+        rank = self.dims.batch_rank(self.global_rank % self.dims.world_size)
         if self._evaluates:
             return {"num_replicas": self.dims.batch_size, "rank": rank}
         for axis in self.axes:
@@ -441,8 +453,9 @@ class PardistStrategy(ParallelStrategy):
             local_rank=self.local_rank,
             device=self.root_device,
             apart=self.ranks_apart,
+            worlds=super().world_size - self.ranks_apart if self._workers_apart else 1,
         )
-        go_on_drawing(self.distributed_sampler_kwargs["rank"])
+        go_on_drawing(self.distributed_sampler_kwargs["rank"], group=self.distributed.start_group)
         self._show_batch_ranks()
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
@@ -519,7 +532,7 @@ class PardistStrategy(ParallelStrategy):
         data = self.context.data_axis
         if self.deepspeed is not None and trainer.state.fn == TrainerFn.FITTING:
             self.deepspeed.apply(trainer, replicas=self.context.replicas)
-        if self.world_size > 1:
+        if self._several:
             refuse_lazy(module, type(self).__name__)
         for axis in self.axes:
             axis.check(trainer)
@@ -538,9 +551,10 @@ class PardistStrategy(ParallelStrategy):
         if self.dims.batch_size == 1 and shares and all(axis.data_share[1] == 1 for axis in self.axes):
             self._changes.callback(keep_loaders(trainer))
         self.data_duties.attach_first(trainer)
-        if fitting and self.world_size > 1:
+        if fitting and self._several:
             refuse_left_out(module, type(self).__name__)
-        verify_same_module(module, group=world_group())
+        start = self.distributed.start_group
+        verify_same_module(module, group=start)
         if fitting and self.dims.data_parallel * self.dims.tensor_parallel > 1:
             refuse_renormalized(module, type(self).__name__)
         if not fitting:
@@ -552,8 +566,8 @@ class PardistStrategy(ParallelStrategy):
         for axis in self.axes:
             axis.materialize(trainer, module)
         self.model_to_device()
-        if self.world_size > 1 and not data.broadcasts and not self.restore_checkpoint_after_setup:
-            broadcast_module(module, group=world_group())
+        if start.size() > 1 and not data.broadcasts and not self.restore_checkpoint_after_setup:
+            broadcast_module(module, group=start)
         if data is not self._user_parallelized:
             note_user_parallelized(module)
         for axis in self.axes:
@@ -584,7 +598,7 @@ class PardistStrategy(ParallelStrategy):
             self._attached.attach(GradientAccess(self.context, module, engine, lightning_optimizers(self)))
         for axis in self.axes:
             axis.ready(trainer, module)
-        if self.world_size > 1:
+        if self._several:
             allow_skipped_steps(trainer)
         self.data_duties.attach(trainer)
         if fitting:
@@ -631,7 +645,7 @@ class PardistStrategy(ParallelStrategy):
             self.data_duties.before_training_step(self.lightning_module.trainer, self.run_step)
         run = partial(self.run_step, super().training_step, *args, **kwargs)
         output = self.data_duties.training_step(run, next(iter((*args, *kwargs.values())), None))
-        return skipped_if_none(output, self.lightning_module) if self.world_size > 1 else output
+        return skipped_if_none(output, self.lightning_module) if self._several else output
 
     @override
     @in_step()
@@ -776,6 +790,8 @@ class PardistStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         self.loader_state.training = True
+        if self.lightning_module is not None:
+            self.distributed.part(self.lightning_module.trainer.num_training_batches)
         for axis in self.axes:
             axis.start_training()
         rank_zero_info(self.describe())
@@ -794,7 +810,7 @@ class PardistStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PATH, storage_options: Any | None = None) -> None:
         """Write what the Trainer has put together, or begin to under ``async_save``. Collective over the world."""
-        if not self.distributed.is_apart:
+        if not self.distributed.is_apart and not self.distributed.is_follower:
             self.checkpoints.save(checkpoint, filepath, storage_options)
         if self._apart is not None:
             self._apart.saved(self.checkpoints.finish)
@@ -833,6 +849,9 @@ class PardistStrategy(ParallelStrategy):
         plain = plain_optimizer(optimizer)
         for axis in self.axes:
             axis.show_state()
+        if self.distributed.is_follower:
+            # The first rank has it, and saves.
+            return {}
         return self.states.of_optimizer(plain)
 
     @override
@@ -874,21 +893,21 @@ class PardistStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank of the world."""
+        """Wait for every rank of the world, and before training for those in worlds beside it."""
         if not dist.is_initialized():
             return
         self.context.before_collective()
-        barrier(self.root_device)
+        barrier(self.root_device, group=self.distributed.start_group)
         if name == _DATA_IS_THERE and self._apart is not None:
             self._apart.let_pass(name)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of global rank ``src``, on every rank of the world. Collective."""
+        """The object of rank ``src``, on every rank of the world. Collective."""
         if not dist.is_initialized():
             return obj
         self.context.before_collective()
-        return broadcast_object(obj, src)
+        return broadcast_object(obj, src, group=self.distributed.start_group)
 
     # --- for people ---------------------------------------------------------------------------------------------
 
@@ -936,6 +955,7 @@ class PardistStrategy(ParallelStrategy):
         if self._fitted_well():
             self.states.end_run()
             self.kept_optimizers.gather()
+        self._share_paths()
         for axis in self.axes:
             axis.release()
         for axis in (*(axis for axis in self.axes if not axis.splits_module), *self.context.model_axes):
@@ -954,11 +974,17 @@ class PardistStrategy(ParallelStrategy):
                 raise
         self.distributed.close()
 
+    def _share_paths(self) -> None:
+        module = self.lightning_module
+        if self._apart is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            well = self.data_engine is not None and self.context.data_axis.ended_well()
+            self._apart.share_paths(well=well)
+
     def _fitted_well(self) -> bool:
         module = self.lightning_module
         if module is None or self.data_engine is None or not self.context.data_axis.ended_well():
             return False
-        if self.distributed.is_apart:
+        if self.distributed.is_apart or self.distributed.is_follower:
             return False
         return module.trainer.state.fn == TrainerFn.FITTING
 

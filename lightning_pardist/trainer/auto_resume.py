@@ -154,9 +154,10 @@ class AutoResume:
         if self._mode == "always" or self._environment is None:
             return self._mode == "always"
         own = (self._environment.restart_count, self._environment.starter)
-        everyone: list[Any] = [own] * self._context.dims.world_size
-        if self._context.dims.world_size > 1:
-            dist.all_gather_object(everyone, own)
+        group = self._context.distributed.start_group
+        everyone: list[Any] = [own] * group.size()
+        if group.size() > 1:
+            dist.all_gather_object(everyone, own, group=group)
         self._starters = sorted({starter for _, starter in everyone if starter})
         known = bool(set(self._starters) & set(noted.starters))
         return max(count for count, _ in everyone) > 0 or bool(self._context.broadcast(known))

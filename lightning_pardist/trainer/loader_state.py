@@ -220,13 +220,15 @@ class LoaderState:
     def _own(self, what: str) -> Any:
         """This rank's part of a state, or that of a rank with the same samples; None if other ranks share them now."""
         saved = self._saved_dims
-        if saved is None or saved.batch_size != self.context.dims.batch_size:
+        if saved is None or saved.batch_size != self.context.dims.batch_size or self.context.distributed.is_follower:
             return None
         return self._of_samples().get(what)
 
     def _of_samples(self) -> Mapping[str, Any]:
         """What this rank saved; if the layout changed, what the first of the ranks with its samples saved."""
-        saved, dims, rank = self._saved_dims, self.context.dims, self.context.distributed.global_rank
+        saved, dims = self._saved_dims, self.context.dims
+        # Of worlds side by side, the first one saves.
+        rank = self.context.distributed.global_rank % dims.world_size
         if saved is None:
             return {}
         if saved != dims:

@@ -105,6 +105,9 @@ class PreemptionHandler:
     def detach(self) -> None:
         """Give Lightning its methods back. Not collective."""
         self._restore_early()
+        if self._context.distributed.is_first:
+            # It has come to its end, and stops no more.
+            self._let_pass()
         restore(signal_connector(self._trainer), "register_signal_handlers", SIGTERM_NOTIFIER)
         restore(self._trainer.fit_loop.epoch_loop, "advance", BROADCAST_SIGTERM)
 
@@ -150,7 +153,7 @@ class PreemptionHandler:
         """What the first rank said before the last step; tells, on the first rank, what to do before the next one."""
         watchdog = self._context.distributed.watchdog
         asked = max(self._asked, watchdog.asked if watchdog is not None else _GO_ON)
-        if self._context.dims.world_size == 1:
+        if self._context.dims.world_size * self._context.distributed.worlds == 1:
             return asked
         if not self._context.in_lockstep:
             return self._agreed_apart(asked)
@@ -167,8 +170,16 @@ class PreemptionHandler:
         distributed = self._context.distributed
         if self._apart is None:
             store = PrefixStore(f"pardist/stop/{distributed.run}", job_store())
-            self._apart = StopAgreement(store, rank=distributed.global_rank, world_size=distributed.world_size)
-        return self._apart.before_step(asked)
+            ranks = distributed.world_size * distributed.worlds
+            self._apart = StopAgreement(store, rank=distributed.global_rank, world_size=ranks)
+        lost = () if distributed.watchdog is None else distributed.watchdog.lost
+        return self._apart.before_step(asked, lost=lost)
+
+    def _let_pass(self) -> None:
+        """Ranks of several worlds, whom no barrier binds, do not end before the first one has come so far."""
+        distributed = self._context.distributed
+        if self._apart is not None and distributed.worlds > 1:
+            self._apart.let_pass(distributed.timeout_s)
 
     def _stop(self, asked: int) -> None:
         trainer, environment = self._trainer, self._environment
@@ -184,4 +195,5 @@ class PreemptionHandler:
         self._context.stopping = _STATUS[asked]
         # Ranks end together: the end of one could be taken for a failure by the others.
         barrier(self._context.device)
+        self._let_pass()
         raise SIGTERMException(_STATUS[asked])

@@ -15,7 +15,7 @@ from lightning_pardist.runtime.environments.program import given_seed
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 
-def go_on_drawing(batch_rank: int) -> None:
+def go_on_drawing(batch_rank: int, *, group: dist.ProcessGroup) -> None:
     """Let every rank go on with the random numbers of its script, alike on ranks that have to be. Collective.
 
     Lightning's ``ddp`` seeds anew here, since scripts may have drawn more on one rank than on others. One process does
@@ -24,16 +24,17 @@ def go_on_drawing(batch_rank: int) -> None:
 
     Args:
         batch_rank: Ranks with the same number are given the same samples, and draw alike without a seed as well.
+        group: Who begins a run together.
     """
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if group.size() == 1 or dist.get_backend() == "fake":
         return
     seed, state = given_seed(), rng_state()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (seed, batch_rank, _fingerprint(state)))
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, (seed, batch_rank, _fingerprint(state)), group=group)
     if len({print_of for _, _, print_of in found}) == 1:
         return
     states: list[Any] = [None] * len(found)
-    dist.all_gather_object(states, state)
+    dist.all_gather_object(states, state, group=group)
     for (other, batch, _), drawn in zip(found, states, strict=True):
         if batch == batch_rank or (seed is not None and other == seed):
             set_rng_state(drawn)

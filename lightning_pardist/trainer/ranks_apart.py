@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.compat.lightning_loops import logger_connector
 from lightning_pardist.compat.process_groups import PrefixStore, Store
-from lightning_pardist.engines.servers.plain_values import is_plain
+from lightning_pardist.engines.servers.plain_values import is_plain, pack_plain, unpack_plain
 from lightning_pardist.runtime.process_group import job_store
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 
@@ -60,22 +60,25 @@ class RanksApart:
         self._attached.detach()
 
     def let_pass(self, what: str) -> None:
-        """Ranks that do not train wait here until the others have passed. Not collective among those.
+        """Ranks that do not train, and those in worlds beside the first rank's, wait here until it has passed.
 
         Args:
             what: Names the place; each is passed once a run.
         """
-        if not self._context.distributed.is_apart:
-            if self._context.distributed.is_first:
+        distributed = self._context.distributed
+        if not (distributed.is_apart or distributed.is_follower):
+            if distributed.is_first:
                 self._store.set(what, "")
             return
         store, began = self._store, time.monotonic()
         while not _is_there(store, what):
-            # In a run, which may be long, the watchdog ends this rank if those that it waits for are gone.
-            if self._trainer.state.stopped and time.monotonic() - began > self._context.distributed.timeout_s:
+            # In a run, which may be long, the watchdog ends a rank that serves if those it waits for are gone.
+            if (
+                self._trainer.state.stopped or distributed.is_follower
+            ) and time.monotonic() - began > distributed.timeout_s:
                 raise RuntimeError(
-                    f"A rank that only serves has waited {self._context.distributed.timeout_s:g} s for the others"
-                    f" ({what}). All ranks have to make the same calls of the Trainer."
+                    f"Rank {distributed.global_rank} has waited {distributed.timeout_s:g} s for the first one ({what})."
+                    " All ranks have to make the same calls of the Trainer."
                 )
             time.sleep(_POLL_S)
 
@@ -89,6 +92,23 @@ class RanksApart:
             self._saves += 1
             finish()
             self.let_pass(f"saved {self._saves}")
+
+    def share_paths(self, *, well: bool) -> None:
+        """Behind a fit, workers in worlds of their own have the first one's paths of checkpoints. Not collective.
+
+        Args:
+            well: Whether this rank's fit has ended well, so that it needs them.
+        """
+        distributed = self._context.distributed
+        if distributed.worlds == 1:
+            return
+        if distributed.is_first:
+            paths = pack_plain([_paths(callback) for callback in self._trainer.checkpoint_callbacks])
+            self._store.set("paths", bytes(paths.numpy()).hex())
+        elif well and distributed.is_follower:
+            self.let_pass("paths")
+            packed = torch.frombuffer(bytearray.fromhex(self._store.get("paths").decode()), dtype=torch.uint8)
+            _take_paths(self._trainer, unpack_plain(packed))
 
     def _serve(self) -> None:
         found = [axis.serve() for axis in self._context.axes if axis.ranks_apart]
@@ -168,8 +188,7 @@ def take_outcome(trainer: pl.Trainer, outcome: dict[str, Any]) -> None:
     logger_connector(trainer).callback_metrics.update(outcome["metrics"])
     for progress, state in zip(_progress(trainer), outcome["progress"], strict=True):
         progress.load_state_dict(state)
-    for callback, paths in zip(trainer.checkpoint_callbacks, outcome["checkpoints"], strict=False):
-        callback.__dict__.update(paths)
+    _take_paths(trainer, outcome["checkpoints"])
 
 
 def _tensors(module: pl.LightningModule) -> dict[str, Tensor]:
@@ -184,6 +203,11 @@ def _progress(trainer: pl.Trainer) -> list[Any]:
         epoch.automatic_optimization.optim_progress,
         epoch.manual_optimization.optim_step_progress,
     ]
+
+
+def _take_paths(trainer: pl.Trainer, of_callbacks: Sequence[dict[str, Any]]) -> None:
+    for callback, paths in zip(trainer.checkpoint_callbacks, of_callbacks, strict=False):
+        callback.__dict__.update(paths)
 
 
 def _paths(callback: Any) -> dict[str, Any]:

@@ -40,6 +40,11 @@ class WorkerClocks:
         """A worker waits for the others at a meeting, or is done: nobody waits for it."""
         self._resting.add(worker)
 
+    def slowest(self) -> set[int]:
+        """Those that others wait for, if anybody waits."""
+        ticks = {worker: ticks for worker, ticks in self._ticks.items() if worker not in self._resting}
+        return {worker for worker, count in ticks.items() if count == min(ticks.values())}
+
     def meet(self) -> None:
         """All workers have met: they go on side by side."""
         level = max(self._ticks.values(), default=0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,14 @@ from lightning_pardist.engines.servers.messages import Kind, Line
 from lightning_pardist.engines.servers.plain_values import unpack_plain
 from lightning_pardist.engines.servers.roles import Roles
 from lightning_pardist.engines.servers.served_updates import ServedUpdates, make_server
+from lightning_pardist.engines.servers.server import ParameterServer
 
 #: How often a server that waits for its workers looks whether it has failed.
 _LOOK_S = 0.1
+#: How long a server that has lost a worker waits for somebody who can say why.
+_HEARSAY_S = 3.0
+#: How long it waits at the end for those that it has lost to be gone: each has a thread here, in a library's code.
+_GONE_S = 10.0
 
 
 def serve(
@@ -29,6 +35,8 @@ def serve(
     tags: tuple[int, int],
     max_staleness: int | None,
     timeout_s: float,
+    gone: Callable[[], Mapping[int, str]] = dict,
+    lose: Callable[[int, str], object] = lambda worker, why: None,
 ) -> Any:
     """Serve until all workers have left. Values and state come from the worker that keeps them for checkpoints.
 
@@ -41,6 +49,8 @@ def serve(
         tags: Of requests and answers, of nobody else on this group.
         max_staleness: As workers have it.
         timeout_s: Bound on every wait of a worker.
+        gone: Gives the workers that were seen to be gone, by others than this server, and why.
+        lose: Told of each that is.
 
     Returns:
         What the workers have left behind, None if nothing.
@@ -63,15 +73,62 @@ def serve(
     )
     threads = WorkerThreads(server, group, tags, timeout_s)
     threads.start()
+    told = _Told(server, gone, lose, rank=rank if rank == roles.servers[0] else None)
     try:
         while not threads.join(0.0):
             server.check()
+            server.lose_late()
+            told.look()
             # Here, so that whoever looks for ranks that wait for each other finds this one among them.
             time.sleep(_LOOK_S)
         server.check()
+        told.look(is_over=True)
+        threads.join_lost(_GONE_S)
     finally:
         server.close()
     return None if threads.outcome is None else unpack_plain(threads.outcome)
+
+
+class _Told:
+    """Lets a server know who is gone, and everybody else whom it has lost.
+
+    Args:
+        server: The server.
+        gone: As :func:`serve` has it.
+        lose: As :func:`serve` has it.
+        rank: Of this server, if it tells people.
+    """
+
+    def __init__(
+        self,
+        server: ParameterServer,
+        gone: Callable[[], Mapping[int, str]],
+        lose: Callable[[int, str], object],
+        *,
+        rank: int | None,
+    ) -> None:
+        self._server, self._gone, self._lose, self._rank = server, gone, lose, rank
+        self._seen: dict[int, float] = {}
+        self._told: set[int] = set()
+
+    def look(self, *, is_over: bool = False) -> None:
+        """Look who is gone now. Called every moment, and at the end."""
+        gone = self._gone()
+        for worker, why in gone.items():
+            if worker in self._server.may_go:
+                self._server.lose(worker, why)
+        for loss in self._server.losses:
+            since = self._seen.setdefault(loss.worker, time.monotonic())
+            # Whoever has started it knows how it ended, a moment later.
+            if loss.worker in self._told or not (
+                is_over or loss.worker in gone or time.monotonic() - since > _HEARSAY_S
+            ):
+                continue
+            self._told.add(loss.worker)
+            self._lose(loss.worker, loss.why)
+            if self._rank is not None:
+                text = loss.describe(gone.get(loss.worker))
+                print(f"[rank {self._rank}] {text}", file=sys.stderr, flush=True)
 
 
 @torch.no_grad()

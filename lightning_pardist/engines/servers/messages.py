@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -39,6 +40,12 @@ class Kind(enum.IntEnum):
     BEGIN = 7
     STATE = 8
     OUTCOME = 9
+    REST = 10
+    WAIT = 11
+
+
+#: On an exception: it is of a line, whose other side is gone, or did not listen in time.
+_BROKEN = "_pardist_broken_line"
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,20 @@ class Message:
     optimizer: int = 0
     numbers: tuple[int, ...] = ()
     payload: Tensor | None = None
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        error.__dict__[_BROKEN] = True
+        raise
+
+
+def is_broken_line(error: BaseException) -> bool:
+    """Whether a :class:`Line` has raised an exception: the other side is gone, or did not listen in time."""
+    return _BROKEN in error.__dict__
 
 
 class Line:
@@ -87,7 +108,8 @@ class Line:
         header[: len(fields)] = torch.tensor(fields)
         for part in (header, payload):
             if part is not None and part.numel():
-                self._sending.append((self._group.send([part], self._peer, self._tag), part))
+                with _marked():
+                    self._sending.append((self._group.send([part], self._peer, self._tag), part))
         return size + header.numel() * header.element_size()
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -99,7 +121,8 @@ class Line:
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         while self._sending:
             # Memory stays alive for as long as it may be read.
-            self._sending[0][0].wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            with _marked():
+                self._sending[0][0].wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             self._sending.pop(0)
 
     def receive(self, timeout_s: float | None = None) -> Message:
@@ -121,11 +144,12 @@ class Line:
         return Message(Kind(kind), optimizer, tuple(numbers), payload)
 
     def _receive(self, into: Tensor, timeout_s: float | None) -> None:
-        work = self._group.recv([into], self._peer, self._tag)
-        if timeout_s is None:
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=timeout_s))
+        with _marked():
+            work = self._group.recv([into], self._peer, self._tag)
+            if timeout_s is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=timeout_s))
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

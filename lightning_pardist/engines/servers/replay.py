@@ -97,6 +97,8 @@ class _Replay:
 
     def _do(self, server: int, entry: Entry) -> bool:
         """Repeat an entry, unless what it needs has not been done on another server yet."""
+        if entry.did == "lost":
+            return True
         share, turn = self._shares[server][entry.optimizer], (entry.worker, entry.turn)
         if entry.did == "pull":
             self._pull(server, entry, share)

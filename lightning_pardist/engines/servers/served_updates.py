@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
+from lightning_pardist.collectives import as_bytes
 from lightning_pardist.compat.optimizers import follow_schedulers, mark_step, post_hooks, pre_hooks
 from lightning_pardist.engines.common.owner_plan import Owners
 from lightning_pardist.engines.common.update_scope import ScopeSetting, find_scope
 from lightning_pardist.engines.common.whole_updates import HeldTensor, WholeUpdates
 from lightning_pardist.engines.servers.foreign_writes import ForeignWrites
-from lightning_pardist.engines.servers.lines import RemoteServer, WorkerThreads, pack_update
+from lightning_pardist.engines.servers.lines import REST_DTYPES, RemoteServer, WorkerThreads, pack_update
 from lightning_pardist.engines.servers.messages import Kind, Message
 from lightning_pardist.engines.servers.plain_values import is_plain, pack_plain
 from lightning_pardist.engines.servers.roles import Roles
-from lightning_pardist.engines.servers.server import Changes, ParameterServer
+from lightning_pardist.engines.servers.server import ANYWHERE, Changes, ParameterServer, Place
 from lightning_pardist.engines.servers.share import GroupNumbers, Share, write_changes
 from lightning_pardist.engines.servers.update_log import UpdateLog
 
@@ -106,6 +109,10 @@ class Worker:
         log_to: Folder for the order of updates; none is kept if None.
         has_gradients: Asked in each step: False where there was no sample since the last one, whatever ``.grad`` is
             (zeros, say, which would decay weights).
+        position: Where in its share of the data the worker is, see
+            :class:`~lightning_pardist.engines.servers.server.Loss`.
+        rest: Gives tensors that no optimizer updates, of which the first server, which only serves, takes the mean at
+            meetings.
 
     Attributes:
         staleness: Of the latest update; None before the first.
@@ -125,8 +132,10 @@ class Worker:
         timeout_s: float,
         log_to: str | os.PathLike[str] | None = None,
         has_gradients: Callable[[], bool] = lambda: True,
+        position: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+        rest: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
-        self._has_gradients = has_gradients
+        self._has_gradients, self._position, self._rest = has_gradients, position, rest
         self.rank = group.rank()
         self.staleness: int | None = None
         self.sent_bytes = self.received_bytes = 0
@@ -230,10 +239,11 @@ class Worker:
         numbers = self._numbers[index].to_send()
         for server in self._remote:
             if self._is_synchronous and self._roles.keeper(server.rank) != self.rank:
-                self.sent_bytes += server.ask(Message(Kind.TICK, index))
+                self.sent_bytes += server.ask(Message(Kind.TICK, index, self._position()))
                 continue
             grads = [param.grad for param in self._of(index, server.rank)]
-            self.sent_bytes += server.ask(Message(Kind.UPDATE, index, payload=pack_update(numbers, grads)))
+            packed = pack_update(numbers, grads)
+            self.sent_bytes += server.ask(Message(Kind.UPDATE, index, self._position(), packed))
         staleness = 0
         if self.server is not None:
             own = [None if p.grad is None else p.grad.detach().cpu() for p in self._of(index, self.rank)]
@@ -250,7 +260,7 @@ class Worker:
 
     def _tick(self, index: int) -> None:
         for server in self._remote:
-            self.sent_bytes += server.ask(Message(Kind.TICK, index))
+            self.sent_bytes += server.ask(Message(Kind.TICK, index, self._position()))
         if self.server is not None:
             self.server.release(self.rank)
             self.server.tick(self.rank, index)
@@ -289,12 +299,13 @@ class Worker:
     # --- meetings and the end -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def meet(self, *, with_state: bool = True) -> None:
+    def meet(self, place: Place = ANYWHERE, *, with_state: bool = True) -> None:
         """Wait for all workers; afterwards parameters are the servers', and optimizers show the state of this rank's.
 
         Collective over all workers. Updates go on when this rank calls :meth:`go_on`, or takes its next step.
 
         Args:
+            place: Which meeting this is, where workers find that out by themselves.
             with_state: Whether that includes the state that this rank keeps for ranks that only serve.
 
         Raises:
@@ -306,11 +317,21 @@ class Worker:
                 watch.check()
         for watch in self._watches:
             watch.take_places()
+        rest = [torch.view_as_real(each) if each.is_complex() else each for each in self._rest()]
+        dtype = functools.reduce(torch.promote_types, [each.dtype for each in rest], torch.float32)
         for server in self._remote:
             wants = with_state and server in self._kept
-            self.sent_bytes += server.ask(Message(Kind.MEET, numbers=(int(wants),)))
+            payload = None
+            if rest and server is self._remote[0]:
+                payload = as_bytes(torch.cat([each.detach().reshape(-1).to("cpu", dtype) for each in rest]))
+            numbers = int(wants), REST_DTYPES.index(dtype), *astuple(place)
+            self.sent_bytes += server.ask(Message(Kind.MEET, numbers=numbers, payload=payload))
         if self.server is not None:
             self.server.meet(self.rank)
+        if rest:
+            mean = self._remote[0].rest(dtype)
+            for each, part in zip(rest, mean.split([each.numel() for each in rest]), strict=True):
+                each.copy_(part.view(each.shape))
         for index in range(len(self._updates)):
             if self.server is not None:
                 self.server.take_all(self.rank, index, self._writer(index, self.rank))
@@ -409,6 +430,7 @@ def make_server(
         max_staleness=1 if max_staleness == 0 else max_staleness,
         timeout_s=timeout_s,
         log=log,
+        may_go=roles.workers[1:] if roles.may_go else (),
     )
 
 

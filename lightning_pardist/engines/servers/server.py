@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_pardist.engines.servers.clocks import WorkerClocks
@@ -13,6 +17,75 @@ from lightning_pardist.engines.servers.share import Share
 from lightning_pardist.engines.servers.update_log import Did, Entry, UpdateLog
 
 Changes = list[Tensor | None]
+#: A worker that others wait for is looked at so often within the bound on its silence.
+_LOOKS = 4
+
+
+class LeftOutError(RuntimeError):
+    """A worker that was given up asks for something."""
+
+
+@dataclass
+class Loss:
+    """A worker that is gone.
+
+    Attributes:
+        worker: Its rank.
+        updates: That it has made.
+        position: Its epoch at the last of them, the batches of its share that are behind it, and how many there are;
+            None before the first.
+        why: What has been seen of it.
+    """
+
+    worker: int
+    updates: int
+    position: tuple[int, int, int] | None
+    why: str
+
+    def describe(self, why: str | None = None) -> str:
+        """What this means, in a sentence.
+
+        Args:
+            why: What somebody else has seen of it, if anybody has.
+        """
+        text = f"Worker {self.worker} has gone after {self.updates} updates ({(why or self.why).rstrip('.')});"
+        text += " the others go on without it, and its share of the data"
+        if self.position is None:
+            return f"{text} is not trained on."
+        epoch, done, batches = self.position
+        rest = f"{batches - done} of {batches} batches"
+        return f"{text} is not trained on: {rest} in epoch {epoch}, and all of later epochs."
+
+
+class Purpose(enum.IntEnum):
+    """Why workers meet."""
+
+    ANY = 0
+    EVALUATION = 1
+    CHECKPOINT = 2
+    END = 3
+
+
+@dataclass(frozen=True)
+class Place:
+    """A meeting, as each worker knows it by itself.
+
+    Attributes:
+        purpose: Why.
+        epoch: Of the worker.
+        count: How many of that purpose it has been at in this epoch.
+    """
+
+    purpose: int = Purpose.ANY
+    epoch: int = 0
+    count: int = 0
+
+    def __str__(self) -> str:
+        name = Purpose(self.purpose).name.lower()
+        return name if self.purpose in (Purpose.ANY, Purpose.END) else f"{name} {self.count} of epoch {self.epoch}"
+
+
+ANYWHERE = Place()
 
 
 class ParameterServer:
@@ -28,8 +101,12 @@ class ParameterServer:
         max_staleness: Updates that a worker may be ahead of the slowest, 1 or more; any number if None.
         timeout_s: Bound on every wait for other workers.
         log: Where the order of updates is written.
+        may_go: Workers without which the others go on, when they are gone, or others wait for one that asks for
+            nothing for ``timeout_s``. For those that ask now and then others wait without a bound.
 
     Attributes:
+        losses: Those that are gone, in their order.
+        on_wait: Called now and then for a worker that waits, in the thread that does so for it.
         staleness: How many updates were how stale: made by others since the values that the gradients are of.
     """
 
@@ -41,6 +118,7 @@ class ParameterServer:
         max_staleness: int | None,
         timeout_s: float,
         log: UpdateLog | None = None,
+        may_go: Iterable[int] = (),
     ) -> None:
         self.shares = list(shares)
         self.workers = list(workers)
@@ -52,19 +130,38 @@ class ParameterServer:
         #: Each worker's turn in which it got the values that it holds.
         self._held_since = [dict.fromkeys(workers, 0) for _ in shares]
         self._turns = dict.fromkeys(workers, 0)
+        self._updates = dict.fromkeys(workers, 0)
+        self._positions: dict[int, tuple[int, int, int]] = {}
+        self.may_go = frozenset(may_go)
+        self.losses: list[Loss] = []
+        self.on_wait: Callable[[int], None] = lambda worker: None
+        #: When each worker was heard last.
+        self._heard = dict.fromkeys(workers, time.monotonic())
         self._timeout_s = timeout_s
         self._log = log
         self._changed = threading.Condition()
-        self._waiting: set[int] = set()
+        self._waiting: dict[int, Place] = {}
         self._left: set[int] = set()
         self._meetings = 0
         #: Who still reads what there was at the last meeting.
         self._reading: set[int] = set()
+        #: Since when the first worker, which writes for all, is done.
+        self._ended: float | None = None
+        #: What workers have of tensors that no optimizer updates, and their mean at the last meeting.
+        self._rests: dict[int, Tensor] = {}
+        self._rest: Tensor | None = None
         self._failure: BaseException | None = None
 
     # --- a worker's turn ------------------------------------------------------------------------------------------
 
-    def update(self, worker: int, optimizer: int, grads: Sequence[Tensor | None], numbers: Sequence[float]) -> int:
+    def update(
+        self,
+        worker: int,
+        optimizer: int,
+        grads: Sequence[Tensor | None],
+        numbers: Sequence[float],
+        position: tuple[int, int, int] | None = None,
+    ) -> int:
         """Update by a worker's gradients.
 
         Args:
@@ -72,6 +169,7 @@ class ParameterServer:
             optimizer: Index of the share.
             grads: Of the share's parameters, None where there is none.
             numbers: Settings of the optimizer's groups on the worker.
+            position: See :class:`Loss`.
 
         Returns:
             Updates that others have made since the worker got the values that the gradients are of.
@@ -80,7 +178,11 @@ class ParameterServer:
             RuntimeError: If the worker is further ahead than allowed, or the server has failed.
         """
         with self._changed:
-            self._wait(lambda: not self._reading, "all workers to go on behind a meeting")
+            self._hear(worker)
+            self._wait(
+                worker, lambda: not self._reading, "all workers to go on behind a meeting", lambda: self._reading
+            )
+            self._require(worker)
             share, held = self.shares[optimizer], self._held[optimizer]
             ahead = self._clocks.tick(worker)
             self._turns[worker] += 1
@@ -90,6 +192,9 @@ class ParameterServer:
                 raise RuntimeError(f"An update of worker {worker} is {staleness} updates stale, of {bound} allowed.")
             share.update(grads, numbers)
             self.staleness[staleness] += 1
+            self._updates[worker] += 1
+            if position is not None:
+                self._positions[worker] = position
             self._note("update", worker, optimizer, ahead=ahead, staleness=staleness, numbers=tuple(numbers))
             self._changed.notify_all()
             return staleness
@@ -105,9 +210,13 @@ class ParameterServer:
         between = self._turns[worker] - self._held_since[optimizer][worker] - 1
         return (2 * self._max_ahead + between) * (len(self.workers) - 1)
 
-    def tick(self, worker: int, optimizer: int) -> None:
+    def tick(self, worker: int, optimizer: int, position: tuple[int, int, int] | None = None) -> None:
         """A worker's turn without gradients."""
         with self._changed:
+            self._hear(worker)
+            self._require(worker)
+            if position is not None:
+                self._positions[worker] = position
             ahead = self._clocks.tick(worker)
             self._turns[worker] += 1
             self._note("tick", worker, optimizer, ahead=ahead)
@@ -128,7 +237,8 @@ class ParameterServer:
             TimeoutError: If the slowest worker does not come on.
         """
         with self._changed:
-            self._wait(lambda: self._clocks.may_go_on(worker), "the slowest worker")
+            self._wait(worker, lambda: self._clocks.may_go_on(worker), "the slowest worker", self._clocks.slowest)
+            self._require(worker)
             return self._pull(worker, optimizer, read)
 
     def _pull(self, worker: int, optimizer: int, read: Callable[[Changes], Tensor | None]) -> Tensor | None:
@@ -141,39 +251,126 @@ class ParameterServer:
 
     # --- meetings -------------------------------------------------------------------------------------------------
 
-    def meet(self, worker: int) -> None:
+    def meet(self, worker: int, rest: Tensor | None = None, place: Place = ANYWHERE) -> None:
         """Wait until all workers are here: every update has been made.
 
         Nobody makes another one until each of them has called :meth:`release`, so that it may read values and state.
 
+        Args:
+            worker: Its rank.
+            rest: What it has of tensors that no optimizer updates, of which :attr:`rest` is the mean afterwards.
+            place: Which meeting it is.
+
         Raises:
+            RuntimeError: If another worker is at another meeting.
             TimeoutError: If some do not come.
         """
         with self._changed:
+            self._hear(worker)
+            self._require(worker)
             meeting = self._meetings
-            self._waiting.add(worker)
+            for other, where in self._waiting.items():
+                if where != place:
+                    raise RuntimeError(
+                        f"Worker {worker} is at {place}, and worker {other} at {where}: each decides for itself when to"
+                        " meet the others, by something that differs between them, such as a value logged in training,"
+                        " the time, or a number of batches. Decide by values logged in validation and by counts that"
+                        " are alike, or set lost_workers='end'."
+                    )
+            self._waiting[worker] = place
+            if rest is not None:
+                self._rests[worker] = rest
             self._settle()
-            self._wait(lambda: self._meetings > meeting, "all workers at a meeting")
+            self._wait(
+                worker,
+                lambda: self._meetings > meeting,
+                "all workers at a meeting",
+                lambda: set(self.workers) - set(self._waiting) - self._left,
+            )
+            self._require(worker)
+
+    @property
+    def rest(self) -> Tensor | None:
+        """Behind :meth:`meet`, the mean of what workers have brought there."""
+        with self._changed:
+            return self._rest
 
     def take_all(self, worker: int, optimizer: int, read: Callable[[Changes], Tensor | None]) -> Tensor | None:
         """As :meth:`take_turn`, behind :meth:`meet`."""
         with self._changed:
+            self._hear(worker)
             return self._pull(worker, optimizer, read)
 
     def leave(self, worker: int) -> None:
         """A worker makes no further updates, and nobody waits for it."""
         with self._changed:
             self._left.add(worker)
+            if worker == self.workers[0]:
+                self._ended = time.monotonic()
             self._reading.discard(worker)
             self._settle()
 
+    def lose(self, worker: int, why: str) -> None:
+        """A worker is gone: nobody waits for it, and what it still sends does not count.
+
+        Args:
+            worker: Its rank, one of :attr:`may_go`; who has left cannot be lost.
+            why: What was seen.
+        """
+        with self._changed:
+            self._lose(worker, why)
+
+    def _lose(self, worker: int, why: str) -> None:
+        if worker in self._left:
+            return
+        self.losses.append(Loss(worker, self._updates[worker], self._positions.get(worker), why))
+        self._note("lost", worker, 0)
+        self._waiting.pop(worker, None)
+        self._rests.pop(worker, None)
+        self.leave(worker)
+
+    def lose_late(self) -> None:
+        """Lose who asks for nothing any more where nobody waits for it: the first worker has come to its end."""
+        with self._changed:
+            if self._ended is not None:
+                silent = self._silent(set(self.workers) - set(self._waiting) - self._left, self._ended)
+                for worker in silent & self.may_go:
+                    self._lose(worker, f"it did not end within {self._timeout_s:g} s behind the first, timeout_s")
+
+    def _hear(self, worker: int) -> None:
+        self._heard[worker] = time.monotonic()
+
+    def _silent(self, workers: Iterable[int], since: float) -> set[int]:
+        """Those of some workers that have asked for nothing for too long, of the time since a moment."""
+        latest = time.monotonic() - self._timeout_s
+        return {each for each in workers if max(self._heard[each], since) <= latest}
+
+    @property
+    def lost(self) -> set[int]:
+        """Workers that are gone."""
+        with self._changed:
+            return {loss.worker for loss in self.losses}
+
+    def _require(self, worker: int) -> None:
+        if worker in self.lost:
+            raise LeftOutError(f"The others have gone on without worker {worker}.")
+
     def _settle(self) -> None:
-        for worker in self._waiting | self._left:
+        here = set(self._waiting) | self._left
+        for worker in here:
             self._clocks.rest(worker)
-        if self._waiting and len(self._waiting | self._left) == len(self.workers):
+        if self._waiting and len(here) == len(self.workers):
             self._meetings += 1
             self._reading = set(self._waiting)
+            for worker in self._reading:
+                self._hear(worker)
             self._waiting.clear()
+            self._rest = None
+            if self._rests:
+                # In one order, so that numbers do not depend on who came first.
+                parts = [self._rests[worker] for worker in sorted(self._rests)]
+                self._rest = torch.stack(parts).mean(0)
+                self._rests.clear()
             self._clocks.meet()
             for worker in self._left:
                 self._clocks.rest(worker)
@@ -213,8 +410,29 @@ class ParameterServer:
             if self._log is not None:
                 self._log.close()
 
-    def _wait(self, until: Callable[[], bool], whom: str) -> None:
-        came = self._changed.wait_for(lambda: self._failure is not None or until(), self._timeout_s)
+    def _wait(self, worker: int, until: Callable[[], bool], whom: str, late: Callable[[], Iterable[int]]) -> None:
+        """Let a worker wait: for ``whom``, in words, and ``late``."""
+        began, patience_s = time.monotonic(), self._timeout_s / (_LOOKS if self.may_go else 1)
+
+        def is_over() -> bool:
+            return self._failure is not None or worker in self.lost or until()
+
+        came = self._changed.wait_for(is_over, patience_s)
+        while not came and self.may_go:
+            self._hear(worker)
+            silent = self._silent(late(), began)
+            if not silent <= self.may_go:
+                break
+            for each in silent:
+                self._lose(each, f"the others waited {self._timeout_s:g} s for it in vain, timeout_s")
+            # Others may go on while this is sent.
+            self._changed.release()
+            try:
+                self.on_wait(worker)
+            finally:
+                self._changed.acquire()
+            came = self._changed.wait_for(is_over, patience_s)
+        self._hear(worker)
         self.check()
         if not came:
             raise TimeoutError(f"Waited {self._timeout_s:.0f} s for {whom} in vain (timeout_s).")

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-#: An update by a worker's gradients, a turn without any, and the moment at which a worker gets the newest values.
-Did = Literal["update", "tick", "pull"]
+#: An update by a worker's gradients, a turn without any, the moment at which a worker gets the newest values, and that
+#: from which the others go on without it.
+Did = Literal["update", "tick", "pull", "lost"]
 _RUN = "run"
 
 

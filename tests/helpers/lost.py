@@ -1,0 +1,70 @@
+"""Training from which a worker goes, and the same by one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_pardist.engines.servers import replay
+from tests.helpers.parity import assert_close
+from tests.helpers.scripts import ROOT, Finished, run_script
+from tests.scripts.lose import BATCH, STEPS, Module, dataset
+
+WORKERS = 3
+
+
+def lose(
+    folder: Path,
+    fault: str,
+    rank: int,
+    *,
+    staleness: int | None = 2,
+    servers: int = 1,
+    workers: int = WORKERS,
+    **variables: str,
+) -> Finished:
+    """Run the script."""
+    script = str(ROOT / "tests" / "scripts" / "lose.py")
+    arguments = (str(folder), str(workers + servers), fault, str(rank), str(staleness), str(servers))
+    return run_script(script, *arguments, **variables)
+
+
+def replayed(folder: Path, *, begin: Path | None = None, workers: int = WORKERS) -> dict[str, Any]:
+    """The same training by one process."""
+    module = Module()
+    optimizer = module.configure_optimizers()
+    if begin is None:
+        module.load_state_dict(torch.load(folder / "begin.pt"))
+    else:
+        saved = torch.load(begin, weights_only=False)
+        module.load_state_dict(saved["state_dict"])
+        optimizer.load_state_dict(saved["optimizer_states"][0])
+    x, y = dataset(BATCH * STEPS * workers).tensors
+
+    def gradients(worker, turn, index):
+        step = (turn - 1) % STEPS
+        mine = torch.arange(worker, len(x), workers)[step * BATCH : (step + 1) * BATCH]
+        module.loss(x[mine], y[mine]).backward()
+
+    replay(folder / "updates", [optimizer], gradients)
+    return dict(module.named_parameters())
+
+
+def check_replay(folder: Path, **more: Any) -> None:
+    """Compare weights with those of the replay."""
+    weights, want = torch.load(folder / "end.pt"), replayed(folder, **more)
+    assert_close({name: weights[name] for name in want}, want, rtol=1e-12)
+
+
+def done(finished: Finished) -> dict[int, dict[str, Any]]:
+    """What ranks have found that came to the end."""
+    lines = [line for line in finished.output.splitlines() if line.startswith("done")]
+    return {(found := json.loads(line.removeprefix("done ")))["rank"]: found for line in lines}
+
+
+def told(finished: Finished) -> list[str]:
+    """Lines about workers that are gone."""
+    return [line for line in finished.output.splitlines() if "has gone after" in line]
