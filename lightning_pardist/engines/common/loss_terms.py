@@ -205,6 +205,8 @@ class _At:
         if not counts:
             return self.term("sum", what)
         total: Any = math.prod(counts[1:], start=counts[0])
+        if _sums_nothing(self.node):
+            total = 0.0
         total = _unclamped(total.detach(), self.node) if isinstance(total, Tensor) else float(total)
         return self.term("mean", f"{what} divided by a count", total, by_data=True)
 
@@ -483,6 +485,12 @@ def _counts(divisor: Any, items: int) -> bool:
         return False
     number = _number(divisor)
     return number is None or number >= max(items, 1)
+
+
+def _sums_nothing(node: Node) -> bool:
+    """Whether a sum is over no elements, so that what it is divided by is no count: ``max(number_of_boxes, 1)``."""
+    children = [child for child in inputs_of(node) if child is not None]
+    return any(0 in (shape_of(child) or ()) for child in children)
 
 
 def _unclamped(count: Tensor, node: Node) -> Tensor:
