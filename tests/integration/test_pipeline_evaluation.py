@@ -193,6 +193,39 @@ def test_encoders_with_padding_masks(strategy):
             assert_close(found[name], values)
 
 
+class LoneEncoderLayer(Padded):
+    """Has an encoder layer outside of any ``nn.TransformerEncoder``, behind which other layers are called."""
+
+    def __init__(self):
+        super().__init__()
+        del self.encoder
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.deeper = nn.ModuleList(
+            nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+
+    def loss(self, batch):
+        hidden = memory = self.layer(self.embed(batch[0]), src_key_padding_mask=batch[0] == 0)
+        for deeper in self.deeper:
+            hidden = deeper(hidden, memory)
+        return F.cross_entropy(self.head(hidden.mean(1)), batch[1])
+
+
+def _evaluate_lone(strategy, devices):
+    torch.manual_seed(4)
+    module, loader = LoneEncoderLayer(), DataLoader(_padded_tokens(True), batch_size=8)
+    trainer = quiet_trainer(strategy=strategy, devices=devices)
+    trainer.fit(module, loader, loader)
+    return {key: value.clone() for key, value in trainer.callback_metrics.items()} | snapshot(module)
+
+
+@pytest.mark.parametrize("strategy", ["pardist_pp", "pardist_mp"])
+def test_a_lone_encoder_layer(strategy):
+    expected = run_ranks(1, _evaluate_lone, "auto", 1)[0]
+    for found in run_ranks(2, _evaluate_lone, strategy, 2):
+        assert_close(found, expected)
+
+
 class NowAndThen(Regression):
     """Calls the model once more in its first run (a count of operations), or with the first batch (pictures)."""
 

@@ -1,4 +1,4 @@
-"""Evaluates ``nn.TransformerEncoder`` layer by layer, with the results of torch's fused kernel."""
+"""Evaluates torch's transformer encoders operation by operation, with the results of its fused kernel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch.utils.hooks import RemovableHandle
 class PlainEncoders:
     """Keeps encoders off their fast path while attached, and does as it does to the results.
 
-    In evaluation with a padding mask ``nn.TransformerEncoder`` packs the tokens that count into a nested tensor for
-    torch's fused kernel. Neither can be split, nor handed from stage to stage. What it computes is what the layers
-    compute, but for one thing: where a sequence is padded the result is zero, which shows wherever the padding is read
-    (a mean over all positions, a decoder without a mask of the memory).
+    In evaluation ``nn.TransformerEncoderLayer`` hands the weights of all of its layers to a fused kernel, for which
+    ``nn.TransformerEncoder`` packs the tokens that a padding mask leaves into a nested tensor. Neither can be split,
+    nor handed from stage to stage. What they compute is what the layers compute, but for one thing: where a sequence
+    of an encoder is padded the result is zero, which shows wherever the padding is read (a mean over all positions, a
+    decoder without a mask of the memory).
 
     Args:
         module: Whose encoders are meant.
@@ -24,12 +25,13 @@ class PlainEncoders:
 
     def __init__(self, module: nn.Module) -> None:
         self._encoders = [each for each in module.modules() if isinstance(each, nn.TransformerEncoder)]
+        self._has_layers = any(isinstance(each, nn.TransformerEncoderLayer) for each in module.modules())
         self._handles: list[RemovableHandle] = []
         self._was_enabled = False
 
     def attach(self) -> None:
-        """Switch the fast path off in this process, if there are encoders. Not collective."""
-        self._was_enabled = bool(self._encoders) and torch.backends.mha.get_fastpath_enabled()
+        """Switch the fast path off in this process, if there are such layers. Not collective."""
+        self._was_enabled = self._has_layers and torch.backends.mha.get_fastpath_enabled()
         if not self._was_enabled:
             return
         torch.backends.mha.set_fastpath_enabled(False)

@@ -100,7 +100,9 @@ def test_nothing_counts():
 
 def test_what_nothing_is_divided_by_is_no_count():
     none = torch.tensor([], dtype=torch.long)
-    loss = samples().pow(2).mean() + F.l1_loss(samples()[none], torch.zeros(0, CLASSES), reduction="sum") / max(len(none), 1)
+    loss = samples().pow(2).mean() + F.l1_loss(samples()[none], torch.zeros(0, CLASSES), reduction="sum") / max(
+        len(none), 1
+    )
     assert [term.count for term in find_terms(loss, samples=BATCH) if term.by_data] == [0]
 
 
