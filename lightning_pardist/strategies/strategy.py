@@ -401,6 +401,11 @@ class PardistStrategy(ParallelStrategy):
         environment = self.cluster_environment
         if environment is None:
             raise RuntimeError("A launcher needs the strategy's cluster environment; construct the Trainer first.")
+        if any(device.type == "mps" for device in self.parallel_devices or ()):
+            raise ValueError(
+                f"{type(self).__name__} with accelerator='mps': strategies from the DDP family are not supported on the"
+                " MPS accelerator, which has one device. Set accelerator='cpu', or leave strategy out."
+            )
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.distributed.dims = self.resolve_dims(self.world_size)
         self._choose_axes()

@@ -7,6 +7,7 @@ import sys
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
@@ -27,6 +28,14 @@ def test_every_name_makes_its_strategy(entry):
     processes = 1 if entry.name == "pardist_dp" else 2
     assert trainer.world_size == processes
     assert processes == 1 or trainer._accelerator_connector.is_distributed
+
+
+@pytest.mark.parametrize("entry", registry.TABLE, ids=lambda entry: entry.name)
+def test_one_device_of_apple_is_refused(entry, monkeypatch):
+    monkeypatch.setattr(MPSAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr(MPSAccelerator, "parse_devices", staticmethod(lambda devices: [0]))
+    with pytest.raises(ValueError, match="not supported on the MPS accelerator"):
+        pl.Trainer(accelerator="mps", strategy=entry.name, logger=False)
 
 
 def test_registering_again_is_harmless():
