@@ -375,6 +375,9 @@ class _Walk:
             return _REDUCED
         if kind in _ELEMENTWISE and inputs:
             return self._dim_of_elements(node, inputs, len(inputs) < len(sides))
+        if kind == "Index" and inputs and self.batch_dim(inputs[0]) == 0:
+            # Picked items come first, whatever their number and that of their features.
+            return 0
         if kind in _SAME and inputs and kind != "Index":
             dim = self.batch_dim(inputs[0])
             return dim if dim < 0 else self._by_shape(node)

@@ -98,6 +98,12 @@ def test_nothing_counts():
     assert term.count == 0
 
 
+def test_picked_items_come_first_where_features_are_as_many_as_samples():
+    picked = samples()[torch.tensor([2]), :BATCH]
+    (term,) = find_terms(picked.abs().sum() / 1, samples=BATCH)
+    assert (term.kind, term.count) == ("mean", 1)
+
+
 def test_what_nothing_is_divided_by_is_no_count():
     none = torch.tensor([], dtype=torch.long)
     loss = samples().pow(2).mean() + F.l1_loss(samples()[none], torch.zeros(0, CLASSES), reduction="sum") / max(
