@@ -17,15 +17,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol
 
 import torch.multiprocessing as mp
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 from typing_extensions import override
@@ -104,6 +105,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
             # Wherever it came, also while another failure was being handled.
             children.interrupt(is_first=self._global_rank == 0)
             raise
+        except SIGTERMException as stop:
+            children.stopped = stop.code
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the processes that were started: a Trainer may be saved as a whole."""
@@ -147,14 +151,19 @@ class MultiProcessLauncher(MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks, call ``function`` on each, and return the first rank's result.
 
+        SIGTERM, which a scheduler may send to this process alone, is passed on to them.
+
         Raises:
             StartedRankFailedError: With the report of the rank that failed first.
+            SIGTERMException: If a signal has stopped all of them.
         """
         predicting = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
         self._predictions = ReturnedPredictions() if predicting else None
         self._failures = mp.get_context(start_method(self)).SimpleQueue()
+        self.procs = []
         try:
-            result = super().launch(function, *args, trainer=trainer, **kwargs)
+            with self._passing_sigterm_on():
+                result = super().launch(function, *args, trainer=trainer, **kwargs)
             return result if self._predictions is None else self._predictions.receive()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             if start_method(self) != "spawn" or "pickle" not in str(error):
@@ -197,15 +206,54 @@ class MultiProcessLauncher(MultiProcessingLauncher):
                 return result if self._predictions is None else self._send(trainer, result)
             except PeerFailedError:
                 raise
+            except SIGTERMException:
+                # Lightning does so in the calling process alone, and ranks that serve wait to hear of it.
+                trainer.state.status = TrainerStatus.INTERRUPTED
+                self._strategy.teardown()
+                raise
             except BaseException as exception:
                 rank = self._strategy.global_rank
                 self._failures.put(FailureReport(rank, f"pid {os.getpid()}", format_failure(exception)))
                 raise
 
+        if signal.getsignal(signal.SIGTERM) == self._passed_on:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         watch_parent(os.getppid())
         if self._predictions is not None:
             return_predictions(trainer, if_asked=start_method(self) == "fork")
-        super()._wrapping_function(process_idx, trainer, call, args, kwargs, return_queue, global_states)
+        try:
+            super()._wrapping_function(process_idx, trainer, call, args, kwargs, return_queue, global_states)
+        except SIGTERMException as stop:
+            # A process that ended by it would be taken for one that has failed.
+            if process_idx == 0:
+                return_queue.put(stop)
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        if isinstance(worker_output, SIGTERMException):
+            raise worker_output
+        super()._recover_results_in_main_process(worker_output, trainer)
+
+    @contextmanager
+    def _passing_sigterm_on(self) -> Iterator[None]:
+        main = threading.current_thread() is threading.main_thread()
+        # A handler of the user's own stays.
+        if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield
+            return
+        signal.signal(signal.SIGTERM, self._passed_on)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _passed_on(self, number: int, frame: FrameType | None) -> None:
+        if self.procs:
+            self.kill(signal.SIGTERM)
+            return
+        # Nobody trains yet.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     def _send(self, trainer: Any, predictions: Any) -> None:
         if self._predictions is None or not trainer.predict_loop.return_predictions:
@@ -278,6 +326,8 @@ class Children:
         self.failing = False
         #: Whether it is ending because somebody has interrupted it.
         self.interrupted = False
+        #: The exit status of all ranks, where a signal has stopped them together.
+        self.stopped: Any = None
 
     def adopt(self, processes: list[subprocess.Popen[bytes]]) -> None:
         """Watch these processes until the script ends."""
@@ -335,7 +385,7 @@ class Children:
             if index in self._known or process.poll() is None:
                 continue
             self._known.add(index)
-            if process.returncode:
+            if process.returncode not in (0, self.stopped):
                 self._died(index + 1, process)
         return len(self._known) == len(self._processes)
 
@@ -368,7 +418,7 @@ class Children:
         failed = [
             (index + 1, process)
             for index, process in enumerate(self._processes)
-            if process.returncode and index not in self._lost
+            if process.returncode not in (0, self.stopped) and index not in self._lost
         ]
         if failed and not self.failing:
             for local_rank, process in failed:

@@ -52,6 +52,16 @@ def test_predictions_that_cannot_come_back_are_said(tmp_path):
     assert "predicted None" in finished.output
 
 
+@pytest.mark.parametrize("strategy", ["pardist_ddp_fork", pytest.param("pardist_ddp", marks=pytest.mark.slow)])
+def test_a_stop_by_a_signal_is_no_failure(strategy, tmp_path):
+    finished = run_script(SPAWNED, strategy, "stop", str(tmp_path))
+    assert finished.code == 143, finished.output
+    assert finished.output.strip().splitlines()[-1].startswith("Stopped by a signal after step"), finished.output
+    assert "Traceback" not in finished.output, finished.output
+    assert len(list(tmp_path.rglob("stopped.ckpt"))) == 1
+    assert not finished.left
+
+
 @pytest.mark.parametrize("late", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_failure_of_all_ranks_is_shown_once(late):
     finished = run_script(TRAIN, "pardist_ddp", "2", "late all", late)

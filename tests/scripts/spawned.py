@@ -1,6 +1,9 @@
 """A script whose ranks are started by spawn or fork: ``python spawned.py STRATEGY WHAT FOLDER``."""
 
+import os
+import signal
 import sys
+import time
 
 import lightning_pardist  # noqa: F401  # isort: skip
 import lightning.pytorch as pl
@@ -14,9 +17,14 @@ class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(8, 3)
-        self.functions = False
+        self.functions = self.stops = False
 
     def training_step(self, batch, batch_idx):
+        if self.stops:
+            time.sleep(0.1)
+            if self.trainer.global_step == 2 and self.global_rank == 1:
+                # As a scheduler does, which knows the process that it has started.
+                os.kill(os.getppid(), signal.SIGTERM)
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def predict_step(self, batch, batch_idx):
@@ -34,7 +42,7 @@ def main() -> None:
         accelerator="cpu",
         strategy=strategy,
         devices=2,
-        max_epochs=1,
+        max_epochs=10 if what == "stop" else 1,
         logger=False,
         default_root_dir=folder,
         enable_progress_bar=False,
@@ -43,6 +51,7 @@ def main() -> None:
     module = Module()
     if what == "lambda":
         module.activation = lambda x: x
+    module.stops = what == "stop"
     loader = DataLoader(data, batch_size=4)
     trainer.fit(module, loader)
     if what == "save":
