@@ -56,6 +56,19 @@ def coupled_samples(module: pl.LightningModule, reason: str) -> str:
     )
 
 
+def unlike_losses(module: pl.LightningModule) -> str:
+    """A warning for losses that consist of other terms for other parts of a batch."""
+    return (
+        f"The loss of {type(module).__name__}.training_step consists of other terms for some parts of a batch than for"
+        " others, so that what counts in each is not known: it is weighed by samples, and training may differ from that"
+        " of one process. Compute the same terms in every step, or set loss_weight."
+    )
+
+
+#: Steps after which ranks on a device look for losses that differ: looking waits for the device.
+_LOOK_EVERY = 100
+
+
 @dataclass(frozen=True)
 class _Logged:
     """A value that the step has logged.
@@ -108,6 +121,8 @@ class LossWeights:
         self._value_weights = value_weights
         self._device = trainer.strategy.root_device
         self._said: set[str] = set()
+        self._alike: Tensor | None = None
+        self._weighed = 0
         self._batch: Any = None
         self._counts = self._weighs = True
         self._logged: list[_Logged] | None = None
@@ -190,6 +205,7 @@ class LossWeights:
         )
         self._has_loss = loss is not None or not self._has_no_count
         self._own = OwnLoss(self._share_of(terms, float(samples or 1)), float(samples or 1), found.agreed)
+        self._look_at(found.agreed)
         scaling = scale_gradients(terms, found.factors)
         # The graph of an automatic step goes with its backward, and nothing here is to keep it.
         if not self._trainer.lightning_module.automatic_optimization:
@@ -199,6 +215,16 @@ class LossWeights:
         if not self._counts:
             for entry in reversed(noted):
                 self._forget(entry)
+
+    def _look_at(self, alike: Tensor) -> None:
+        """Say once that ranks' losses differ in their terms, if they do."""
+        self._alike = alike if self._alike is None else self._alike & alike
+        self._weighed += 1
+        if alike.device.type != "cpu" and self._weighed % _LOOK_EVERY != 1:
+            return
+        if not self._alike and "unlike" not in self._said:
+            self._said.add("unlike")
+            rank_zero_warn(unlike_losses(self._trainer.lightning_module))
 
     @property
     def _has_no_count(self) -> bool:
@@ -291,9 +317,10 @@ class LossWeights:
         found = "; ".join(dict.fromkeys(term.describe() for term in terms if term.kind != "constant"))
         if not found or found in self._said:
             return
+        first = not self._said - {"unlike"}
         self._said.add(found)
         rank_zero_info(f"Loss over ranks: {found}. loss_weight sets it.")
-        if len(self._said) > 1:
+        if not first:
             return
         reasons = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]
         reasons += couplings(loss, samples=BatchCut().samples_of(self._batch))

@@ -63,7 +63,7 @@ from lightning_pardist.engines.pipeline.placement import Placement, replace_in
 from lightning_pardist.engines.pipeline.replay import contains_stub
 from lightning_pardist.mesh import Degree, degrees_of_machine
 from lightning_pardist.trainer.layer_sync import WatchedBatchNorms, syncs_batch_norms
-from lightning_pardist.trainer.loss_weights import coupled_samples, weight_of_logged
+from lightning_pardist.trainer.loss_weights import coupled_samples, unlike_losses, weight_of_logged
 from lightning_pardist.trainer.patch_stack import PatchStack
 from lightning_pardist.trainer.random_numbers import drawn_apart
 from lightning_pardist.trainer.sample_batches import on_device, undisturbed_random
@@ -101,6 +101,7 @@ class PipelineAxis(ParallelAxis):
         self.settings = settings
         self.engine: PipelineEngine | None = None
         self.last_result: StepResult | None = None
+        self._said_unlike = False
         self.record_times = False
         self._outside: OutOfScheduleForward | None = None
         self._patches = PatchStack()
@@ -427,6 +428,9 @@ class PipelineAxis(ParallelAxis):
                 " weighed by one of them. From the next on all forwards come before the backwards, which takes more"
                 " memory; loss_weight='tokens' or 'samples' weighs it by one count always."
             )
+        if not engine.losses_alike and not self._said_unlike:
+            self._said_unlike = True
+            rank_zero_warn(unlike_losses(self._trainer.lightning_module))
         self.last_result = done
         self.context.loss_count = None if done.is_sum else sum(done.weights)
         if self._batch_norms is not None:

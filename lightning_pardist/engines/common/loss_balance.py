@@ -26,9 +26,11 @@ from lightning_pardist.engines.common.loss_terms import Term
 _COUNTS = 24
 #: Numbers other than losses that fit into it.
 _VALUES = 16
-#: Numbers in front: ranks that take part, those with a loss, its terms' signature and the square of that, samples, and
-#: signature and square for the values.
-_HEAD = 7
+#: Numbers in front: ranks that take part, those with a loss, those with terms, their terms' signature and the square of
+#: that, samples, and signature and square for the values.
+_HEAD = 8
+#: Places for means by name, for losses that lack some of the terms on some ranks, and for how many a loss has.
+_NAMES, _SIZES = 61, 9
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Balance:
     Attributes:
         factors: For each term, what its gradient is to be multiplied with before ranks are averaged; shape ``[terms]``.
         values: For each value, that of all ranks' samples together; this rank's own where ranks' values do not match.
-        agreed: Whether the losses of all ranks consist of the same terms; no dims. Otherwise means go by samples.
+        agreed: Whether the losses of all ranks consist of the same terms, or of some of those that one of them has; no
+            dims. Otherwise means go by samples.
         totals: For each term that is a mean, what all ranks have counted; shape ``[terms]``.
         samples: Of all ranks; no dims.
     """
@@ -91,10 +94,11 @@ def exchange(
     """
     means = [term for term in terms if term.kind == "mean"][:_COUNTS]
     values = values[:_VALUES]
-    mark = signature([f"{term.kind} {term.what}" for term in terms if term.kind != "constant"])
+    names = [f"{term.kind} {term.what}" for term in terms if term.kind != "constant" and not term.is_nothing]
+    mark, votes = signature(names), float(present and bool(names))
     value_mark = signature([value.name for value in values])
     here, has_loss = float(present), float(present and bool(terms))
-    head = [here, has_loss, has_loss * mark, has_loss * mark**2, has_loss * samples]
+    head = [here, has_loss, votes, votes * mark, votes * mark**2, has_loss * samples]
     head += [here * value_mark, here * value_mark**2]
     shares = [1.0 if value.weight is None else value.weight for value in values]
     own = _message([*head, *_padded([term.count for term in means], _COUNTS), *_padded(shares, _VALUES)], device)
@@ -104,11 +108,37 @@ def exchange(
     if values:
         weights = own[-_VALUES:][: len(values)]
         parts[: len(values)] = torch.where(weights == 0, 0.0, weights * _stacked(values, own))
-    own = torch.cat([own, parts])
+    own = torch.cat([own, parts, _by_name(terms, own) * here])
     total = own.clone()
     if group is not None:
         dist.all_reduce(total, group=group)
     return _balance(terms, values, own, total, 1 if group is None else group.size())
+
+
+def _places(terms: Sequence[Term]) -> list[int] | None:
+    """For each mean the place of its name, the same on all ranks; None if two share one."""
+    means = [term.what for term in terms if term.kind == "mean" and not term.is_nothing]
+    # Fewer of a kind are terms of fewer samples, and not some of these.
+    names = [f"{what} {means[:index].count(what)} of {means.count(what)}" for index, what in enumerate(means)]
+    places = [zlib.crc32(name.encode()) % _NAMES for name in names]
+    return places if len(set(places)) == len(places) < _SIZES else None
+
+
+def _by_name(terms: Sequence[Term], like: Tensor) -> Tensor:
+    """What means have counted and that they are there, by name; how many; other kinds; whether names share a place."""
+    message = like.new_zeros(2 * _NAMES + _SIZES + 3)
+    message[-3] = float(any(term.kind == "sum" for term in terms))
+    message[-2] = float(any(term.kind == "other" for term in terms))
+    means = [term for term in terms if term.kind == "mean" and not term.is_nothing]
+    places = _places(terms)
+    if places is None:
+        message[-1] = 1.0
+        return message
+    for place, term in zip(places, means, strict=True):
+        message[place] = term.count
+        message[_NAMES + place] = 1.0
+    message[2 * _NAMES + len(means)] = 1.0
+    return message
 
 
 @dataclass(frozen=True)
@@ -231,16 +261,29 @@ def _zeros_at(
 
 
 def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total: Tensor, ranks: int) -> Balance:
-    agreed = total[1] * total[3] == total[2] ** 2
+    alike = total[2] * total[4] == total[3] ** 2
     # What a rank without a loss would have counted is not known: ranks count alike then, it with a loss of zero.
     complete = total[0] == total[1]
-    by_samples = own[0] * torch.where(complete, _factor(own[4], total[4], ranks), 1.0)
-    by_count = torch.where(agreed & complete, own[0] * _factor(own[_HEAD:], total[_HEAD:], ranks), by_samples)
+    by_samples = own[0] * torch.where(complete, _factor(own[5], total[5], ranks), 1.0)
+    begin = _HEAD + _COUNTS + 2 * _VALUES
+    named, there, sizes = total[begin : begin + 2 * _NAMES + _SIZES].split([_NAMES, _NAMES, _SIZES])
+    # One rank has all the terms, and others lack some: where nothing counted, say.
+    most = (torch.arange(_SIZES, device=total.device) * (sizes > 0)).max()
+    nested = (total[-1] == 0) & ((there > 0).sum() == most)
+    for others in (total[-3], total[-2]):
+        nested &= (others == 0) | (others == total[2])
+    agreed = alike | nested
+    places = _places(terms)
     factors, totals, slot = [], [], 0
     for term in terms:
-        factor, counted = by_samples, total[4]
+        factor, counted = by_samples, total[5]
         if term.kind == "mean":
-            factor, counted = (by_count[slot], total[_HEAD + slot]) if slot < _COUNTS else (by_samples, total[4])
+            if slot < _COUNTS:
+                counted, mine = total[_HEAD + slot], own[_HEAD + slot]
+                if places and not term.is_nothing:
+                    counted = torch.where(alike, counted, named[places[slot]])
+                by_count = own[0] * _factor(mine, counted, ranks)
+                factor = torch.where(agreed & complete, by_count, by_samples)
             slot += 1
         elif term.kind == "sum":
             factor = own[0] * ranks
@@ -254,7 +297,7 @@ def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total:
         _combined(values, own, total),
         agreed,
         torch.stack(totals) if totals else none,
-        total[4],
+        total[5],
     )
 
 
@@ -265,7 +308,7 @@ def _combined(values: Sequence[Value], own: Tensor, total: Tensor) -> Tensor:
     weights, parts = total[begin : begin + len(values)], total[begin + _VALUES :][: len(values)]
     sums = _message([float(value.weight is None) for value in values], total.device)
     # Where no batch counts, each shows its own.
-    alike = (total[0] > 0) & (total[0] * total[6] == total[5] ** 2)
+    alike = (total[0] > 0) & (total[0] * total[7] == total[6] ** 2)
     return torch.where(alike, torch.where(sums > 0, parts, parts / weights), _stacked(values, own))
 
 

@@ -11,6 +11,12 @@ in ``x.mean(1).sum()`` the sum, and ``weight.pow(2).sum()`` is none of it. So th
 certain, near the loss: through element by element operations, views, transpositions, reductions and products of
 matrices. The result of any other operation is taken to hold samples first, or where its size is that of the batch.
 
+[Note: which divisor is a count]
+A sum over the batch is a mean if something between it and the loss counts items: ``/ mask.sum()``, ``/ len(x)``,
+``* (1 / n)``. A number of Python's may be a constant as well: it counts if it is the number of the samples that are
+summed, or a multiple, or no less than these and not the product of other sizes. A factor such as 0.1 or 0.25 is a
+weight unless just 10 or 4 items were picked, and 0.0625 or 0.142857 stands for 16 and for 7.
+
 [Note: products of sums]
 In ``alpha * (a + b)`` gradients of the terms ``a`` and ``b`` are scaled where the addition hands them on, and that of
 ``alpha`` does not come by there, though it is as large as the terms are. So a term names the edges by which operations
@@ -55,6 +61,7 @@ class Term:
         by_data: Whether the count depends on values of the batch, and not on its shape alone.
         nonlinear: What makes the whole more than a sum of its parts, for the log; empty if nothing does.
         divisors: What it is divided by between ``node`` and the loss as well, and on the way to the reduction.
+        shared: The place of the one divisor that counts, which other sums may be divided by as well.
         edges: By which additions hand their gradient on to ``node``, as addition and place among what it adds; none if
             the term is the whole loss. What ``node`` stands for may take part in other terms as well: in
             ``(-scale).exp() * mean + scale`` the second summand has its own edge, and the first does not go by it.
@@ -69,10 +76,16 @@ class Term:
     what: str = ""
     by_data: bool = False
     nonlinear: str = ""
-    divisors: tuple[Any, ...] = ()
+    divisors: tuple[_Divisor, ...] = ()
     edges: tuple[tuple[Node, int], ...] = ()
     cofactors: tuple[tuple[Node, int], ...] = ()
     offset: bool = False
+    shared: _At | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing of the batch has gone into the loss: ``output.sum() * 0``."""
+        return self.what == _NOTHING
 
     def describe(self) -> str:
         """The term and its count in words."""
@@ -87,6 +100,8 @@ class Term:
         return f"{text} ({self.nonlinear})" if self.nonlinear else text
 
 
+#: What a loss is made of that is zero whatever the batch.
+_NOTHING = "nothing"
 #: Batch dims of results that have none: they are what the batch was reduced to, or have nothing to do with it.
 _REDUCED, _CONSTANT = -1, -2
 #: How many operations the batch dim is followed down; what lies deeper is taken as its shape says.
@@ -97,6 +112,10 @@ _SMALL = 2**22
 _ADDITIONS = {"Add", "Sub", "Rsub", "Stack", "Cat"}
 _SAME = {"Neg", "ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand"}
 _SAME |= {"Select", "Slice", "T", "Transpose", "Permute", "Diagonal", "Index", "MaskedFill"}
+#: Those that only arrange elements anew.
+_VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze"}
+#: Products of matrices, in which a dim may be summed over.
+_CONTRACTIONS = {"Mm", "Mv", "Dot", "Bmm"}
 #: The sum over ranks that share a batch: below it is this rank's part, above what one process has.
 _SAME |= {"_Reduce"}
 _REDUCTIONS = {"Sum", "Mean", "Nansum"}
@@ -147,6 +166,21 @@ def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
 
 
 @dataclass(frozen=True)
+class _Divisor:
+    """What a term is divided by.
+
+    Attributes:
+        value: A number of Python's or a tensor.
+        at: Where; None if that is inside of the term.
+        rounded: Whether it is multiplied with a number of one or two digits, which more often is a weight.
+    """
+
+    value: Any
+    at: _At | None = None
+    rounded: bool = False
+
+
+@dataclass(frozen=True)
 class _At:
     """Where a walk from the loss stands: a node, the topmost one of its term, and what came on the way.
 
@@ -156,7 +190,7 @@ class _At:
 
     node: Node
     path: tuple[Node, ...]
-    divisors: tuple[Any, ...] = ()
+    divisors: tuple[_Divisor, ...] = ()
     nonlinear: str = ""
     edges: tuple[tuple[Node, int], ...] = ()
     beside: tuple[tuple[Node, int], ...] = ()
@@ -164,9 +198,9 @@ class _At:
     offset: bool = False
     joined: bool = False
 
-    def below(self, node: Node, *, divisor: Any = None, nonlinear: str = "") -> _At:
+    def below(self, node: Node, *, divisor: Any = None, rounded: bool = False, nonlinear: str = "") -> _At:
         """The same term, one node further from the loss."""
-        divisors = self.divisors if divisor is None else (*self.divisors, divisor)
+        divisors = self.divisors if divisor is None else (*self.divisors, _Divisor(divisor, self, rounded))
         nonlinear = self.nonlinear or nonlinear
         sides = enumerate(inputs_of(self.node))
         others = [(self.node, place) for place, child in sides if child is not None and child is not node]
@@ -199,16 +233,36 @@ class _At:
             self.offset,
         )
 
-    def divided(self, what: str, items: int) -> Term:
+    def nothing(self) -> Term:
+        """Zero, whatever the batch."""
+        return replace(self, nonlinear="").term("mean", _NOTHING, 0.0, by_data=True)
+
+    def mean(self, what: str, count: Tensor | float, *, by_data: bool = False) -> Term:
+        """A mean that ends here, divided perhaps by another one, of its weights."""
+        for divisor in self.divisors:
+            if _is_computed(divisor.value):
+                count, by_data = divisor.value.detach() * count, True
+        return self.term("mean", what, count, by_data=by_data)
+
+    def divided(self, what: str, sizes: tuple[int, ...], dim: int, samples: int | None) -> Term:
         """A sum over the batch that ends here: a mean, if it is divided by a count on the way."""
-        counts = [each for each in self.divisors if _counts(each, items)]
+        divisors = (*self.divisors, *(_Divisor(each) for each in _divisors_inside(self.node)))
+        nothing = _sums_nothing(self.node)
+        picked = any(kind_of(each) in _PICKED for each in _elements(self.node))
+        counts = _counts(divisors, sizes, dim, samples, picked=picked)
+        if nothing:
+            counts = counts[-1:]
         if not counts:
-            return self.term("sum", what)
-        total: Any = math.prod(counts[1:], start=counts[0])
-        if _sums_nothing(self.node):
-            total = 0.0
+            counts = [each for each in divisors if each.rounded and _is_count_of(self.node, each.value)]
+        if not counts:
+            return self.nothing() if nothing else self.term("sum", what)
+        total: Any = math.prod((each.value for each in counts[1:]), start=counts[0].value)
+        if nothing:
+            # What is at most 1 keeps a division possible, max(number_of_boxes, 1), and counts no item.
+            total = torch.where(total > 1, total.detach(), 0.0) if isinstance(total, Tensor) else total * (total > 1)
         total = _unclamped(total.detach(), self.node) if isinstance(total, Tensor) else float(total)
-        return self.term("mean", f"{what} divided by a count", total, by_data=True)
+        term = self.term("mean", f"{what} divided by a count", total, by_data=True)
+        return replace(term, shared=counts[0].at if len(counts) == 1 else None)
 
 
 class _Walk:
@@ -232,20 +286,40 @@ class _Walk:
                 found[step.node] = _merged(step if known.kind == "constant" else known, known, step)
             else:
                 waiting.extend(reversed(step))
-        return self._of_samples(list(found.values()))
+        return _without_zeros(self._of_samples(_with_shared_counts(list(found.values()))))
 
     def _of_samples(self, terms: list[Term]) -> list[Term]:
         """Where a step adds up a loss for each sample, samples are what counts."""
-        means = [term for term in terms if term.kind == "mean"]
-        if self.samples is None or len(means) != self.samples:
+        each = [term for term in terms if term.kind in ("mean", "sum")]
+        rest = [term for term in terms if term.kind not in ("mean", "sum")]
+        some = [term for term in each if not term.is_nothing]
+        if self.samples is None or len(each) != self.samples or len({term.what for term in some}) > 1:
             return terms
-        if len({term.what for term in means}) > 1 or not all(map(self._is_of_one_sample, means)):
+        # A sample that adds zero is one of them.
+        what = f"{some[0].what if some else 'zero'} of each sample"
+        if all(map(self._is_mean_of_samples, each)) and self._are_apart(some):
+            return [*(replace(term, kind="other", count=0.0, by_data=False, what=what) for term in each), *rest]
+        if not some or not all(map(self._is_of_one_sample, some)):
             return terms
-        divided = any(_number(each) == self.samples for each in means[0].divisors)
-        kind: TermKind = "other" if divided else "sum"
-        what = f"{means[0].what} of each sample"
-        found = [replace(term, kind=kind, count=0.0, by_data=False, what=what) for term in means]
-        return [*found, *(term for term in terms if term.kind != "mean")]
+        found = [replace(term, kind="sum", count=0.0, by_data=False, what=what) for term in some]
+        return [*found, *(replace(term, kind="constant") for term in each if term.is_nothing), *rest]
+
+    def _is_mean_of_samples(self, term: Term) -> bool:
+        """Whether a term is divided by the number of samples, beside what it is divided by itself."""
+        divisors = [each for each in term.divisors if each.at is not term.shared and not each.rounded]
+        return any(_number(each.value) == self.samples for each in divisors)
+
+    def _are_apart(self, terms: Sequence[Term]) -> bool:
+        """Whether terms come from results of their own, and not from selections of those of the whole batch."""
+        sources: list[Node] = []
+        for term in terms:
+            for node in (term.path[-1], *_elements(term.path[-1])):
+                mask, source = _mask(node), next((child for child in inputs_of(node) if child is not None), None)
+                if mask is not None and mask.dim() > 1 and len(mask) == self.samples:
+                    return False
+                if kind_of(node) in _PICKED and source is not None and kind_of(source) not in _PICKS:
+                    sources.append(source)
+        return len(set(sources)) == len(sources)
 
     def _is_of_one_sample(self, term: Term) -> bool:
         """Whether what a term reduces was picked out of the batch a few operations before."""
@@ -274,6 +348,8 @@ class _Walk:
             return self._reduction(at, inputs[0], kind) if inputs else self._unknown(at, kind)
         if kind in _LOSSES:
             return self._fused(at, kind)
+        if kind in _CONTRACTIONS and self.batch_dim(node) == _REDUCED:
+            return self._contraction(at, inputs, kind)
         if kind in ("Mul", "Div") and inputs:
             return self._product(at, inputs, kind)
         if kind in _SAME and inputs:
@@ -286,7 +362,7 @@ class _Walk:
         coupled = f"{kind} of all samples is not the mean of parts" if kind in _STATISTICS else ""
         return replace(at, nonlinear=at.nonlinear or coupled).term("other", kind)
 
-    def _product(self, at: _At, inputs: list[Node], kind: str) -> list[_At]:
+    def _product(self, at: _At, inputs: list[Node], kind: str) -> Term | list[_At]:
         """A multiple of a term goes on with the term, a product of two with the first."""
         sides = inputs_of(at.node)
         of_batch = [child for child in inputs if self.batch_dim(child) != _CONSTANT] or inputs[:1]
@@ -294,6 +370,11 @@ class _Walk:
             verb = "divided" if kind == "Div" else "multiplied"
             return [replace(at.below(of_batch[0], nonlinear=f"results of the batch are {verb}"), joined=True)]
         other = saved(at.node, "other")
+        factor = _scalar_factor(at.node, of_batch[0]) if kind == "Mul" and len(inputs) == 1 else None
+        if factor is not None and factor == 0:
+            return at.nothing()
+        if factor is not None and (count := _reciprocal(factor)):
+            return [at.below(of_batch[0], divisor=count, rounded=_is_rounded(factor))]
         if kind == "Mul" and len(inputs) == 1 and self.batch_dim(of_batch[0]) == _REDUCED:
             factor = other if sides[0] is of_batch[0] else saved(at.node, "self")
             if isinstance(factor, Tensor) and factor.numel() > 1:
@@ -308,25 +389,34 @@ class _Walk:
     def _reduction(self, at: _At, child: Node, kind: str) -> Term | list[_At]:
         dim = self.batch_dim(child)
         dims = _reduced_dims(at.node, shape_of(child))
-        if dim not in dims:
-            # The mean of a stack of losses, say.
-            items = math.prod((shape_of(child) or ())[each] for each in dims)
-            return [at.below(child, divisor=float(items) if kind == "Mean" else None)]
         sizes = shape_of(child) or ()
+        if dim not in dims:
+            # The mean of a stack of losses, say; one over features counts nothing of the batch.
+            items = math.prod(sizes[each] for each in dims)
+            counts = kind == "Mean" and kind_of(child) in ("Stack", "Cat")
+            return [at.below(child, divisor=float(items) if counts else None)]
         if kind != "Mean":
-            return at.divided(kind, sizes[dim] if sizes else 1)
+            return at.divided(kind, sizes, dim, self.samples)
         count = float(math.prod(sizes[each] for each in dims))
-        return at.term("mean", kind, count, by_data=kind_of(child) in ("Index", "MaskedSelect"))
+        return at.mean(kind, count, by_data=kind_of(child) in _PICKED)
+
+    def _contraction(self, at: _At, inputs: Sequence[Node], kind: str) -> Term:
+        """A sum over the batch of products with numbers; products of two results are more than a sum."""
+        of_batch = [child for child in inputs if self.batch_dim(child) != _CONSTANT]
+        if len(of_batch) != 1 or self.batch_dim(of_batch[0]) < 0:
+            return self._unknown(at, kind)
+        return at.divided(kind, shape_of(of_batch[0]) or (), self.batch_dim(of_batch[0]), self.samples)
 
     def _fused(self, at: _At, kind: str) -> Term:
         reduction = saved(at.node, "reduction")
-        if reduction == 2:
-            return at.divided(kind, self.samples or 1)
         weight, operand = saved(at.node, "total_weight"), saved(at.node, "self")
+        if reduction == 2:
+            sizes = tuple(operand.shape) if isinstance(operand, Tensor) else ()
+            return at.divided(kind, sizes or (self.samples or 1,), 0, self.samples)
         if reduction == 1 and isinstance(weight, Tensor):
-            return at.term("mean", kind, weight.detach(), by_data=True)
+            return at.mean(kind, weight.detach(), by_data=True)
         if reduction == 1 and isinstance(operand, Tensor):
-            return at.term("mean", kind, float(operand.numel()))
+            return at.mean(kind, float(operand.numel()))
         return self._unknown(at, kind)
 
     # --- the dim of the samples ---------------------------------------------------------------------------------
@@ -356,7 +446,8 @@ class _Walk:
         samples = self.samples
         if samples and sizes[0] % samples and samples in sizes:
             return sizes.index(samples)
-        return 0
+        # Time first, as recurrent layers have it, rather than several results of each sample.
+        return int(len(sizes) > 2 and sizes[0] != samples == sizes[1])
 
     def _find_dim(self, node: Node) -> int:
         kind, sides = kind_of(node), inputs_of(node)
@@ -365,8 +456,8 @@ class _Walk:
             return _CONSTANT if is_parameter(node) else self._by_shape(node)
         if kind in _REDUCTIONS | _STATISTICS and inputs:
             return self._dim_after_reduction(node, inputs[0])
-        if kind == "Mm" and len(inputs) == 2:
-            return self._dim_of_matrix_product(node, *inputs)
+        if kind in _CONTRACTIONS and len(sides) == 2:
+            return self._dim_of_matrix_product(node, kind, sides)
         if kind in ("Stack", "Cat"):
             return self._dim_of_stack(node, kind, inputs)
         if kind in ("T", "Transpose", "Permute", "Unsqueeze", "Select") and inputs:
@@ -375,12 +466,16 @@ class _Walk:
             return _REDUCED
         if kind in _ELEMENTWISE and inputs:
             return self._dim_of_elements(node, inputs, len(inputs) < len(sides))
-        if kind == "Index" and inputs and self.batch_dim(inputs[0]) == 0:
+        if kind in _PICKED and inputs and self.batch_dim(inputs[0]) == 0:
             # Picked items come first, whatever their number and that of their features.
             return 0
+        if kind in _VIEWS and inputs:
+            return self._dim_of_view(node, inputs[0])
         if kind in _SAME and inputs and kind != "Index":
-            dim = self.batch_dim(inputs[0])
-            return dim if dim < 0 else self._by_shape(node)
+            dim, sizes, before = self.batch_dim(inputs[0]), shape_of(node), shape_of(inputs[0])
+            if dim < 0 or kind == "Diagonal" or sizes is None or before is None:
+                return dim if dim < 0 else self._by_shape(node)
+            return dim + len(sizes) - len(before)
         if (
             not sides
             or None in sides
@@ -399,13 +494,34 @@ class _Walk:
             return _REDUCED
         return dim if saved(node, "keepdim") else dim - sum(each < dim for each in dims)
 
-    def _dim_of_matrix_product(self, node: Node, left: Node, right: Node) -> int:
-        rows, columns = self.batch_dim(right), self.batch_dim(left)
-        if _CONSTANT in (rows, columns):
-            return _CONSTANT if rows == columns else self._by_shape(node)
-        if columns == 1 or rows == 0:
+    def _dim_of_view(self, node: Node, child: Node) -> int:
+        dim, sizes, before = self.batch_dim(child), shape_of(node), shape_of(child)
+        if dim < 0 or sizes is None or before is None:
+            return dim if dim < 0 else self._by_shape(node)
+        places = _viewed(before, sizes, dim)
+        samples = self.samples
+        if samples and len(places) > 1 and sizes[places[0]] % samples:
+            return next((place for place in places if sizes[place] == samples), places[0])
+        return places[0] if places else self._by_shape(node)
+
+    def _dim_of_matrix_product(self, node: Node, kind: str, sides: Sequence[Node | None]) -> int:
+        # What needs no gradient is data or a constant: which, the other one decides.
+        left, right = (_CONSTANT if side is None else self.batch_dim(side) for side in sides)
+        both_known = None not in sides
+        if left == right == _CONSTANT:
+            return _CONSTANT if both_known else self._by_shape(node)
+        if kind == "Dot":
             return _REDUCED
-        return 0 if columns == 0 else 1 if rows == 1 else _REDUCED
+        first = int(kind == "Bmm")
+        if first and 0 in (left, right):
+            return 0
+        if left == first + 1 or right == first:
+            return _REDUCED if both_known or left >= 0 or right >= 0 else self._by_shape(node)
+        if left == first:
+            return first
+        if right == first + 1:
+            return first + 1
+        return self._by_shape(node) if _CONSTANT in (left, right) else _REDUCED
 
     def _dim_of_stack(self, node: Node, kind: str, inputs: Sequence[Node]) -> int:
         dims = [self.batch_dim(child) for child in inputs]
@@ -432,6 +548,36 @@ def _merged(term: Term, one: Term, other: Term) -> Term:
     return replace(term, edges=edges, cofactors=cofactors, offset=one.offset or other.offset)
 
 
+def _with_shared_counts(terms: list[Term]) -> list[Term]:
+    """Sums that are added up and divided by one count are one mean, whatever each of them has summed."""
+    groups: dict[Node, list[Term]] = {}
+    for term in terms:
+        if term.shared is not None and term.kind == "mean":
+            groups.setdefault(term.shared.node, []).append(term)
+    for node, members in groups.items():
+        below = [term for term in terms if any(each.at is not None and each.at.node is node for each in term.divisors)]
+        below = [term for term in below if term.kind != "constant" and not term.is_nothing]
+        at = members[0].shared
+        if len(members) == 1 or len(below) != len(members) or at is None or any(term.nonlinear for term in members):
+            continue
+        count = members[0].count
+        for term in members[1:]:
+            both = isinstance(count, Tensor) or isinstance(term.count, Tensor)
+            count = torch.maximum(*map(torch.as_tensor, (count, term.count))) if both else max(count, term.count)
+        terms = [term for term in terms if term not in members]
+        terms.append(at.term("mean", f"{members[0].what}, several", count, by_data=True))
+    return terms
+
+
+def _without_zeros(terms: list[Term]) -> list[Term]:
+    """What adds zero is nothing beside other terms."""
+    if all(term.is_nothing or term.kind == "constant" for term in terms):
+        return terms
+    return [replace(term, kind="constant", count=0.0) if term.is_nothing else term for term in terms]
+
+
+#: Operations whose result holds as many items as the batch's values say.
+_PICKED = {"Index", "MaskedSelect"}
 #: Operations that look samples up in a parameter: their indices are no inputs of the graph.
 _LOOK_UPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
 
@@ -477,17 +623,81 @@ def _number(value: Any) -> float | None:
     return float(value) if is_python_number(value) else None
 
 
-def _counts(divisor: Any, items: int) -> bool:
-    """Whether what a sum over the batch is divided by is a count, and not a constant such as 2 or a temperature.
+def _counts(
+    divisors: Sequence[_Divisor], sizes: tuple[int, ...], dim: int, samples: int | None, *, picked: bool
+) -> list[_Divisor]:
+    """What a sum over the batch is divided by that is a count, and not a constant such as 2 or a temperature.
 
     Args:
-        divisor: A tensor of no dims that the step has computed, or a number of Python's.
-        items: Size of the batch dim that was summed.
+        divisors: Tensors that the step has computed, or numbers of Python's.
+        sizes: Of what was summed.
+        dim: Of the samples in it, or of what they hold, tokens say.
+        samples: In the batch, if that is known.
+        picked: Whether some of its items were picked by their values: their number may be any.
     """
-    if isinstance(divisor, Tensor) and divisor.dim():
-        return False
-    number = _number(divisor)
-    return number is None or number >= max(items, 1)
+    computed = [each for each in divisors if _is_computed(each.value)]
+    if computed:
+        return computed
+    items = sizes[dim] if sizes else 1
+    features = _products([size for place, size in enumerate(sizes) if place != dim])
+    counted, other = [], []
+    for each in divisors:
+        number = _number(each.value)
+        if number is None or number < 1 or each.rounded:
+            continue
+        if number == samples or (items and number / items in features):
+            counted.append(each)
+        elif number >= max(min(items, samples or items), 1) and (picked or number not in features - {1}):
+            other.append(each)
+    return counted[-1:] or other
+
+
+def _is_computed(divisor: Any) -> bool:
+    """Whether a divisor is a tensor of no dims that the step has computed."""
+    return isinstance(divisor, Tensor) and not divisor.dim() and _number(divisor) is None
+
+
+def _products(sizes: Sequence[int]) -> set[int]:
+    """Of all selections of some sizes, the product of none included."""
+    found = {1}
+    for size in sizes[:8]:
+        found |= {size * each for each in found}
+    return found
+
+
+def _scalar_factor(node: Node, child: Node) -> float | None:
+    """The number that a product multiplies ``child`` with; None for anything but a number or a tensor of no dims."""
+    factor = saved(node, "other" if inputs_of(node)[0] is child else "self")
+    return None if factor is None or (isinstance(factor, Tensor) and factor.dim()) else float(factor)
+
+
+def _reciprocal(factor: float) -> float | None:
+    """The count that a factor is one over; None if it is none."""
+    count = 1 / factor if 0 < factor <= 1 else 0.0
+    return float(round(count)) if count and math.isclose(count, round(count), rel_tol=1e-6) else None
+
+
+def _is_rounded(factor: float) -> bool:
+    """Whether a number has one or two digits, as weights such as 0.1 or 0.25 have."""
+    return math.isclose(factor, float(f"{factor:.1e}"), rel_tol=1e-7)
+
+
+def _is_count_of(node: Node, number: float) -> bool:
+    """Whether a number is that of the items which were picked for a sum, or which its mask leaves."""
+    for child in (node, *_elements(node)):
+        if kind_of(child) in _PICKED:
+            return (shape_of(child) or (0,))[0] == number
+        mask = _mask(child)
+        if mask is not None:
+            return mask.numel() <= _SMALL and float(mask.sum()) == number
+    return False
+
+
+def _divisors_inside(node: Node) -> Iterator[Any]:
+    """What all elements of a sum are divided by."""
+    for child in _elements(node):
+        if kind_of(child) == "Div" and None in (inputs_of(child) + [None])[1:]:
+            yield saved(child, "other")
 
 
 def _sums_nothing(node: Node) -> bool:
@@ -496,19 +706,67 @@ def _sums_nothing(node: Node) -> bool:
     return any(0 in (shape_of(child) or ()) for child in children)
 
 
+def _viewed(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[int]:
+    """Dims of a view that hold what a dim held before: those of the same elements, by runs of dims of equal size."""
+    left = right = 0
+    while left < len(before) and right < len(after):
+        begin = left, right
+        sizes = [before[left], after[right]]
+        left, right = left + 1, right + 1
+        while sizes[0] != sizes[1]:
+            if sizes[0] < sizes[1] and left < len(before):
+                sizes[0] *= before[left]
+                left += 1
+            elif sizes[1] < sizes[0] and right < len(after):
+                sizes[1] *= after[right]
+                right += 1
+            else:
+                return []
+        if begin[0] <= dim < left:
+            return list(range(begin[1], right))
+    return []
+
+
 def _unclamped(count: Tensor, node: Node) -> Tensor:
     """A count without what keeps a division by it possible, ``clamp(min=1)``, where the sum is over nothing."""
     if count.device.type == "cpu" and count > 1:
         return count
-    counted: Any = saved(node, "total_weight")
-    child = next(iter(inputs_of(node)), None)
-    if counted is None and child is not None:
-        kind = kind_of(child)
-        counted = saved(child, {"Mul": "other", "Where": "condition", "MaskedFill": "mask"}.get(kind, ""))
-        counted = ~counted if kind == "MaskedFill" and isinstance(counted, Tensor) else counted
-    if not isinstance(counted, Tensor) or counted.numel() > _SMALL:
+    counted = next((mask for each in (node, *_elements(node)) if (mask := _mask(each)) is not None), None)
+    if counted is None or counted.numel() > _SMALL:
         return count
     return torch.where(counted.any(), count, torch.zeros_like(count))
+
+
+def _elements(node: Node) -> Iterator[Node]:
+    """Operations below a sum that change each element for itself, and further sums, a few of them."""
+    for _ in range(_REACH // 2):
+        inputs = [child for child in inputs_of(node) if child is not None]
+        if not inputs:
+            return
+        node = inputs[0]
+        if kind_of(node) not in _SAME | _ELEMENTWISE | {"Sum"}:
+            return
+        yield node
+
+
+def _mask(node: Node) -> Tensor | None:
+    """What an operation multiplies or selects elements with."""
+    kind = kind_of(node)
+    if kind in _LOSSES:
+        found = saved(node, "total_weight")
+        found = saved(node, "weight") if found is None else found
+    elif kind == "Where":
+        condition = saved(node, "condition")
+        found = ~condition if isinstance(condition, Tensor) and inputs_of(node)[0] is None else condition
+    elif kind == "MaskedFill":
+        mask = saved(node, "mask")
+        found = ~mask if isinstance(mask, Tensor) else None
+    else:
+        sides = inputs_of(node)
+        lone = kind == "Mul" and len([each for each in sides if each is not None]) == 1
+        found = saved(node, "self" if sides[0] is None else "other") if lone else None
+        found = found if isinstance(found, Tensor) and found.dim() else None
+    return found if isinstance(found, Tensor) else None
 
 
 def couplings(loss: Tensor, *, samples: int | None) -> Iterator[str]:
@@ -537,7 +795,29 @@ def couplings(loss: Tensor, *, samples: int | None) -> Iterator[str]:
             left, right = (walk.batch_dim(child) for child in inputs)
             if (left == 0 and right == (1 if kind == "Mm" else 0)) or (kind == "Mm" and left == 1 and right == 0):
                 yield f"a {'product' if kind == 'Mm' else 'distance'} of results of shape {list(sizes)}"
+        if reason := _mixed(node, kind, inputs, samples):
+            yield reason
         for child in inputs:
             if child not in seen:
                 seen.add(child)
                 waiting.append(child)
+
+
+def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
+    """How an operation makes a sample's result depend on others', in words; empty if it does not."""
+    if kind in _OVER_DIM and inputs:
+        ndim, dim = len(shape_of(inputs[0]) or ()), int(saved(node, "dim") or 0)
+        dim = (dim - 2**64 if dim >= 2**63 else dim) % max(ndim, 1)
+        return f"{kind} over the samples" if ndim and _Walk(samples).batch_dim(inputs[0]) == dim else ""
+    if kind != "Sum" or not inputs:
+        return ""
+    masks = (mask for each in _elements(node) if (mask := _mask(each)) is not None)
+    weights = next(masks, None)
+    if weights is None or not weights.is_floating_point() or not 1 < weights.numel() <= _SMALL:
+        return ""
+    normalized = math.isclose(float(weights.sum()), 1.0, rel_tol=1e-6) and samples in weights.shape
+    return "a sum with weights that add up to 1 over the samples" if normalized else ""
+
+
+#: Operations on a dim as a whole.
+_OVER_DIM = {"Topk", "Sort", "Kthvalue", "Softmax", "LogSoftmax", "Cumsum", "Cumprod", "Logcumsumexp"}

@@ -10,9 +10,11 @@ the last backward. A loss of several means with a count each has no such factor:
 from __future__ import annotations
 
 import math
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -76,12 +78,14 @@ class Weighing:
         is_sum: Whether they add up.
         correction: What the step's gradients are to be multiplied with, on all stages.
         several_counts: Whether losses had several counts on any data rank.
+        alike: Whether they consisted of the same terms.
     """
 
     weights: tuple[float, ...]
     is_sum: bool = False
     correction: float = 1.0
     several_counts: bool = False
+    alike: bool = True
 
     def value(self, losses: Sequence[Tensor]) -> Tensor:
         """The batch's loss, given the micro-batches'."""
@@ -185,15 +189,17 @@ class LossSeeds:
         is_sum = any(weight is None for weight in weights)
         shares = [self._number(1.0 if weight is None else weight) for weight in weights]
         # The host waits for the device once.
-        numbers = torch.stack(
-            [each.reshape(()) for each in (*shares, self._correction, self._several.double())]
-        ).tolist()
-        return Weighing(tuple(numbers[:-2]), is_sum, numbers[-2], bool(numbers[-1]))
+        said = (self._correction, self._several.double(), self._agreed.double())
+        numbers: list[float] = torch.stack([each.reshape(()) for each in (*shares, *said)]).tolist()
+        *found, correction, several, alike = numbers
+        return Weighing(tuple(found), is_sum, correction, bool(several), bool(alike))
 
     # --- before all counts are known ----------------------------------------------------------------------------
 
     def _factor(self, key: str, term: Term, index: int) -> Tensor:
         """What the gradient of a term is multiplied with."""
+        if term.is_nothing:
+            return self._number(0.0)
         if self._all_known:
             return self._known_factor(term, key, self._parts[index].size)
         if term.kind == "constant":
@@ -221,20 +227,24 @@ class LossSeeds:
     def _settle(self) -> None:
         """Put together what micro-batches and ranks have counted. Collective over the group."""
         found = [terms for terms in self._terms if terms]
+        alike = _are_alike(found)
         sizes = [part.size for part in self._parts]
         ratios: list[float] | None = None
-        if _are_alike(found) and all(len(_varying(terms)) == 1 for terms in found):
+        names = [[name for name, _ in _keyed(_varying(terms))] for terms in found if _varying(terms)]
+        if alike and all(len(each) == 1 and each == names[0] for each in names):
             # Each counts as itself, whatever that is: nobody has to wait for a device to say it.
-            ratios = [1.0] if found else []
-        elif _are_alike(found):
+            ratios = [1.0] if names else []
+        elif alike:
             ratios = common_ratios(zip(self._terms, sizes, strict=True))
         mark = signature([f"{ratio:.4g}" for ratio in ratios or []])
-        if not _are_alike(found):
+        if not alike:
             for terms in found:
                 terms[:] = [replace(term, kind="other") if term.kind == "mean" else term for term in terms]
         merged: dict[str, Term] = {}
         for terms in found:
             for key, term in _keyed(terms):
+                if term.is_nothing:
+                    continue
                 merged[key] = replace(term, count=merged[key].count + term.count) if key in merged else term
         signs = (float(ratios is None), float(bool(ratios)), mark, mark**2)
         balance = exchange(
@@ -246,8 +256,8 @@ class LossSeeds:
             device=self._device,
         )
         several, ranks, marks, squares = balance.values
-        self._agreed = balance.agreed
-        self._several = (several > 0) | (marks**2 != squares * ranks) | ~balance.agreed
+        self._agreed = balance.agreed & alike
+        self._several = (several > 0) | (marks**2 != squares * ranks) | ~self._agreed
         counts = [self._number(term.count) for term in merged.values()]
         self._known = dict(zip(merged, zip(balance.factors, counts, strict=True), strict=True))
         totals = [total for term, total in zip(merged.values(), balance.totals, strict=True) if term.kind == "mean"]
@@ -277,20 +287,26 @@ class LossSeeds:
 
 def _keyed(terms: Sequence[Term]) -> list[tuple[str, Term]]:
     """Terms with names that say which are the same in other micro-batches: each mean has its own, others their kind."""
-    names, means = [], 0
+    names: list[str] = []
+    means: dict[str, int] = {}
     for term in terms:
-        means += term.kind == "mean"
-        names.append(f"mean {means} {term.what}" if term.kind == "mean" else term.kind)
+        means[term.what] = means.get(term.what, 0) + (term.kind == "mean")
+        names.append(f"mean {means[term.what]} {term.what}" if term.kind == "mean" else term.kind)
     return list(zip(names, terms, strict=True))
 
 
 def _are_alike(losses: Sequence[list[Term]]) -> bool:
-    """Whether losses consist of the same terms."""
-    return len({tuple(dict.fromkeys(name for name, _ in _keyed(_varying(terms)))) for terms in losses}) <= 1
+    """Whether losses consist of the same terms, or lack some of those that one of them has: there nothing counted."""
+    varying = [_varying(terms) for terms in losses if _varying(terms)]
+    others = {tuple(dict.fromkeys(term.kind for term in terms if term.kind != "mean")) for terms in varying}
+    means = [Counter(term.what for term in terms if term.kind == "mean") for terms in varying]
+    most: Counter[str] = reduce(operator.or_, means, Counter())
+    # Fewer of a kind are terms of fewer samples.
+    return len(others) <= 1 and most in [Counter(), *means] and all(each.items() <= most.items() for each in means)
 
 
 def _varying(terms: Sequence[Term]) -> list[Term]:
-    return [term for term in terms if term.kind != "constant"]
+    return [term for term in terms if term.kind != "constant" and not term.is_nothing]
 
 
 def _first_mean(terms: Sequence[Term]) -> Term | None:

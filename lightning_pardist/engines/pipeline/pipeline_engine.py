@@ -136,6 +136,7 @@ class PipelineEngine:
     Attributes:
         record_times: Whether steps keep their times; may be set between steps, on all ranks alike.
         forwards_first: As set, and from the first loss on that turns out to need it.
+        losses_alike: Whether the losses of all micro-batches so far consisted of the same terms.
 
     Raises:
         ValueError: If the plan's stages do not fit the ranks, or the schedule does not exist for these numbers.
@@ -157,6 +158,7 @@ class PipelineEngine:
         self.device = device or torch.device("cpu")
         self.record_times = options.record_times
         self.forwards_first = options.forwards_first
+        self.losses_alike = True
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self.stage_ranks = stage_ranks(options.schedule, self.num_ranks, options.chunks_per_rank)
@@ -352,6 +354,7 @@ class PipelineEngine:
             weights = weighing.weights
             self.placement.scale_gradients(weighing.correction)
             self.forwards_first |= weighing.several_counts
+            self.losses_alike &= weighing.alike
             if len(losses) == len(parts):
                 loss = weighing.value(losses)
         results = shared if self.options.share == "all" else results

@@ -236,3 +236,149 @@ def test_where_nothing_counts_at_all_gradients_are_zero():
             assert not found.any()
     finally:
         LABELS.copy_(LABELS_BEFORE)
+
+
+# --- losses as people write them, whatever parts hold -----------------------------------------------------------------
+
+VALUES = nn.Linear(4, 4)
+WIDE = torch.randn(SAMPLES, 4, 4, generator=generator)
+KEPT = torch.rand(SAMPLES, 4, generator=generator) > 0.4
+KEPT[:4] = False
+CLASS = torch.randint(0, 4, (SAMPLES, 4), generator=generator)
+
+
+def reciprocal(x, kept, y):
+    return VALUES(x)[kept].pow(2).sum() * (1 / max(int(kept.sum()), 1))
+
+
+def reciprocal_tensor(x, kept, y):
+    return VALUES(x)[kept].pow(2).sum() * (1 / kept.sum().double().clamp(min=1))
+
+
+def divided_before_the_sum(x, kept, y):
+    return (VALUES(x).pow(2) * kept[..., None] / kept.sum().clamp(min=1)).sum()
+
+
+def mean_by_mean(x, kept, y):
+    return (VALUES(x).pow(2).mean(-1) * kept).mean() / kept.double().mean().clamp(min=1e-15)
+
+
+def zero_if_empty(x, kept, y):
+    return VALUES(x)[kept].pow(2).mean() if kept.any() else VALUES(x).sum() * 0
+
+
+def mean_of_joined(x, kept, y):
+    joined = torch.cat([VALUES(each)[mask] for each, mask in zip(x, kept, strict=True)])
+    return joined.pow(2).mean() if len(joined) else joined.sum()
+
+
+def second_is_zero_if_empty(x, kept, y):
+    if not kept.any():
+        return F.mse_loss(VALUES(x), x) + VALUES(x).sum() * 0
+    return F.mse_loss(VALUES(x), x) + F.cross_entropy(VALUES(x).transpose(1, 2), y.masked_fill(~kept, -100))
+
+
+def where_kept(x, kept, y):
+    return torch.where(kept[..., None], VALUES(x), 0.0).pow(2).sum() / (kept.sum() * 4).clamp(min=1)
+
+
+def filled(x, kept, y):
+    return VALUES(x).masked_fill(~kept[..., None], 0).pow(2).sum() / (kept.sum() * 4).clamp(min=1)
+
+
+def summed_twice(x, kept, y):
+    return (VALUES(x).pow(2) * kept[..., None]).sum(-1).sum(-1).sum() / kept.sum().clamp(min=1)
+
+
+def weighed_sum(x, kept, y):
+    weight = kept[..., None].double()
+    loss = F.binary_cross_entropy_with_logits(VALUES(x), (x > 0).double(), weight=weight, reduction="sum")
+    return loss / (kept.sum() * 4).clamp(min=1)
+
+
+def dot_product(x, kept, y):
+    weight = x[:, 0, 0].abs()
+    return torch.dot((VALUES(x) - x).pow(2).mean((1, 2)), weight) / weight.sum()
+
+
+def matrix_and_vector(x, kept, y):
+    return (VALUES(x).pow(2).mean(1).t() @ x[:, 0, 0].abs()).sum() / len(x)
+
+
+def einsum_over_the_batch(x, kept, y):
+    return torch.einsum("btc,btc->t", VALUES(x), x).sum() / len(x)
+
+
+def sum_of_flattened(x, kept, y):
+    return VALUES(x).reshape(len(x), -1).pow(2).sum(0).mean()
+
+
+def parameter_first(x, kept, y):
+    return (VALUES.weight @ VALUES(x).mean(1).t()).pow(2).sum(0).mean()
+
+
+def each_class_by_all(x, kept, y):
+    found = VALUES(x)
+    return sum(found[y == each].pow(2).sum() for each in range(4)) / y.numel()
+
+
+def each_sample_by_all(x, kept, y):
+    terms = [(VALUES(each)[mask] - each[mask]).pow(2).sum() for each, mask in zip(x, kept, strict=True)]
+    return sum(terms) / max(int(kept.sum()), 1)
+
+
+def each_sample_or_zero(x, kept, y):
+    terms = [
+        VALUES(a)[mask].pow(2).mean() if mask.any() else VALUES(a).sum() * 0 for a, mask in zip(x, kept, strict=True)
+    ]
+    return torch.stack(terms).mean()
+
+
+def each_step_by_all(x, kept, y):
+    steps = [((VALUES(x[:, t]) - x[:, t]).pow(2).mean(-1) * kept[:, t]).sum() for t in range(4)]
+    return sum(steps) / kept.sum().clamp(min=1)
+
+
+def halves(x, kept, y):
+    one = VALUES(x)[kept].pow(2).sum() / max(int(kept.sum()), 1)
+    return 0.5 * (one + VALUES(x)[~kept].abs().sum() / max(int((~kept).sum()), 1))
+
+
+AS_WRITTEN = [reciprocal, reciprocal_tensor, divided_before_the_sum, mean_by_mean, zero_if_empty, mean_of_joined]
+AS_WRITTEN += [second_is_zero_if_empty, where_kept, filled, summed_twice, weighed_sum, dot_product, matrix_and_vector]
+AS_WRITTEN += [einsum_over_the_batch, sum_of_flattened, parameter_first, each_class_by_all, each_sample_by_all]
+AS_WRITTEN += [each_sample_or_zero, each_step_by_all, halves]
+
+
+@pytest.mark.parametrize("sizes", [[1] * 8, [2] * 4, [3, 3, 2], [4, 4]], ids=str)
+@pytest.mark.parametrize("loss", AS_WRITTEN)
+def test_losses_as_people_write_them(loss, sizes):
+    VALUES.double().zero_grad()
+    whole = (WIDE.double(), KEPT, CLASS)
+    loss(*whole).backward()
+    wanted = [param.grad.clone() for param in VALUES.parameters()]
+    VALUES.zero_grad()
+    seeds = _seeds()
+    parts = [MicroBatch(part, len(part[0])) for part in zip(*(each.split(sizes) for each in whole), strict=True)]
+    seeds.begin(parts)
+    losses = [loss(*part.value) for part in parts]
+    for index, own in enumerate(losses):
+        seeds.add(index, own)
+    for index, own in enumerate(losses):
+        _backward(seeds, index, own)
+    weighing = seeds.finish()
+    assert weighing.alike
+    found = [param.grad * weighing.correction for param in VALUES.parameters()]
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_losses_of_unlike_terms_are_told():
+    parts = [MicroBatch(None, 2), MicroBatch(None, 2)]
+    seeds = _seeds()
+    seeds.begin(parts)
+    losses = [F.mse_loss(VALUES(WIDE.double()), WIDE.double()), VALUES(WIDE.double()).abs().mean()]
+    for index, own in enumerate(losses):
+        seeds.add(index, own)
+    for index, own in enumerate(losses):
+        _backward(seeds, index, own)
+    assert not seeds.finish().alike
