@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from lightning_pardist.compat.contract import Private
+from lightning_pardist.compat.fake_tensors import no_modes
 
 NAMES = (
     Private("torch.autograd.graph.Node._input_metadata", "losses weighed by what they count", "loss_weight='samples'",
@@ -74,3 +75,17 @@ def is_python_number(value: Any) -> bool:
         return False
     narrow = torch.float16 if value.is_floating_point() else torch.int8
     return torch.result_type(torch.zeros((), dtype=narrow, device=value.device), value) == narrow
+
+
+def scalar(value: Any) -> float | None:
+    """The number that an operand of no dims holds; None for one with dims, or of a class of its own, without values.
+
+    Reading it waits for the device, if the operand is there.
+    """
+    if not isinstance(value, Tensor):
+        return float(value) if isinstance(value, int | float) else None
+    if value.dim() or type(value) not in (Tensor, nn.Parameter):
+        return None
+    # Modes get numbers of Python's as such, and cannot read them off a tensor.
+    with no_modes():
+        return float(value)

@@ -23,14 +23,14 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pardist.engines.common.loss_terms import Term
 
 #: Means with counts of their own that fit into the message; further ones are weighed by samples.
-_COUNTS = 24
+_MEANS = 24
+#: Places for their counts, which go by name; and for how many a loss has, with which some ranks' may lack terms.
+_COUNTS, _SIZES = 31, 6
 #: Numbers other than losses that fit into it.
 _VALUES = 16
 #: Numbers in front: ranks that take part, those with a loss, those with terms, their terms' signature and the square of
 #: that, samples, and signature and square for the values.
 _HEAD = 8
-#: Places for means by name, for losses that lack some of the terms on some ranks, and for how many a loss has.
-_NAMES, _SIZES = 61, 9
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,6 @@ def exchange(
         group: Ranks whose gradients are averaged; None if this one is alone.
         device: Of the message.
     """
-    means = [term for term in terms if term.kind == "mean"][:_COUNTS]
     values = values[:_VALUES]
     names = [f"{term.kind} {term.what}" for term in terms if term.kind != "constant" and not term.is_nothing]
     mark, votes = signature(names), float(present and bool(names))
@@ -101,43 +100,57 @@ def exchange(
     head = [here, has_loss, votes, votes * mark, votes * mark**2, has_loss * samples]
     head += [here * value_mark, here * value_mark**2]
     shares = [1.0 if value.weight is None else value.weight for value in values]
-    own = _message([*head, *_padded([term.count for term in means], _COUNTS), *_padded(shares, _VALUES)], device)
+    own = _message([*head, *_table(terms), *_padded(shares, _VALUES)], device)
     own[_HEAD:] *= here
     # A mean of nothing is no number, and counts nothing.
     parts = own.new_zeros(_VALUES)
     if values:
         weights = own[-_VALUES:][: len(values)]
         parts[: len(values)] = torch.where(weights == 0, 0.0, weights * _stacked(values, own))
-    own = torch.cat([own, parts, _by_name(terms, own) * here])
+    own = torch.cat([own, parts, _makeup(terms, own) * here])
     total = own.clone()
     if group is not None:
         dist.all_reduce(total, group=group)
     return _balance(terms, values, own, total, 1 if group is None else group.size())
 
 
-def _places(terms: Sequence[Term]) -> list[int] | None:
-    """For each mean the place of its name, the same on all ranks; None if two share one."""
-    means = [term.what for term in terms if term.kind == "mean" and not term.is_nothing]
+def _places(terms: Sequence[Term]) -> tuple[list[int], bool]:
+    """Where the counts of a loss' means go, by their names, and whether that is so on ranks with fewer of them as well.
+
+    On ranks with the same terms it always is; otherwise only where no two share a place.
+    """
+    means = [term.what for term in terms if term.kind == "mean"][:_MEANS]
     # Fewer of a kind are terms of fewer samples, and not some of these.
     names = [f"{what} {means[:index].count(what)} of {means.count(what)}" for index, what in enumerate(means)]
-    places = [zlib.crc32(name.encode()) % _NAMES for name in names]
-    return places if len(set(places)) == len(places) < _SIZES else None
+    wanted = [zlib.crc32(name.encode()) % _COUNTS for name in names]
+    places: list[int] = []
+    for place in wanted:
+        places.append(next(free for shift in range(_COUNTS) if (free := (place + shift) % _COUNTS) not in places))
+    return places, places == wanted and len(means) < _SIZES
 
 
-def _by_name(terms: Sequence[Term], like: Tensor) -> Tensor:
-    """What means have counted and that they are there, by name; how many; other kinds; whether names share a place."""
-    message = like.new_zeros(2 * _NAMES + _SIZES + 3)
-    message[-3] = float(any(term.kind == "sum" for term in terms))
-    message[-2] = float(any(term.kind == "other" for term in terms))
-    means = [term for term in terms if term.kind == "mean" and not term.is_nothing]
-    places = _places(terms)
-    if places is None:
-        message[-1] = 1.0
-        return message
-    for place, term in zip(places, means, strict=True):
-        message[place] = term.count
-        message[_NAMES + place] = 1.0
-    message[2 * _NAMES + len(means)] = 1.0
+def _table(terms: Sequence[Term]) -> list[Tensor | float]:
+    """What means have counted, each at its place."""
+    found: list[Tensor | float] = [0.0] * _COUNTS
+    means = [term for term in terms if term.kind == "mean"]
+    for place, term in zip(_places(terms)[0], means, strict=False):
+        found[place] = term.count
+    return found
+
+
+#: A number for each of: names that share a place, sums, others; for fewer ranks than this.
+_BASE = 2.0**16
+
+
+def _makeup(terms: Sequence[Term], like: Tensor) -> Tensor:
+    """How many means have counted something, as a one at that place; and what else there is, as one number."""
+    message = like.new_zeros(_SIZES + 1)
+    places, apart = _places(terms)
+    if apart:
+        counted = sum((like[_HEAD + place] > 0).long() for place in places)
+        message[counted] = 1.0
+    others = [float(any(term.kind == kind for term in terms)) for kind in ("sum", "other")]
+    message[-1] = float(not apart) + _BASE * others[0] + _BASE**2 * others[1]
     return message
 
 
@@ -265,26 +278,22 @@ def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total:
     # What a rank without a loss would have counted is not known: ranks count alike then, it with a loss of zero.
     complete = total[0] == total[1]
     by_samples = own[0] * torch.where(complete, _factor(own[5], total[5], ranks), 1.0)
-    begin = _HEAD + _COUNTS + 2 * _VALUES
-    named, there, sizes = total[begin : begin + 2 * _NAMES + _SIZES].split([_NAMES, _NAMES, _SIZES])
+    sizes, others = total[-1 - _SIZES : -1], total[-1]
     # One rank has all the terms, and others lack some: where nothing counted, say.
     most = (torch.arange(_SIZES, device=total.device) * (sizes > 0)).max()
-    nested = (total[-1] == 0) & ((there > 0).sum() == most)
-    for others in (total[-3], total[-2]):
-        nested &= (others == 0) | (others == total[2])
+    nested = (others % _BASE == 0) & ((total[_HEAD : _HEAD + _COUNTS] > 0).sum() == most)
+    for kind in (others // _BASE % _BASE, others // _BASE**2):
+        nested &= (kind == 0) | (kind == total[2])
     agreed = alike | nested
-    places = _places(terms)
-    factors, totals, slot = [], [], 0
+    places = iter(_places(terms)[0])
+    factors, totals = [], []
     for term in terms:
         factor, counted = by_samples, total[5]
-        if term.kind == "mean":
-            if slot < _COUNTS:
-                counted, mine = total[_HEAD + slot], own[_HEAD + slot]
-                if places and not term.is_nothing:
-                    counted = torch.where(alike, counted, named[places[slot]])
-                by_count = own[0] * _factor(mine, counted, ranks)
-                factor = torch.where(agreed & complete, by_count, by_samples)
-            slot += 1
+        place = next(places, None) if term.kind == "mean" else None
+        if place is not None:
+            counted = total[_HEAD + place]
+            by_count = own[0] * _factor(own[_HEAD + place], counted, ranks)
+            factor = torch.where(agreed & complete, by_count, by_samples)
         elif term.kind == "sum":
             factor = own[0] * ranks
         elif term.kind == "constant":

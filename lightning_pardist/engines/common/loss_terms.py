@@ -41,6 +41,7 @@ from lightning_pardist.compat.autograd_graph import (
     is_python_number,
     kind_of,
     saved,
+    scalar,
     shape_of,
 )
 
@@ -620,7 +621,7 @@ def _moved(node: Node, kind: str, dim: int, sizes: tuple[int, ...] | None) -> in
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if is_python_number(value) else None
+    return scalar(value) if is_python_number(value) else None
 
 
 def _counts(
@@ -667,8 +668,7 @@ def _products(sizes: Sequence[int]) -> set[int]:
 
 def _scalar_factor(node: Node, child: Node) -> float | None:
     """The number that a product multiplies ``child`` with; None for anything but a number or a tensor of no dims."""
-    factor = saved(node, "other" if inputs_of(node)[0] is child else "self")
-    return None if factor is None or (isinstance(factor, Tensor) and factor.dim()) else float(factor)
+    return scalar(saved(node, "other" if inputs_of(node)[0] is child else "self"))
 
 
 def _reciprocal(factor: float) -> float | None:
@@ -689,7 +689,7 @@ def _is_count_of(node: Node, number: float) -> bool:
             return (shape_of(child) or (0,))[0] == number
         mask = _mask(child)
         if mask is not None:
-            return mask.numel() <= _SMALL and float(mask.sum()) == number
+            return mask.numel() <= _SMALL and scalar(mask.sum()) == number
     return False
 
 
@@ -815,7 +815,7 @@ def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
     weights = next(masks, None)
     if weights is None or not weights.is_floating_point() or not 1 < weights.numel() <= _SMALL:
         return ""
-    normalized = math.isclose(float(weights.sum()), 1.0, rel_tol=1e-6) and samples in weights.shape
+    normalized = math.isclose(scalar(weights.sum()) or 0.0, 1.0, rel_tol=1e-6) and samples in weights.shape
     return "a sum with weights that add up to 1 over the samples" if normalized else ""
 
 
