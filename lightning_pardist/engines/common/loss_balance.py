@@ -144,14 +144,16 @@ _BASE = 2.0**16
 
 def _makeup(terms: Sequence[Term], like: Tensor) -> Tensor:
     """How many means have counted something, as a one at that place; and what else there is, as one number."""
-    message = like.new_zeros(_SIZES + 1)
     places, apart = _places(terms)
-    if apart:
-        counted = sum((like[_HEAD + place] > 0).long() for place in places)
-        message[counted] = 1.0
+    sizes: list[Tensor | float] = [0.0] * _SIZES
+    if apart and like.device.type == "cpu":
+        counts = like[_HEAD : _HEAD + _COUNTS].tolist()
+        sizes[sum(counts[place] > 0 for place in places)] = 1.0
+    elif apart:
+        counted = (like[_HEAD : _HEAD + _COUNTS] > 0).sum()
+        sizes = list((torch.arange(_SIZES, device=like.device) == counted).to(like).unbind())
     others = [float(any(term.kind == kind for term in terms)) for kind in ("sum", "other")]
-    message[-1] = float(not apart) + _BASE * others[0] + _BASE**2 * others[1]
-    return message
+    return _message([*sizes, float(not apart) + _BASE * others[0] + _BASE**2 * others[1]], like.device)
 
 
 @dataclass(frozen=True)
@@ -278,22 +280,18 @@ def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total:
     # What a rank without a loss would have counted is not known: ranks count alike then, it with a loss of zero.
     complete = total[0] == total[1]
     by_samples = own[0] * torch.where(complete, _factor(own[5], total[5], ranks), 1.0)
-    sizes, others = total[-1 - _SIZES : -1], total[-1]
-    # One rank has all the terms, and others lack some: where nothing counted, say.
-    most = (torch.arange(_SIZES, device=total.device) * (sizes > 0)).max()
-    nested = (others % _BASE == 0) & ((total[_HEAD : _HEAD + _COUNTS] > 0).sum() == most)
-    for kind in (others // _BASE % _BASE, others // _BASE**2):
-        nested &= (kind == 0) | (kind == total[2])
-    agreed = alike | nested
+    agreed = alike
+    if alike.device.type != "cpu" or not alike:
+        agreed = alike | _is_nested(total)
+    counts = slice(_HEAD, _HEAD + _COUNTS)
+    by_count = torch.where(agreed & complete, own[0] * _factor(own[counts], total[counts], ranks), by_samples)
     places = iter(_places(terms)[0])
     factors, totals = [], []
     for term in terms:
         factor, counted = by_samples, total[5]
         place = next(places, None) if term.kind == "mean" else None
         if place is not None:
-            counted = total[_HEAD + place]
-            by_count = own[0] * _factor(own[_HEAD + place], counted, ranks)
-            factor = torch.where(agreed & complete, by_count, by_samples)
+            factor, counted = by_count[place], total[_HEAD + place]
         elif term.kind == "sum":
             factor = own[0] * ranks
         elif term.kind == "constant":
@@ -308,6 +306,16 @@ def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total:
         torch.stack(totals) if totals else none,
         total[5],
     )
+
+
+def _is_nested(total: Tensor) -> Tensor:
+    """Whether one rank has all the terms, and others lack some: where nothing counted, say."""
+    sizes, others = total[-1 - _SIZES : -1], total[-1]
+    most = (torch.arange(_SIZES, device=total.device) * (sizes > 0)).max()
+    nested = (others % _BASE == 0) & ((total[_HEAD : _HEAD + _COUNTS] > 0).sum() == most)
+    for kind in (others // _BASE % _BASE, others // _BASE**2):
+        nested &= (kind == 0) | (kind == total[2])
+    return nested
 
 
 def _combined(values: Sequence[Value], own: Tensor, total: Tensor) -> Tensor:
