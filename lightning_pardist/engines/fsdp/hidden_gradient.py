@@ -32,7 +32,8 @@ class HiddenGradient(Tensor):
     @staticmethod
     def __new__(cls, whole: Tensor, name: str) -> HiddenGradient:
         """A tensor of the parameter's shape without memory, of the dtype that its gradients have to have."""
-        dtype = (getattr(whole, "grad_dtype", None) if whole.is_leaf else None) or whole.dtype
+        plain = type(whole) is nn.Parameter and whole.is_leaf
+        dtype = (getattr(whole, "grad_dtype", None) if plain else None) or whole.dtype
         made: HiddenGradient = make_wrapper(cls, whole.shape, dtype=dtype, device=whole.device)
         made.parameter_name = name
         return made
