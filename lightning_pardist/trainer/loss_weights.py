@@ -122,6 +122,7 @@ class LossWeights:
         self._device = trainer.strategy.root_device
         self._said: set[str] = set()
         self._alike: Tensor | None = None
+        self._said_unlike = False
         self._weighed = 0
         self._batch: Any = None
         self._counts = self._weighs = True
@@ -222,8 +223,8 @@ class LossWeights:
         self._weighed += 1
         if alike.device.type != "cpu" and self._weighed % _LOOK_EVERY != 1:
             return
-        if not self._alike and "unlike" not in self._said:
-            self._said.add("unlike")
+        if not self._alike and not self._said_unlike:
+            self._said_unlike = True
             rank_zero_warn(unlike_losses(self._trainer.lightning_module))
 
     @property
@@ -317,10 +318,9 @@ class LossWeights:
         found = "; ".join(dict.fromkeys(term.describe() for term in terms if term.kind != "constant"))
         if not found or found in self._said:
             return
-        first = not self._said - {"unlike"}
         self._said.add(found)
         rank_zero_info(f"Loss over ranks: {found}. loss_weight sets it.")
-        if not first:
+        if len(self._said) > 1:
             return
         reasons = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]
         reasons += couplings(loss, samples=BatchCut().samples_of(self._batch))

@@ -101,7 +101,6 @@ class PipelineAxis(ParallelAxis):
         self.settings = settings
         self.engine: PipelineEngine | None = None
         self.last_result: StepResult | None = None
-        self._said_unlike = False
         self.record_times = False
         self._outside: OutOfScheduleForward | None = None
         self._patches = PatchStack()
@@ -419,7 +418,7 @@ class PipelineAxis(ParallelAxis):
             weigh = partial(self._weigh_logged, microbatch, sizes[index])
             return effects.run(lambda part: step(part, *rest), microbatch, samples, weigh=weigh)
 
-        first = engine.forwards_first
+        first, alike = engine.forwards_first, engine.losses_alike
         with effects.watching(), self._inside_a_step():
             done = self._train(engine, run, batch)
         if engine.forwards_first and not first:
@@ -428,8 +427,7 @@ class PipelineAxis(ParallelAxis):
                 " weighed by one of them. From the next on all forwards come before the backwards, which takes more"
                 " memory; loss_weight='tokens' or 'samples' weighs it by one count always."
             )
-        if not engine.losses_alike and not self._said_unlike:
-            self._said_unlike = True
+        if alike and not engine.losses_alike:
             rank_zero_warn(unlike_losses(self._trainer.lightning_module))
         self.last_result = done
         self.context.loss_count = None if done.is_sum else sum(done.weights)

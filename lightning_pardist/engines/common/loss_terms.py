@@ -27,7 +27,7 @@ other, all of the product is one term.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -291,10 +291,11 @@ class _Walk:
 
     def _of_samples(self, terms: list[Term]) -> list[Term]:
         """Where a step adds up a loss for each sample, samples are what counts."""
-        each = [term for term in terms if term.kind in ("mean", "sum")]
-        rest = [term for term in terms if term.kind not in ("mean", "sum")]
+        of_kinds = ([term for term in terms if term.kind in kinds] for kinds in (("mean",), ("mean", "sum")))
+        each = next((found for found in of_kinds if len(found) == self.samples), [])
+        rest = [term for term in terms if term not in each]
         some = [term for term in each if not term.is_nothing]
-        if self.samples is None or len(each) != self.samples or len({term.what for term in some}) > 1:
+        if not each or len({term.what for term in some}) > 1:
             return terms
         # A sample that adds zero is one of them.
         what = f"{some[0].what if some else 'zero'} of each sample"
@@ -694,9 +695,9 @@ def _is_count_of(node: Node, number: float) -> bool:
 
 
 def _divisors_inside(node: Node) -> Iterator[Any]:
-    """What all elements of a sum are divided by."""
-    for child in _elements(node):
-        if kind_of(child) == "Div" and None in (inputs_of(child) + [None])[1:]:
+    """What all elements of a sum are divided by, as the sum might be."""
+    for child in _elements(node, _LINEAR):
+        if kind_of(child) == "Div" and inputs_of(child)[1:] in ([], [None]):
             yield saved(child, "other")
 
 
@@ -737,34 +738,38 @@ def _unclamped(count: Tensor, node: Node) -> Tensor:
     return torch.where(counted.any(), count, torch.zeros_like(count))
 
 
-def _elements(node: Node) -> Iterator[Node]:
-    """Operations below a sum that change each element for itself, and further sums, a few of them."""
+#: What may be done before a sum as well as behind it, apart from how its elements are arranged.
+_LINEAR = _SAME | {"Mul", "Div", "Sum"}
+_BELOW_SUMS = _SAME | _ELEMENTWISE | {"Sum"}
+
+
+def _elements(node: Node, kinds: Collection[str] = _BELOW_SUMS) -> Iterator[Node]:
+    """Operations below a sum that change each element of one result for itself, and further sums, a few of them."""
     for _ in range(_REACH // 2):
         inputs = [child for child in inputs_of(node) if child is not None]
-        if not inputs:
+        # Below an addition masks and divisors are those of one side.
+        if len(inputs) != 1 or kind_of(inputs[0]) not in kinds:
             return
         node = inputs[0]
-        if kind_of(node) not in _SAME | _ELEMENTWISE | {"Sum"}:
-            return
         yield node
 
 
 def _mask(node: Node) -> Tensor | None:
-    """What an operation multiplies or selects elements with."""
-    kind = kind_of(node)
+    """What an operation multiplies or selects the elements of its one argument with."""
+    kind, sides = kind_of(node), inputs_of(node)
+    if len([each for each in sides if each is not None]) != 1:
+        return None
     if kind in _LOSSES:
         found = saved(node, "total_weight")
         found = saved(node, "weight") if found is None else found
     elif kind == "Where":
         condition = saved(node, "condition")
-        found = ~condition if isinstance(condition, Tensor) and inputs_of(node)[0] is None else condition
+        found = ~condition if isinstance(condition, Tensor) and sides[0] is None else condition
     elif kind == "MaskedFill":
         mask = saved(node, "mask")
         found = ~mask if isinstance(mask, Tensor) else None
     else:
-        sides = inputs_of(node)
-        lone = kind == "Mul" and len([each for each in sides if each is not None]) == 1
-        found = saved(node, "self" if sides[0] is None else "other") if lone else None
+        found = saved(node, "self" if sides[0] is None else "other") if kind == "Mul" else None
         found = found if isinstance(found, Tensor) and found.dim() else None
     return found if isinstance(found, Tensor) else None
 

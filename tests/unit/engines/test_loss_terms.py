@@ -165,3 +165,27 @@ def test_what_torch_keeps_in_nodes():
         assert is_python_number(saved((total / number).grad_fn, "other"))
         for dtype in (torch.int64, torch.float32, torch.float64):
             assert not is_python_number(saved((total / torch.tensor(number, dtype=dtype)).grad_fn, "other"))
+
+
+def test_what_a_sum_is_not_divided_by():
+    temperature = COUNTED.sum()
+    (term,) = find_terms((samples() / temperature).exp().sum(), samples=BATCH)
+    assert term.kind == "sum"
+    (term,) = find_terms((samples() / temperature).sum(), samples=BATCH)
+    assert (term.kind, term.count) == ("mean", COUNT)
+    # One side of an addition is divided, not what is added up.
+    (term,) = find_terms((samples() / temperature + samples().exp()).sum(), samples=BATCH)
+    assert term.kind == "sum"
+
+
+def test_a_mask_on_one_side_of_an_addition_does_not_empty_the_sum():
+    empty = torch.zeros(BATCH, 1)
+    loss = ((samples() * empty).pow(2) + samples().exp()).sum() / empty.sum().clamp(min=1)
+    (term,) = find_terms(loss, samples=BATCH)
+    assert term.count == 1
+
+
+def test_means_of_samples_beside_a_sum():
+    each = sum(logits.pow(2).mean() for logits in tokens()) / BATCH
+    found = find_terms(each + samples().abs().sum(), samples=BATCH)
+    assert sorted(term.kind for term in found if term.kind != "constant") == ["other"] * BATCH + ["sum"]
