@@ -53,10 +53,18 @@ def saved(node: Node, name: str) -> Any:
         name: As in torch's ``derivatives.yaml``.
     """
     try:
-        return getattr(node, f"_saved_{name}", None)
+        value = getattr(node, f"_saved_{name}", None)
     except RuntimeError:
         # A manual step may log a loss behind its backward.
         return None
+    # Dims counted from the end come as unsigned numbers.
+    if isinstance(value, list | tuple):
+        return type(value)(_signed(each) for each in value)
+    return _signed(value)
+
+
+def _signed(value: Any) -> Any:
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 
 
 def is_parameter(node: Node) -> bool:

@@ -18,9 +18,10 @@ from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
 from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_balance import Scaling, Value, exchange, scale_gradients, uneven_products
+from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import Term, couplings, find_terms, weight_of
+from lightning_pardist.engines.common.loss_terms import Term, find_terms, weight_of
 from lightning_pardist.engines.pipeline import find_loss
 from lightning_pardist.engines.pipeline.cut import BatchCut
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack

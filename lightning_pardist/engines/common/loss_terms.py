@@ -5,12 +5,6 @@ the batch is spread over ranks or cut into micro-batches each part divides by it
 though they do not hold alike. The graph of the part's loss has everything to put that right: it ends in a few additions
 and multiplications by numbers, below them are the reductions over the batch, and each has saved its divisor.
 
-[Note: which dim is the batch]
-A reduction counts items of the batch only if it reduces the dim of the samples: in ``x.mean(0).sum()`` it is the mean,
-in ``x.mean(1).sum()`` the sum, and ``weight.pow(2).sum()`` is none of it. So the dim is followed from where it is
-certain, near the loss: through element by element operations, views, transpositions, reductions and products of
-matrices. The result of any other operation is taken to hold samples first, or where its size is that of the batch.
-
 [Note: which divisor is a count]
 A sum over the batch is a mean if something between it and the loss counts items: ``/ mask.sum()``, ``/ len(x)``,
 ``* (1 / n)``. A number of Python's may be a constant as well: it counts if it is the number of the samples that are
@@ -37,12 +31,28 @@ from torch.autograd.graph import Node
 
 from lightning_pardist.compat.autograd_graph import (
     inputs_of,
-    is_parameter,
     is_python_number,
     kind_of,
     saved,
     scalar,
     shape_of,
+)
+from lightning_pardist.engines.common.batch_dim import (
+    ADDITIONS,
+    CONSTANT,
+    CONTRACTIONS,
+    CURVES,
+    ELEMENTWISE,
+    LOSSES,
+    PICKED,
+    PICKS,
+    REACH,
+    REDUCED,
+    REDUCTIONS,
+    SAME,
+    STATISTICS,
+    BatchDims,
+    reduced_dims,
 )
 
 #: A mean is divided by a count, a sum over the batch is not, a constant is the same whatever the batch.
@@ -103,35 +113,8 @@ class Term:
 
 #: What a loss is made of that is zero whatever the batch.
 _NOTHING = "nothing"
-#: Batch dims of results that have none: they are what the batch was reduced to, or have nothing to do with it.
-_REDUCED, _CONSTANT = -1, -2
-#: How many operations the batch dim is followed down; what lies deeper is taken as its shape says.
-_REACH = 24
 #: Masks of more elements are not looked at.
-_SMALL = 2**22
-
-_ADDITIONS = {"Add", "Sub", "Rsub", "Stack", "Cat"}
-_SAME = {"Neg", "ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand"}
-_SAME |= {"Select", "Slice", "T", "Transpose", "Permute", "Diagonal", "Index", "MaskedFill"}
-#: Those that only arrange elements anew.
-_VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze"}
-#: Products of matrices, in which a dim may be summed over.
-_CONTRACTIONS = {"Mm", "Mv", "Dot", "Bmm"}
-#: The sum over ranks that share a batch: below it is this rank's part, above what one process has.
-_SAME |= {"_Reduce"}
-_REDUCTIONS = {"Sum", "Mean", "Nansum"}
-_STATISTICS = {"Std", "Var", "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Logsumexp", "Prod", "Median"}
-_STATISTICS |= {"StdMean", "VarMean"}
-#: Losses that torch has as one operation; ``reduction`` is 1 for the mean and 2 for the sum.
-_LOSSES = {"NllLoss", "NllLoss2D", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy"}
-_LOSSES |= {"BinaryCrossEntropyWithLogits", "SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "KlDiv"}
-#: Operations that take samples out of a batch one by one.
-_PICKS = {"Unbind", "Select", "Split", "SplitWithSizes"}
-_CURVES = {"Sqrt", "Rsqrt", "Exp", "Exp2", "Expm1", "Log", "Log1P", "Log2", "Log10", "Pow", "Square", "Reciprocal"}
-_CURVES |= {"Abs", "Relu", "Sigmoid", "LogSigmoid", "Tanh", "Softplus", "Clamp", "ClampMin", "ClampMax", "NanToNum"}
-_ELEMENTWISE = _CURVES | {"Mul", "Div", "Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias", "Maximum", "Minimum"}
-_ELEMENTWISE |= {"Where", "MaskedFill", "Lerp", "Addcmul", "Addcdiv", "Sin", "Cos", "Erf", "Gelu", "Silu", "Elu"}
-_ELEMENTWISE |= {"Expand", "LeakyRelu", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropyWithLogits"}
+SMALL = 2**22
 
 
 def find_terms(loss: Tensor, *, samples: int | None = None) -> list[Term]:
@@ -249,7 +232,7 @@ class _At:
         """A sum over the batch that ends here: a mean, if it is divided by a count on the way."""
         divisors = (*self.divisors, *(_Divisor(each) for each in _divisors_inside(self.node)))
         nothing = _sums_nothing(self.node)
-        picked = any(kind_of(each) in _PICKED for each in _elements(self.node))
+        picked = any(kind_of(each) in PICKED for each in elements(self.node))
         counts = _counts(divisors, sizes, dim, samples, picked=picked)
         if nothing:
             counts = counts[-1:]
@@ -271,10 +254,7 @@ class _Walk:
 
     def __init__(self, samples: int | None) -> None:
         self.samples = samples
-        #: The batch dim of a node, and how far below it was looked.
-        self._dims: dict[Node, tuple[int, int]] = {}
-        self._depth = 0
-        self._cut = False
+        self.batch_dim = BatchDims(samples).of
 
     def terms(self, root: Node) -> list[Term]:
         """All terms below a node."""
@@ -308,31 +288,33 @@ class _Walk:
 
     def _is_mean_of_samples(self, term: Term) -> bool:
         """Whether a term is divided by the number of samples, beside what it is divided by itself."""
-        divisors = [each for each in term.divisors if each.at is not term.shared and not each.rounded]
+        # Half the sum of two is a mean of losses rather than of samples.
+        divisors = [each for each in term.divisors if each.at is not term.shared]
+        divisors = [each for each in divisors if not each.rounded or (self.samples or 0) > 2]
         return any(_number(each.value) == self.samples for each in divisors)
 
     def _are_apart(self, terms: Sequence[Term]) -> bool:
         """Whether terms come from results of their own, and not from selections of those of the whole batch."""
         sources: list[Node] = []
         for term in terms:
-            for node in (term.path[-1], *_elements(term.path[-1])):
-                mask, source = _mask(node), next((child for child in inputs_of(node) if child is not None), None)
+            for node in (term.path[-1], *elements(term.path[-1])):
+                mask, source = mask_of(node), next((child for child in inputs_of(node) if child is not None), None)
                 if mask is not None and mask.dim() > 1 and len(mask) == self.samples:
                     return False
-                if kind_of(node) in _PICKED and source is not None and kind_of(source) not in _PICKS:
+                if kind_of(node) in PICKED and source is not None and kind_of(source) not in PICKS:
                     sources.append(source)
         return len(set(sources)) == len(sources)
 
     def _is_of_one_sample(self, term: Term) -> bool:
         """Whether what a term reduces was picked out of the batch a few operations before."""
         node: Node | None = term.path[-1]
-        for _ in range(_REACH):
+        for _ in range(REACH):
             inputs = [] if node is None else [child for child in inputs_of(node) if child is not None]
             if not inputs:
                 return False
             node = inputs[0]
             # Of one sample each dim of size 1 could be the batch's.
-            if kind_of(node) in _PICKS and not (self.samples == 1 and saved(node, "dim")):
+            if kind_of(node) in PICKS and not (self.samples == 1 and saved(node, "dim")):
                 origin = inputs_of(node)[0]
                 return origin is not None and (shape_of(origin) or ())[:1] == (self.samples,)
         return False
@@ -341,33 +323,33 @@ class _Walk:
         """The term that ends here, or where to go on."""
         node, kind = at.node, kind_of(at.node)
         inputs = [child for child in inputs_of(node) if child is not None]
-        if kind in _ADDITIONS:
+        if kind in ADDITIONS:
             lone = kind not in ("Stack", "Cat") and len(inputs) < 2
             return at.summands(with_number=lone or None in inputs_of(node))
-        if self.batch_dim(node) == _CONSTANT:
+        if self.batch_dim(node) == CONSTANT:
             return at.term("constant", kind)
-        if kind in _REDUCTIONS:
+        if kind in REDUCTIONS:
             return self._reduction(at, inputs[0], kind) if inputs else self._unknown(at, kind)
-        if kind in _LOSSES:
+        if kind in LOSSES:
             return self._fused(at, kind)
-        if kind in _CONTRACTIONS and self.batch_dim(node) == _REDUCED:
+        if kind in CONTRACTIONS and self.batch_dim(node) == REDUCED:
             return self._contraction(at, inputs, kind)
         if kind in ("Mul", "Div") and inputs:
             return self._product(at, inputs, kind)
-        if kind in _SAME and inputs:
+        if kind in SAME and inputs:
             return [at.below(inputs[0])]
-        if kind in _CURVES and inputs:
+        if kind in CURVES and inputs:
             return [at.below(inputs[0], nonlinear=f"{kind} of a mean is not the mean of parts")]
         return self._unknown(at, kind)
 
     def _unknown(self, at: _At, kind: str) -> Term:
-        coupled = f"{kind} of all samples is not the mean of parts" if kind in _STATISTICS else ""
+        coupled = f"{kind} of all samples is not the mean of parts" if kind in STATISTICS else ""
         return replace(at, nonlinear=at.nonlinear or coupled).term("other", kind)
 
     def _product(self, at: _At, inputs: list[Node], kind: str) -> Term | list[_At]:
         """A multiple of a term goes on with the term, a product of two with the first."""
         sides = inputs_of(at.node)
-        of_batch = [child for child in inputs if self.batch_dim(child) != _CONSTANT] or inputs[:1]
+        of_batch = [child for child in inputs if self.batch_dim(child) != CONSTANT] or inputs[:1]
         if len(of_batch) > 1:
             verb = "divided" if kind == "Div" else "multiplied"
             return [replace(at.below(of_batch[0], nonlinear=f"results of the batch are {verb}"), joined=True)]
@@ -377,7 +359,7 @@ class _Walk:
             return at.nothing()
         if factor is not None and (count := _reciprocal(factor)):
             return [at.below(of_batch[0], divisor=count, rounded=_is_rounded(factor))]
-        if kind == "Mul" and len(inputs) == 1 and self.batch_dim(of_batch[0]) == _REDUCED:
+        if kind == "Mul" and len(inputs) == 1 and self.batch_dim(of_batch[0]) == REDUCED:
             factor = other if sides[0] is of_batch[0] else saved(at.node, "self")
             if isinstance(factor, Tensor) and factor.numel() > 1:
                 what = f"what is reduced over samples is multiplied by a tensor of shape {list(factor.shape)}"
@@ -390,7 +372,7 @@ class _Walk:
 
     def _reduction(self, at: _At, child: Node, kind: str) -> Term | list[_At]:
         dim = self.batch_dim(child)
-        dims = _reduced_dims(at.node, shape_of(child))
+        dims = reduced_dims(at.node, shape_of(child))
         sizes = shape_of(child) or ()
         if dim not in dims:
             # The mean of a stack of losses, say; one over features counts nothing of the batch.
@@ -400,11 +382,11 @@ class _Walk:
         if kind != "Mean":
             return at.divided(kind, sizes, dim, self.samples)
         count = float(math.prod(sizes[each] for each in dims))
-        return at.mean(kind, count, by_data=kind_of(child) in _PICKED)
+        return at.mean(kind, count, by_data=kind_of(child) in PICKED)
 
     def _contraction(self, at: _At, inputs: Sequence[Node], kind: str) -> Term:
         """A sum over the batch of products with numbers; products of two results are more than a sum."""
-        of_batch = [child for child in inputs if self.batch_dim(child) != _CONSTANT]
+        of_batch = [child for child in inputs if self.batch_dim(child) != CONSTANT]
         if len(of_batch) != 1 or self.batch_dim(of_batch[0]) < 0:
             return self._unknown(at, kind)
         return at.divided(kind, shape_of(of_batch[0]) or (), self.batch_dim(of_batch[0]), self.samples)
@@ -420,127 +402,6 @@ class _Walk:
         if reduction == 1 and isinstance(operand, Tensor):
             return at.mean(kind, float(operand.numel()))
         return self._unknown(at, kind)
-
-    # --- the dim of the samples ---------------------------------------------------------------------------------
-
-    def batch_dim(self, node: Node) -> int:
-        """The dim of a node's result that holds samples, or ``_REDUCED``, or ``_CONSTANT``."""
-        known, reach = self._dims.get(node, (0, -1))
-        left = _REACH - self._depth
-        if reach >= left:
-            return known
-        if not left:
-            self._cut = True
-            return self._by_shape(node)
-        cut, self._cut = self._cut, False
-        self._depth += 1
-        found = self._find_dim(node)
-        self._depth -= 1
-        # What was not cut off is known for good.
-        self._dims[node] = found, left if self._cut else _REACH
-        self._cut = cut or self._cut
-        return found
-
-    def _by_shape(self, node: Node) -> int:
-        sizes = shape_of(node)
-        if sizes is None or not sizes:
-            return _REDUCED
-        samples = self.samples
-        if samples and sizes[0] % samples and samples in sizes:
-            return sizes.index(samples)
-        # Time first, as recurrent layers have it, rather than several results of each sample.
-        return int(len(sizes) > 2 and sizes[0] != samples == sizes[1])
-
-    def _find_dim(self, node: Node) -> int:
-        kind, sides = kind_of(node), inputs_of(node)
-        inputs = [child for child in sides if child is not None]
-        if kind == "AccumulateGrad":
-            return _CONSTANT if is_parameter(node) else self._by_shape(node)
-        if kind in _REDUCTIONS | _STATISTICS and inputs:
-            return self._dim_after_reduction(node, inputs[0])
-        if kind in _CONTRACTIONS and len(sides) == 2:
-            return self._dim_of_matrix_product(node, kind, sides)
-        if kind in ("Stack", "Cat"):
-            return self._dim_of_stack(node, kind, inputs)
-        if kind in ("T", "Transpose", "Permute", "Unsqueeze", "Select") and inputs:
-            return _moved(node, kind, self.batch_dim(inputs[0]), shape_of(inputs[0]))
-        if kind in _LOSSES and saved(node, "reduction") in (1, 2):
-            return _REDUCED
-        if kind in _ELEMENTWISE and inputs:
-            return self._dim_of_elements(node, inputs, len(inputs) < len(sides))
-        if kind in _PICKED and inputs and self.batch_dim(inputs[0]) == 0:
-            # Picked items come first, whatever their number and that of their features.
-            return 0
-        if kind in _VIEWS and inputs:
-            return self._dim_of_view(node, inputs[0])
-        if kind in _SAME and inputs and kind != "Index":
-            dim, sizes, before = self.batch_dim(inputs[0]), shape_of(node), shape_of(inputs[0])
-            if dim < 0 or kind == "Diagonal" or sizes is None or before is None:
-                return dim if dim < 0 else self._by_shape(node)
-            return dim + len(sizes) - len(before)
-        if (
-            not sides
-            or None in sides
-            or kind in _LOOK_UPS
-            or any(self.batch_dim(child) != _CONSTANT for child in inputs)
-        ):
-            return self._by_shape(node)
-        return _CONSTANT
-
-    def _dim_after_reduction(self, node: Node, child: Node) -> int:
-        dim = self.batch_dim(child)
-        dims = _reduced_dims(node, shape_of(child))
-        if dim < 0:
-            return dim
-        if dim in dims:
-            return _REDUCED
-        return dim if saved(node, "keepdim") else dim - sum(each < dim for each in dims)
-
-    def _dim_of_view(self, node: Node, child: Node) -> int:
-        dim, sizes, before = self.batch_dim(child), shape_of(node), shape_of(child)
-        if dim < 0 or sizes is None or before is None:
-            return dim if dim < 0 else self._by_shape(node)
-        places = _viewed(before, sizes, dim)
-        samples = self.samples
-        if samples and len(places) > 1 and sizes[places[0]] % samples:
-            return next((place for place in places if sizes[place] == samples), places[0])
-        return places[0] if places else self._by_shape(node)
-
-    def _dim_of_matrix_product(self, node: Node, kind: str, sides: Sequence[Node | None]) -> int:
-        # What needs no gradient is data or a constant: which, the other one decides.
-        left, right = (_CONSTANT if side is None else self.batch_dim(side) for side in sides)
-        both_known = None not in sides
-        if left == right == _CONSTANT:
-            return _CONSTANT if both_known else self._by_shape(node)
-        if kind == "Dot":
-            return _REDUCED
-        first = int(kind == "Bmm")
-        if first and 0 in (left, right):
-            return 0
-        if left == first + 1 or right == first:
-            return _REDUCED if both_known or left >= 0 or right >= 0 else self._by_shape(node)
-        if left == first:
-            return first
-        if right == first + 1:
-            return first + 1
-        return self._by_shape(node) if _CONSTANT in (left, right) else _REDUCED
-
-    def _dim_of_stack(self, node: Node, kind: str, inputs: Sequence[Node]) -> int:
-        dims = [self.batch_dim(child) for child in inputs]
-        dim = max(dims, default=_REDUCED)
-        if kind == "Stack" and dim >= 0:
-            return dim + (int(saved(node, "dim") or 0) <= dim)
-        return dim
-
-    def _dim_of_elements(self, node: Node, inputs: Sequence[Node], other_operands: bool) -> int:
-        sizes = shape_of(node) or ()
-        best, best_child = max(((self.batch_dim(child), child) for child in inputs), key=lambda pair: pair[0])
-        if best >= 0:
-            return best + len(sizes) - len(shape_of(best_child) or sizes)
-        # What is multiplied with samples that need no gradient has them from there on.
-        if other_operands and sizes and sizes != shape_of(best_child):
-            return self._by_shape(node)
-        return best
 
 
 def _merged(term: Term, one: Term, other: Term) -> Term:
@@ -576,49 +437,6 @@ def _without_zeros(terms: list[Term]) -> list[Term]:
     if all(term.is_nothing or term.kind == "constant" for term in terms):
         return terms
     return [replace(term, kind="constant", count=0.0) if term.is_nothing else term for term in terms]
-
-
-#: Operations whose result holds as many items as the batch's values say.
-_PICKED = {"Index", "MaskedSelect"}
-#: Operations that look samples up in a parameter: their indices are no inputs of the graph.
-_LOOK_UPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
-
-
-def _reduced_dims(node: Node, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Dims of its argument that a reduction reduces."""
-    ndim = len(sizes or ())
-    dims = saved(node, "dim")
-    if dims is None or dims == ():
-        return tuple(range(ndim))
-    # The graph has them as unsigned numbers.
-    signed = [int(each) for each in ([dims] if isinstance(dims, int) else dims)]
-    signed = [each - 2**64 if each >= 2**63 else each for each in signed]
-    return tuple(each % ndim for each in signed) if ndim else ()
-
-
-def _moved(node: Node, kind: str, dim: int, sizes: tuple[int, ...] | None) -> int:
-    """Where a dim is after an operation that moves dims."""
-    if dim < 0:
-        return dim
-    ndim = len(sizes or ())
-
-    def place(name: str, among: int) -> int:
-        value = int(saved(node, name) or 0)
-        return (value - 2**64 if value >= 2**63 else value) % max(among, 1)
-
-    if kind == "T":
-        return 1 - dim if ndim == 2 else dim
-    if kind == "Transpose":
-        first, second = place("dim0", ndim), place("dim1", ndim)
-        return second if dim == first else first if dim == second else dim
-    if kind == "Permute":
-        order = [int(each) for each in saved(node, "dims")]
-        order = [(each - 2**64 if each >= 2**63 else each) % ndim for each in order]
-        return order.index(dim)
-    position = place("dim", ndim + (kind == "Unsqueeze"))
-    if kind == "Unsqueeze":
-        return dim + (position <= dim)
-    return _REDUCED if position == dim else dim - (position < dim)
 
 
 def _number(value: Any) -> float | None:
@@ -674,7 +492,7 @@ def _scalar_factor(node: Node, child: Node) -> float | None:
 
 def _reciprocal(factor: float) -> float | None:
     """The count that a factor is one over; None if it is none."""
-    count = 1 / factor if 0 < factor <= 1 else 0.0
+    count = 1 / abs(factor) if 0 < abs(factor) <= 1 else 0.0
     return float(round(count)) if count and math.isclose(count, round(count), rel_tol=1e-6) else None
 
 
@@ -685,18 +503,18 @@ def _is_rounded(factor: float) -> bool:
 
 def _is_count_of(node: Node, number: float) -> bool:
     """Whether a number is that of the items which were picked for a sum, or which its mask leaves."""
-    for child in (node, *_elements(node)):
-        if kind_of(child) in _PICKED:
+    for child in (node, *elements(node)):
+        if kind_of(child) in PICKED:
             return (shape_of(child) or (0,))[0] == number
-        mask = _mask(child)
+        mask = mask_of(child)
         if mask is not None:
-            return mask.numel() <= _SMALL and scalar(mask.sum()) == number
+            return mask.numel() <= SMALL and scalar(mask.sum()) == number
     return False
 
 
 def _divisors_inside(node: Node) -> Iterator[Any]:
     """What all elements of a sum are divided by, as the sum might be."""
-    for child in _elements(node, _LINEAR):
+    for child in elements(node, _LINEAR):
         if kind_of(child) == "Div" and inputs_of(child)[1:] in ([], [None]):
             yield saved(child, "other")
 
@@ -707,45 +525,24 @@ def _sums_nothing(node: Node) -> bool:
     return any(0 in (shape_of(child) or ()) for child in children)
 
 
-def _viewed(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[int]:
-    """Dims of a view that hold what a dim held before: those of the same elements, by runs of dims of equal size."""
-    left = right = 0
-    while left < len(before) and right < len(after):
-        begin = left, right
-        sizes = [before[left], after[right]]
-        left, right = left + 1, right + 1
-        while sizes[0] != sizes[1]:
-            if sizes[0] < sizes[1] and left < len(before):
-                sizes[0] *= before[left]
-                left += 1
-            elif sizes[1] < sizes[0] and right < len(after):
-                sizes[1] *= after[right]
-                right += 1
-            else:
-                return []
-        if begin[0] <= dim < left:
-            return list(range(begin[1], right))
-    return []
-
-
 def _unclamped(count: Tensor, node: Node) -> Tensor:
     """A count without what keeps a division by it possible, ``clamp(min=1)``, where the sum is over nothing."""
     if count.device.type == "cpu" and count > 1:
         return count
-    counted = next((mask for each in (node, *_elements(node)) if (mask := _mask(each)) is not None), None)
-    if counted is None or counted.numel() > _SMALL:
+    counted = next((mask for each in (node, *elements(node)) if (mask := mask_of(each)) is not None), None)
+    if counted is None or counted.numel() > SMALL:
         return count
     return torch.where(counted.any(), count, torch.zeros_like(count))
 
 
 #: What may be done before a sum as well as behind it, apart from how its elements are arranged.
-_LINEAR = _SAME | {"Mul", "Div", "Sum"}
-_BELOW_SUMS = _SAME | _ELEMENTWISE | {"Sum"}
+_LINEAR = SAME | {"Mul", "Div", "Sum"}
+_BELOW_SUMS = SAME | ELEMENTWISE | {"Sum"}
 
 
-def _elements(node: Node, kinds: Collection[str] = _BELOW_SUMS) -> Iterator[Node]:
+def elements(node: Node, kinds: Collection[str] = _BELOW_SUMS) -> Iterator[Node]:
     """Operations below a sum that change each element of one result for itself, and further sums, a few of them."""
-    for _ in range(_REACH // 2):
+    for _ in range(REACH // 2):
         inputs = [child for child in inputs_of(node) if child is not None]
         # Below an addition masks and divisors are those of one side.
         if len(inputs) != 1 or kind_of(inputs[0]) not in kinds:
@@ -754,12 +551,12 @@ def _elements(node: Node, kinds: Collection[str] = _BELOW_SUMS) -> Iterator[Node
         yield node
 
 
-def _mask(node: Node) -> Tensor | None:
+def mask_of(node: Node) -> Tensor | None:
     """What an operation multiplies or selects the elements of its one argument with."""
     kind, sides = kind_of(node), inputs_of(node)
     if len([each for each in sides if each is not None]) != 1:
         return None
-    if kind in _LOSSES:
+    if kind in LOSSES:
         found = saved(node, "total_weight")
         found = saved(node, "weight") if found is None else found
     elif kind == "Where":
@@ -772,57 +569,3 @@ def _mask(node: Node) -> Tensor | None:
         found = saved(node, "self" if sides[0] is None else "other") if kind == "Mul" else None
         found = found if isinstance(found, Tensor) and found.dim() else None
     return found if isinstance(found, Tensor) else None
-
-
-def couplings(loss: Tensor, *, samples: int | None) -> Iterator[str]:
-    """Places in the graph where samples of a batch are compared with each other, as a contrastive loss does.
-
-    Args:
-        loss: A tensor that requires a gradient.
-        samples: Samples in the batch.
-
-    Yields:
-        What was found, for a message.
-    """
-    if loss.grad_fn is None or not samples or samples < 2:
-        return
-    waiting: list[Node] = [loss.grad_fn]
-    seen = {loss.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        kind = kind_of(node)
-        inputs = [child for child in inputs_of(node) if child is not None]
-        if "Gather" in kind and kind not in _LOOK_UPS:
-            continue
-        sizes = shape_of(node)
-        if kind in ("Mm", "Cdist") and sizes is not None and len(inputs) == 2 and len(sizes) == 2:
-            walk = _Walk(samples)
-            left, right = (walk.batch_dim(child) for child in inputs)
-            if (left == 0 and right == (1 if kind == "Mm" else 0)) or (kind == "Mm" and left == 1 and right == 0):
-                yield f"a {'product' if kind == 'Mm' else 'distance'} of results of shape {list(sizes)}"
-        if reason := _mixed(node, kind, inputs, samples):
-            yield reason
-        for child in inputs:
-            if child not in seen:
-                seen.add(child)
-                waiting.append(child)
-
-
-def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
-    """How an operation makes a sample's result depend on others', in words; empty if it does not."""
-    if kind in _OVER_DIM and inputs:
-        ndim, dim = len(shape_of(inputs[0]) or ()), int(saved(node, "dim") or 0)
-        dim = (dim - 2**64 if dim >= 2**63 else dim) % max(ndim, 1)
-        return f"{kind} over the samples" if ndim and _Walk(samples).batch_dim(inputs[0]) == dim else ""
-    if kind != "Sum" or not inputs:
-        return ""
-    masks = (mask for each in _elements(node) if (mask := _mask(each)) is not None)
-    weights = next(masks, None)
-    if weights is None or not weights.is_floating_point() or not 1 < weights.numel() <= _SMALL:
-        return ""
-    normalized = math.isclose(scalar(weights.sum()) or 0.0, 1.0, rel_tol=1e-6) and samples in weights.shape
-    return "a sum with weights that add up to 1 over the samples" if normalized else ""
-
-
-#: Operations on a dim as a whole.
-_OVER_DIM = {"Topk", "Sort", "Kthvalue", "Softmax", "LogSoftmax", "Cumsum", "Cumprod", "Logcumsumexp"}

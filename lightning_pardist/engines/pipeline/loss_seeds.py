@@ -25,8 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_balance import Value, exchange, scale_gradients, signature, uneven_products
+from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import Term, couplings, weight_of
+from lightning_pardist.engines.common.loss_terms import Term, weight_of
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch
 
 

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pardist.compat.autograd_graph import inputs_of, is_python_number, kind_of, saved, shape_of
-from lightning_pardist.engines.common.loss_terms import couplings, find_terms
+from lightning_pardist.engines.common.loss_couplings import couplings
+from lightning_pardist.engines.common.loss_terms import find_terms
 
 BATCH, LENGTH, WIDTH, CLASSES = 4, 6, 8, 10
 torch.manual_seed(0)
@@ -189,3 +190,20 @@ def test_means_of_samples_beside_a_sum():
     each = sum(logits.pow(2).mean() for logits in tokens()) / BATCH
     found = find_terms(each + samples().abs().sum(), samples=BATCH)
     assert sorted(term.kind for term in found if term.kind != "constant") == ["other"] * BATCH + ["sum"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (lambda: samples().softmax(0).pow(2).sum(), "Softmax"),
+        (lambda: samples().topk(2, dim=-2).values.mean(), "Topk"),
+        (lambda: (samples().mean(1) * torch.full((BATCH,), 1 / BATCH)).sum(), "weights that add up to 1"),
+    ],
+)
+def test_operations_over_all_samples(loss, reason):
+    assert any(reason in each for each in couplings(loss(), samples=BATCH))
+
+
+def test_operations_over_features_compare_no_samples():
+    for loss in (samples().softmax(-1).pow(2).sum(), samples().topk(2).values.mean(), samples().cumsum(1).mean()):
+        assert not list(couplings(loss, samples=BATCH))

@@ -1,0 +1,229 @@
+"""Which dim of a result holds the samples of a batch, read off the autograd graph of what was computed from it.
+
+[Note: which dim is the batch]
+A reduction counts items of the batch only if it reduces the dim of the samples: in ``x.mean(0).sum()`` it is the mean,
+in ``x.mean(1).sum()`` the sum, and ``weight.pow(2).sum()`` is none of it. So the dim is followed from where it is
+certain, near the loss: through element by element operations, views, transpositions, reductions and products of
+matrices. The result of any other operation is taken to hold samples first, or where its size is that of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.autograd.graph import Node
+
+from lightning_pardist.compat.autograd_graph import inputs_of, is_parameter, kind_of, saved, shape_of
+
+#: Batch dims of results that have none: they are what the batch was reduced to, or have nothing to do with it.
+REDUCED, CONSTANT = -1, -2
+#: How many operations the batch dim is followed down; what lies deeper is taken as its shape says.
+REACH = 24
+ADDITIONS = {"Add", "Sub", "Rsub", "Stack", "Cat"}
+SAME = {"Neg", "ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Expand"}
+SAME |= {"Select", "Slice", "T", "Transpose", "Permute", "Diagonal", "Index", "MaskedFill"}
+#: Those that only arrange elements anew.
+VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Squeeze"}
+#: Products of matrices, in which a dim may be summed over.
+CONTRACTIONS = {"Mm", "Mv", "Dot", "Bmm"}
+#: The sum over ranks that share a batch: below it is this rank's part, above what one process has.
+SAME |= {"_Reduce"}
+REDUCTIONS = {"Sum", "Mean", "Nansum"}
+STATISTICS = {"Std", "Var", "LinalgVectorNorm", "Norm", "Max", "Min", "Amax", "Amin", "Logsumexp", "Prod", "Median"}
+STATISTICS |= {"StdMean", "VarMean"}
+#: Losses that torch has as one operation; ``reduction`` is 1 for the mean and 2 for the sum.
+LOSSES = {"NllLoss", "NllLoss2D", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy"}
+LOSSES |= {"BinaryCrossEntropyWithLogits", "SoftMarginLoss", "MultiMarginLoss", "MultilabelMarginLoss", "KlDiv"}
+#: Operations that take samples out of a batch one by one.
+PICKS = {"Unbind", "Select", "Split", "SplitWithSizes"}
+CURVES = {"Sqrt", "Rsqrt", "Exp", "Exp2", "Expm1", "Log", "Log1P", "Log2", "Log10", "Pow", "Square", "Reciprocal"}
+CURVES |= {"Abs", "Relu", "Sigmoid", "LogSigmoid", "Tanh", "Softplus", "Clamp", "ClampMin", "ClampMax", "NanToNum"}
+ELEMENTWISE = CURVES | {"Mul", "Div", "Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias", "Maximum", "Minimum"}
+ELEMENTWISE |= {"Where", "MaskedFill", "Lerp", "Addcmul", "Addcdiv", "Sin", "Cos", "Erf", "Gelu", "Silu", "Elu"}
+ELEMENTWISE |= {"Expand", "LeakyRelu", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropyWithLogits"}
+#: Operations whose result holds as many items as the batch's values say.
+PICKED = {"Index", "MaskedSelect"}
+#: Operations that look samples up in a parameter: their indices are no inputs of the graph.
+LOOK_UPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
+
+
+class BatchDims:
+    """Finds the batch dims of nodes of one graph.
+
+    Args:
+        samples: In the batch, to tell its dim by; by order of dims if None.
+    """
+
+    def __init__(self, samples: int | None) -> None:
+        self.samples = samples
+        #: The batch dim of a node, and how far below it was looked.
+        self._dims: dict[Node, tuple[int, int]] = {}
+        self._depth = 0
+        self._cut = False
+
+    def of(self, node: Node) -> int:
+        """The dim of a node's result that holds samples, or ``REDUCED``, or ``CONSTANT``."""
+        known, reach = self._dims.get(node, (0, -1))
+        left = REACH - self._depth
+        if reach >= left:
+            return known
+        if not left:
+            self._cut = True
+            return self._by_shape(node)
+        cut, self._cut = self._cut, False
+        self._depth += 1
+        found = self._find_dim(node)
+        self._depth -= 1
+        # What was not cut off is known for good.
+        self._dims[node] = found, left if self._cut else REACH
+        self._cut = cut or self._cut
+        return found
+
+    def _by_shape(self, node: Node) -> int:
+        sizes = shape_of(node)
+        if sizes is None or not sizes:
+            return REDUCED
+        samples = self.samples
+        if samples and sizes[0] % samples and samples in sizes:
+            return sizes.index(samples)
+        # Time first, as recurrent layers have it, rather than several results of each sample.
+        return int(len(sizes) > 2 and sizes[0] != samples == sizes[1])
+
+    def _find_dim(self, node: Node) -> int:
+        kind, sides = kind_of(node), inputs_of(node)
+        inputs = [child for child in sides if child is not None]
+        if kind == "AccumulateGrad":
+            return CONSTANT if is_parameter(node) else self._by_shape(node)
+        if kind in REDUCTIONS | STATISTICS and inputs:
+            return self._dim_after_reduction(node, inputs[0])
+        if kind in CONTRACTIONS and len(sides) == 2:
+            return self._dim_of_matrix_product(node, kind, sides)
+        if kind in ("Stack", "Cat"):
+            return self._dim_of_stack(node, kind, inputs)
+        if kind in ("T", "Transpose", "Permute", "Unsqueeze", "Select") and inputs:
+            return _moved(node, kind, self.of(inputs[0]), shape_of(inputs[0]))
+        if kind in LOSSES and saved(node, "reduction") in (1, 2):
+            return REDUCED
+        if kind in ELEMENTWISE and inputs:
+            return self._dim_of_elements(node, inputs, len(inputs) < len(sides))
+        if kind in PICKED and inputs and self.of(inputs[0]) == 0:
+            # Picked items come first, whatever their number and that of their features.
+            return 0
+        if kind in VIEWS and inputs:
+            return self._dim_of_view(node, inputs[0])
+        if kind in SAME and inputs and kind != "Index":
+            dim, sizes, before = self.of(inputs[0]), shape_of(node), shape_of(inputs[0])
+            if dim < 0 or kind == "Diagonal" or sizes is None or before is None:
+                return dim if dim < 0 else self._by_shape(node)
+            return dim + len(sizes) - len(before)
+        if not sides or None in sides or kind in LOOK_UPS or any(self.of(child) != CONSTANT for child in inputs):
+            return self._by_shape(node)
+        return CONSTANT
+
+    def _dim_after_reduction(self, node: Node, child: Node) -> int:
+        dim = self.of(child)
+        dims = reduced_dims(node, shape_of(child))
+        if dim < 0:
+            return dim
+        if dim in dims:
+            return REDUCED
+        return dim if saved(node, "keepdim") else dim - sum(each < dim for each in dims)
+
+    def _dim_of_view(self, node: Node, child: Node) -> int:
+        dim, sizes, before = self.of(child), shape_of(node), shape_of(child)
+        if dim < 0 or sizes is None or before is None:
+            return dim if dim < 0 else self._by_shape(node)
+        places = _viewed(before, sizes, dim)
+        samples = self.samples
+        if samples and len(places) > 1 and sizes[places[0]] % samples:
+            return next((place for place in places if sizes[place] == samples), places[0])
+        return places[0] if places else self._by_shape(node)
+
+    def _dim_of_matrix_product(self, node: Node, kind: str, sides: Sequence[Node | None]) -> int:
+        # What needs no gradient is data or a constant: which, the other one decides.
+        left, right = (CONSTANT if side is None else self.of(side) for side in sides)
+        both_known = None not in sides
+        if left == right == CONSTANT:
+            return CONSTANT if both_known else self._by_shape(node)
+        if kind == "Dot":
+            return REDUCED
+        first = int(kind == "Bmm")
+        if first and 0 in (left, right):
+            return 0
+        if left == first + 1 or right == first:
+            return REDUCED if both_known or left >= 0 or right >= 0 else self._by_shape(node)
+        if left == first:
+            return first
+        if right == first + 1:
+            return first + 1
+        return self._by_shape(node) if CONSTANT in (left, right) else REDUCED
+
+    def _dim_of_stack(self, node: Node, kind: str, inputs: Sequence[Node]) -> int:
+        dims = [self.of(child) for child in inputs]
+        dim = max(dims, default=REDUCED)
+        if kind == "Stack" and dim >= 0:
+            return dim + (int(saved(node, "dim") or 0) <= dim)
+        return dim
+
+    def _dim_of_elements(self, node: Node, inputs: Sequence[Node], other_operands: bool) -> int:
+        sizes = shape_of(node) or ()
+        best, best_child = max(((self.of(child), child) for child in inputs), key=lambda pair: pair[0])
+        if best >= 0:
+            return best + len(sizes) - len(shape_of(best_child) or sizes)
+        # What is multiplied with samples that need no gradient has them from there on.
+        if other_operands and sizes and sizes != shape_of(best_child):
+            return self._by_shape(node)
+        return best
+
+
+def reduced_dims(node: Node, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Dims of its argument that a reduction reduces."""
+    ndim = len(sizes or ())
+    dims = saved(node, "dim")
+    if dims is None or dims == ():
+        return tuple(range(ndim))
+    dims = [dims] if isinstance(dims, int) else dims
+    return tuple(each % ndim for each in dims) if ndim else ()
+
+
+def _moved(node: Node, kind: str, dim: int, sizes: tuple[int, ...] | None) -> int:
+    """Where a dim is after an operation that moves dims."""
+    if dim < 0:
+        return dim
+    ndim = len(sizes or ())
+
+    def place(name: str, among: int) -> int:
+        return int(saved(node, name) or 0) % max(among, 1)
+
+    if kind == "T":
+        return 1 - dim if ndim == 2 else dim
+    if kind == "Transpose":
+        first, second = place("dim0", ndim), place("dim1", ndim)
+        return second if dim == first else first if dim == second else dim
+    if kind == "Permute":
+        return [each % ndim for each in saved(node, "dims")].index(dim)
+    position = place("dim", ndim + (kind == "Unsqueeze"))
+    if kind == "Unsqueeze":
+        return dim + (position <= dim)
+    return REDUCED if position == dim else dim - (position < dim)
+
+
+def _viewed(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[int]:
+    """Dims of a view that hold what a dim held before: those of the same elements, by runs of dims of equal size."""
+    left = right = 0
+    while left < len(before) and right < len(after):
+        begin = left, right
+        sizes = [before[left], after[right]]
+        left, right = left + 1, right + 1
+        while sizes[0] != sizes[1]:
+            if sizes[0] < sizes[1] and left < len(before):
+                sizes[0] *= before[left]
+                left += 1
+            elif sizes[1] < sizes[0] and right < len(after):
+                sizes[1] *= after[right]
+                right += 1
+            else:
+                return []
+        if begin[0] <= dim < left:
+            return list(range(begin[1], right))
+    return []

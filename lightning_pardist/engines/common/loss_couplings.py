@@ -1,0 +1,66 @@
+"""Where a loss compares samples of a batch with each other, so that ranks or micro-batches do not add up to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from lightning_pardist.compat.autograd_graph import inputs_of, kind_of, saved, scalar, shape_of
+from lightning_pardist.engines.common.batch_dim import LOOK_UPS, BatchDims
+from lightning_pardist.engines.common.loss_terms import SMALL, elements, mask_of
+
+#: Operations on a dim as a whole.
+_OVER_DIM = {"Topk", "Sort", "Kthvalue", "Softmax", "LogSoftmax", "Cumsum", "Cumprod", "Logcumsumexp"}
+
+
+def couplings(loss: Tensor, *, samples: int | None) -> Iterator[str]:
+    """Places in the graph where samples of a batch are compared with each other, as a contrastive loss does.
+
+    Args:
+        loss: A tensor that requires a gradient.
+        samples: Samples in the batch.
+
+    Yields:
+        What was found, for a message.
+    """
+    if loss.grad_fn is None or not samples or samples < 2:
+        return
+    waiting: list[Node] = [loss.grad_fn]
+    seen = {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        kind = kind_of(node)
+        inputs = [child for child in inputs_of(node) if child is not None]
+        if "Gather" in kind and kind not in LOOK_UPS:
+            continue
+        sizes = shape_of(node)
+        if kind in ("Mm", "Cdist") and sizes is not None and len(inputs) == 2 and len(sizes) == 2:
+            dims = BatchDims(samples)
+            left, right = (dims.of(child) for child in inputs)
+            if (left == 0 and right == (1 if kind == "Mm" else 0)) or (kind == "Mm" and left == 1 and right == 0):
+                yield f"a {'product' if kind == 'Mm' else 'distance'} of results of shape {list(sizes)}"
+        if reason := _mixed(node, kind, inputs, samples):
+            yield reason
+        for child in inputs:
+            if child not in seen:
+                seen.add(child)
+                waiting.append(child)
+
+
+def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
+    """How an operation makes a sample's result depend on others', in words; empty if it does not."""
+    if kind in _OVER_DIM and inputs:
+        ndim = len(shape_of(inputs[0]) or ())
+        over_samples = ndim and BatchDims(samples).of(inputs[0]) == int(saved(node, "dim") or 0) % ndim
+        return f"{kind} over the samples" if over_samples else ""
+    if kind != "Sum" or not inputs:
+        return ""
+    masks = (mask for each in elements(node) if (mask := mask_of(each)) is not None)
+    weights = next(masks, None)
+    if weights is None or not weights.is_floating_point() or not 1 < weights.numel() <= SMALL:
+        return ""
+    normalized = math.isclose(scalar(weights.sum()) or 0.0, 1.0, rel_tol=1e-6) and samples in weights.shape
+    return "a sum with weights that add up to 1 over the samples" if normalized else ""
