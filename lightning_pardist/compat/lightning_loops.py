@@ -52,6 +52,7 @@ NAMES = (
     Private(f"{_TRAINER}._accelerator_connector", "precision of a DeepSpeed config", "trainer.precision"),
     Private(f"{_TRAINER}._results", _LOGS, _HOOK),
     Private(f"{_TRAINER}._active_loop", _EXACT, _HOOK),
+    Private(f"{_TRAINER}._teardown", "the end of a run that has failed", "strategy.teardown()"),
     Private(f"{_ACCELERATOR}._precision_flag", "precision of a DeepSpeed config", "trainer.precision"),
     Private(f"{_SIGNALS}._register_signal", _STOP, "signal.signal"),
     Private(f"{_SIGNALS}._sigterm_notifier_fn", _STOP, _HOOK),
@@ -342,6 +343,11 @@ def before_batch_transfer(module: pl.LightningModule, batch: Any, dataloader_idx
 def batch_to_device(trainer: pl.Trainer, batch: Any, dataloader_idx: int) -> Any:
     """A batch on the strategy's device, with the module's hooks."""
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
+
+
+def tear_down(trainer: pl.Trainer) -> None:
+    """End a run as the Trainer does after a failure, before it lets go of what failed."""
+    trainer._teardown()
 
 
 def current_hook(module: pl.LightningModule) -> str | None:

@@ -19,6 +19,7 @@ from lightning_pardist.collectives import world_group
 from lightning_pardist.compat.default_group import DefaultGroup
 from lightning_pardist.mesh import JobMeshes, ParallelDims
 from lightning_pardist.runtime.environments.find import rendezvous_endpoint
+from lightning_pardist.runtime.failed_runs import Failure, SaveRefusal
 from lightning_pardist.runtime.job_counts import count_up, counted_apart
 from lightning_pardist.runtime.launchers import children
 from lightning_pardist.runtime.process_group import (
@@ -57,6 +58,7 @@ class DistributedContext:
         run: Number of the run, equal on all ranks.
         apart: Last ranks of the job that do not train, beside those of ``dims``.
         worlds: How many worlds of ``dims`` train side by side; 1 where all ranks that train are one.
+        failure: How the last run has ended on this rank; None where it has not failed.
         watchdog: Ends this rank when another one fails. None on one rank, before a run, and when this rank's part of it
             is done.
 
@@ -82,6 +84,9 @@ class DistributedContext:
         self._start: dist.ProcessGroup | None = None
         self._messages: dist.ProcessGroup | None = None
         self.watchdog: Watchdog | None = None
+        self.failure: Failure | None = None
+        self._refusal: SaveRefusal | None = None
+        self._asked_others = False
         self._owns_group = False
         self._meshes: JobMeshes | None = None
         #: What user code gets for the default group; None where that is the world.
@@ -196,6 +201,7 @@ class DistributedContext:
         """
         self.global_rank, self.local_rank, self.device = global_rank, local_rank, device
         self.worlds, self._start = worlds, None
+        self.failure, self._refusal, self._asked_others = None, None, False
         trained, timeout = self.world_size * worlds, timedelta(seconds=self.timeout_s)
         job_size = trained + apart
         make_whole()
@@ -295,6 +301,37 @@ class DistributedContext:
         """Other degrees for the ranks that have met. Collective over the world."""
         self.dims = dims
         self._meshes, self.default_group = _meshes_for(dims, self.device.type)
+
+    def save_refusal(self, progress: str) -> SaveRefusal | None:
+        """Why no checkpoint can be put together any more, as the run has failed. Not collective; all ranks call it.
+
+        Args:
+            progress: How far this rank has come.
+
+        Returns:
+            None if the run has not failed, or every rank failed at the same place and may still meet the others.
+        """
+        if self.failure is None:
+            return None
+        if self.failure.elsewhere:
+            return SaveRefusal(self.failure.why_alone)
+        ranks = self.world_size * self.worlds + self.apart
+        if self._meshes is None or ranks == 1:
+            return None
+        if not self._asked_others:
+            self._asked_others = True
+            watchdog = self.watchdog
+            self._refusal = self.failure.refusal(
+                job_store(),
+                run=self.run,
+                rank=self.global_rank,
+                ranks=ranks,
+                progress=progress,
+                is_blocked=lambda rank: watchdog is not None and watchdog.is_blocked(rank),
+            )
+            if self._refusal is None and watchdog is not None:
+                watchdog.extend_end(self.timeout_s)
+        return self._refusal
 
     def stop_watchdog(self) -> None:
         """This rank's work is done; its silence means nothing from now on. Not collective."""

@@ -45,6 +45,7 @@ from lightning_pardist.compat.lightning_functions import (
 )
 from lightning_pardist.compat.lightning_loops import return_predictions
 from lightning_pardist.runtime.environments.launched import child_environment, launcher_pid, wants_full_tracebacks
+from lightning_pardist.runtime.failed_runs import Failure
 from lightning_pardist.runtime.failure_text import format_failure, is_refusal
 from lightning_pardist.runtime.returned_predictions import ReturnedPredictions
 from lightning_pardist.runtime.watchdog import GRACE_S, FailureReport, PeerFailedError, Watchdog, where
@@ -64,6 +65,8 @@ class Watched(Protocol):
 
     global_rank: int
     watchdog: Watchdog | None
+    #: How the last run has ended on this rank; None where it has not failed.
+    failure: Failure | None
 
     def stop_watchdog(self) -> None:
         """This rank's work is done."""
@@ -157,6 +160,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
             StartedRankFailedError: With the report of the rank that failed first.
             SIGTERMException: If a signal has stopped all of them.
         """
+        self._rank.failure = None
         predicting = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
         self._predictions = ReturnedPredictions() if predicting else None
         self._failures = mp.get_context(start_method(self)).SimpleQueue()
@@ -184,6 +188,8 @@ class MultiProcessLauncher(MultiProcessingLauncher):
                 process.join(GRACE_S)
             raise
         finally:
+            if sys.exc_info()[1] is not None:
+                self._rank.failure = Failure.in_started_ranks(start_method(self))
             # They travel to new processes only, and would keep a Trainer from being saved.
             if self._predictions is not None:
                 self._predictions.close()
@@ -223,14 +229,14 @@ class MultiProcessLauncher(MultiProcessingLauncher):
             return_predictions(trainer, if_asked=start_method(self) == "fork")
         try:
             super()._wrapping_function(process_idx, trainer, call, args, kwargs, return_queue, global_states)
-        except SIGTERMException as stop:
-            # A process that ended by it would be taken for one that has failed.
+        except (SIGTERMException, KeyboardInterrupt) as stop:
+            # A process that ended by it would be taken for one that has failed, or has a result.
             if process_idx == 0:
                 return_queue.put(stop)
 
     @override
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
-        if isinstance(worker_output, SIGTERMException):
+        if isinstance(worker_output, (SIGTERMException, KeyboardInterrupt)):
             raise worker_output
         super()._recover_results_in_main_process(worker_output, trainer)
 
@@ -274,11 +280,14 @@ def guarded(rank: Watched, function: Callable[..., Any], *args: Any, **kwargs: A
     try:
         result = function(*args, **kwargs)
     except (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException) as exception:
+        if isinstance(exception, (KeyboardInterrupt, SystemExit)):
+            rank.failure = Failure.of(exception)
         if isinstance(exception, KeyboardInterrupt) and rank.watchdog is not None:
             rank.watchdog.tell(INTERRUPTED)
         rank.stop_watchdog()
         raise
     except BaseException as exception:
+        rank.failure = Failure.of(exception)
         watchdog = rank.watchdog
         if watchdog is None:
             raise

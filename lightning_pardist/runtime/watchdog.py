@@ -154,6 +154,7 @@ class Watchdog:
         self._reading = threading.Lock()
         self._stillness = StallDetector(self._main_thread)
         self._standing = False
+        self._failing_patience_s = 4 * GRACE_S
         #: On the first rank: the largest number that any rank was asked for.
         self.asked = 0
         self._may_lose: frozenset[int] = frozenset()
@@ -279,6 +280,19 @@ class Watchdog:
             self.read_losses()
         return rank in self.lost
 
+    def is_blocked(self, rank: int) -> bool:
+        """Whether a rank stood in a collective when it learnt that the job has failed."""
+        key = f"stack/{rank}"
+        return self._store.check([key]) and waits_in_collective(self._store.get(key).decode())
+
+    def extend_end(self, seconds: float) -> None:
+        """All ranks have failed alike, and save together before they end.
+
+        Args:
+            seconds: For how long this may take, from when the failure was known.
+        """
+        self._failing_patience_s = max(self._failing_patience_s, seconds)
+
     def tell(self, text: str) -> None:
         """Report why this rank ends, where anybody listens.
 
@@ -382,7 +396,7 @@ class Watchdog:
 
     def _patience_s(self) -> float:
         if self._failing.is_set():
-            return 4 * GRACE_S
+            return self._failing_patience_s
         return _BLOCKED_GRACE_S if waits_in_collective(self._main_stack()) else GRACE_S
 
     def _end(self, cause: FailureReport) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import lightning
 import lightning.pytorch as pl
@@ -43,6 +45,8 @@ from lightning_pardist.checkpoint.tensors import (
     module_shards,
 )
 from lightning_pardist.compat.lightning_functions import PATH, WrappingCheckpointIO
+from lightning_pardist.compat.lightning_loops import tear_down, trainer_of
+from lightning_pardist.runtime.failed_runs import SaveRefusal
 from lightning_pardist.runtime.process_group import job_store
 from lightning_pardist.settings import one_of
 from lightning_pardist.trainer.checkpoint_io import PardistCheckpointIO
@@ -161,7 +165,17 @@ class Checkpoints:
     # --- saving -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A checkpoint is being put together: time counts from here. An earlier one is waited for."""
+        """A checkpoint is being put together: time counts from here. An earlier one is waited for.
+
+        After a failure that is not the same on all ranks, what failed is raised again in place of a checkpoint.
+
+        Raises:
+            RuntimeError: If a run has failed before, and nothing can be saved any more.
+        """
+        trainer = None if self.context.module is None else trainer_of(self.context.module)
+        refusal = self.context.distributed.save_refusal("" if trainer is None else _progress(trainer))
+        if refusal is not None:
+            _refuse_to_save(trainer, refusal)
         self._began = time.perf_counter()
         self.finish()
 
@@ -406,6 +420,31 @@ class Checkpoints:
         if about:
             rest[ABOUT]["tensors"] = tensors
         return {key: rest.get(key, value) for key, value in checkpoint.items()}
+
+
+def _progress(trainer: pl.Trainer) -> str:
+    """How far a run has come, in numbers that ranks have alike."""
+    loop = trainer.fit_loop.epoch_loop
+    batches, validation = loop.batch_progress.current.ready, loop.val_loop.batch_progress.current.ready
+    return f"epoch {trainer.current_epoch}, batch {batches}, step {trainer.global_step}, validation batch {validation}"
+
+
+def _refuse_to_save(trainer: pl.Trainer | None, refusal: SaveRefusal) -> NoReturn:
+    sentence = (
+        f"No checkpoint is saved after the failure of the run: {refusal.why}. Save while training"
+        " (ModelCheckpoint(every_n_train_steps=...)), or stop jobs by SIGTERM, which saves."
+    )
+    failure = sys.exc_info()[1]
+    if failure is None:
+        raise RuntimeError(sentence)
+    if refusal.is_first:
+        warnings.warn(sentence, stacklevel=2)
+    if trainer is not None:
+        tear_down(trainer)
+    if isinstance(failure, KeyboardInterrupt):
+        # As Lightning ends there.
+        raise SystemExit(1)
+    raise failure
 
 
 def _with_default(io: CheckpointIO | None) -> CheckpointIO:

@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.scripts import ENVIRONMENT, ROOT, run_script
 
 TRAIN = str(ROOT / "tests" / "scripts" / "train.py")
+SAVES = str(ROOT / "tests" / "scripts" / "save_on_exception.py")
 SPAWNED = str(ROOT / "tests" / "scripts" / "spawned.py")
 
 
@@ -112,3 +113,32 @@ def test_an_interrupted_run_says_so_last(strategy, start, rank):
     assert code not in (0, -9), output
     assert "SIGKILL" not in output, output
     assert output.strip().splitlines()[-1] == "The run was interrupted (KeyboardInterrupt).", output
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank", "said"),
+    [
+        ("pardist_zero3", "1", "rank "),
+        ("pardist_ddp_fork", "all", "the ranks were processes of their own (start_method='fork')"),
+        pytest.param("pardist_ddp", "0", "rank 1 ", marks=pytest.mark.slow),
+        pytest.param("pardist_pp", "all", "rank ", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_that_not_all_ranks_share_saves_nothing_and_is_shown_last(strategy, rank, said, tmp_path):
+    finished = run_script(SAVES, strategy, rank, "ArithmeticError", str(tmp_path))
+    assert finished.code == 1
+    assert finished.output.count("No checkpoint is saved after the failure of the run") == 1, finished.output
+    assert said in finished.output, finished.output
+    assert finished.output.strip().splitlines()[-1].endswith("ArithmeticError: enough"), finished.output
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert not finished.left
+
+
+@pytest.mark.parametrize("strategy", ["pardist_ddp_fork", pytest.param("pardist_ddp", marks=pytest.mark.slow)])
+def test_an_interrupt_that_the_module_raises_ends_the_run_and_saves_nothing(strategy, tmp_path):
+    finished = run_script(SAVES, strategy, "all", "KeyboardInterrupt", str(tmp_path))
+    assert finished.code == 1
+    assert finished.output.strip().splitlines()[-1] == "The run was interrupted (KeyboardInterrupt).", finished.output
+    assert finished.output.count("No checkpoint is saved after the failure of the run") == 1, finished.output
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert not finished.left

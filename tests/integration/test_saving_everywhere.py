@@ -74,6 +74,30 @@ class SaveAnywhere(pl.Callback):
         self._save(trainer, "exception")
 
 
+class FailsIn(Tied):
+    """All ranks raise in a hook of the third step, in the middle of what the step sends."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def _fail(self, hook: str) -> None:
+        if hook == self.hook and self.trainer.global_step == 2:
+            raise ArithmeticError("enough")
+
+    def training_step(self, batch, batch_idx):
+        self._fail("before the forward")
+        loss = super().training_step(batch, batch_idx)
+        self._fail("after the forward")
+        return loss
+
+    def on_after_backward(self) -> None:
+        self._fail("after the backward")
+
+    def on_before_optimizer_step(self, optimizer) -> None:
+        self._fail("before the update")
+
+
 class _Data(Data):
     def val_dataloader(self):
         return self.train_dataloader()
@@ -142,3 +166,30 @@ def test_saved_anywhere_is_what_one_process_saves(name, tmp_path, expected):
 )
 def test_saved_anywhere_under_two_axes(name, tmp_path, expected):
     _check(name, 4, str(tmp_path), expected)
+
+
+def _fail_in(name: str, world: int, hook: str, folder: str) -> None:
+    tokens = torch.randint(0, VOCABULARY, (BATCH * STEPS, LENGTH), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        strategy=STRATEGIES[name](),
+        devices=world,
+        use_distributed_sampler=False,
+        callbacks=[
+            ModelCheckpoint(folder, "raised", save_on_exception=True, every_n_train_steps=100, save_top_k=-1),
+        ],
+        enable_checkpointing=True,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+    )
+    with pytest.raises(ArithmeticError, match="enough"):
+        trainer.fit(FailsIn(hook), datamodule=_Data(TensorDataset(tokens)))
+
+
+@pytest.mark.parametrize("hook", ["before the forward", "after the forward", "after the backward", "before the update"])
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "tp", "mp"])
+def test_saved_after_the_same_failure_of_all_ranks_in_a_step(name, hook, tmp_path):
+    _fail_in("single", 1, hook, str(tmp_path / "one"))
+    run_ranks(2, _fail_in, name, 2, hook, str(tmp_path / "two"))
+    one, two = (torch.load(tmp_path / path / "raised.ckpt", weights_only=True) for path in ("one", "two"))
+    assert_close(*(found["state_dict"] | _flat_state(found["optimizer_states"]) for found in (two, one)))

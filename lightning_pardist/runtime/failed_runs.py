@@ -1,0 +1,127 @@
+"""Whether the ranks of a run that has failed may still save together.
+
+[Note: saving after a failure] A checkpoint is put together by collectives. A rank that raised alone would meet others
+that are in the middle of a step: shards of the same size would be taken for each other, and the file would be wrong
+without a word. So ranks compare what each of them raised, and where, over the job's store, and save only if it is the
+same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from lightning_pardist.compat.process_groups import PrefixStore, Store
+from lightning_pardist.runtime.watchdog import GRACE_S, is_echo
+
+_POLL_S = 0.05
+_STORE_TIMEOUT_S = 5.0
+#: A rank that has not failed by itself until then is about to be ended by its watchdog.
+_WAIT_S = GRACE_S + 2.0
+
+
+@dataclass(frozen=True)
+class SaveRefusal:
+    """Why nothing can be saved any more.
+
+    Attributes:
+        why: For a person.
+        is_first: Whether this rank is the one that says so; the first rank may have ended already.
+    """
+
+    why: str
+    is_first: bool = True
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a run has ended on this rank.
+
+    Attributes:
+        what: Type and message of the exception, and the lines of code that it passed; equal on ranks where it is the
+            same one.
+        why_alone: Why no other rank can have failed at the same place; empty where it may have.
+        elsewhere: Whether it was not this process that trained.
+    """
+
+    what: str
+    why_alone: str = ""
+    elsewhere: bool = False
+
+    @classmethod
+    def in_started_ranks(cls, start_method: str) -> Failure:
+        """What the calling process sees of ranks by spawn or fork."""
+        why = (
+            f"the ranks were processes of their own (start_method={start_method!r}), and what they trained has ended"
+            " with them; start_method='popen' keeps the first rank in this process"
+        )
+        return cls("", why, elsewhere=True)
+
+    @classmethod
+    def of(cls, exception: BaseException) -> Failure:
+        """What a run has raised on this rank."""
+        lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(exception.__traceback__)]
+        said = "".join(traceback.format_exception_only(exception))
+        what = hashlib.sha256("\n".join([said, *lines]).encode()).hexdigest()
+        if isinstance(exception, KeyboardInterrupt):
+            return cls(what, "each rank was interrupted at a place of its own")
+        if is_echo(exception):
+            return cls(what, "another rank has failed, or the connection to it")
+        return cls(what)
+
+    def refusal(
+        self,
+        store: Store,
+        *,
+        run: int,
+        rank: int,
+        ranks: int,
+        progress: str,
+        is_blocked: Callable[[int], bool],
+    ) -> SaveRefusal | None:
+        """Learn whether every rank has failed like this one. Not collective: each rank waits for some seconds.
+
+        Args:
+            store: The job's.
+            run: Number of the run in the job.
+            rank: This rank.
+            ranks: How many there are.
+            progress: How far this rank has come; must be equal as well.
+            is_blocked: Whether a rank waits in a collective, as far as is known since this one has failed.
+
+        Returns:
+            None if all have; otherwise who has not.
+        """
+        try:
+            own = PrefixStore(f"pardist/failed/{run}", store.clone())  # type: ignore[attr-defined]
+            own.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+            own.set(str(rank), json.dumps([self.what, self.why_alone, progress]))
+            why = self.why_alone or self._who_differs(own, rank, ranks, progress, is_blocked)
+            return SaveRefusal(why, is_first=own.add("told", 1) == 1) if why else None
+        except RuntimeError as error:
+            return SaveRefusal(f"the job's store does not answer ({str(error).splitlines()[0]})")
+
+    def _who_differs(
+        self, store: Store, rank: int, ranks: int, progress: str, is_blocked: Callable[[int], bool]
+    ) -> str:
+        missing, deadline = set(range(ranks)) - {rank}, time.monotonic() + _WAIT_S
+        while missing:
+            for other in [each for each in sorted(missing) if store.check([str(each)])]:
+                what, why_alone, reached = json.loads(store.get(str(other)))
+                if why_alone or what != self.what:
+                    return f"rank {other} did not raise the same at the same place"
+                if reached != progress:
+                    return f"rank {other} raised the same, but at {reached}, and rank {rank} at {progress}"
+                missing.discard(other)
+            for other in missing:
+                if is_blocked(other):
+                    return f"rank {other} waits in a collective for those that have failed"
+            if missing and time.monotonic() > deadline:
+                return f"rank {min(missing)} has not raised the same within {_WAIT_S:g} s"
+            time.sleep(_POLL_S)
+        return ""
