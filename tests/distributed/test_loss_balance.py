@@ -33,6 +33,23 @@ def sums_divided_by_a_reciprocal(values, x, kept):
     return values[kept].abs().sum() * (1 / max(int(kept.sum()), 1))
 
 
+def a_mean_for_each_class(values, x, kept):
+    kept = torch.cat([kept[:, :2], torch.ones_like(kept[:, :3])], 1)
+    return (
+        ((values - x).pow(2) * kept[..., None]).sum((0, 2)).div(kept.sum(0).clamp(min=1)).mul(values.new_ones(5)).sum()
+    )
+
+
+def a_mean_for_each_class_that_is_no_number(values, x, kept):
+    means = torch.where(kept, values.sum(2), 0.0).sum(0) / kept.sum(0)
+    return means.nan_to_num()[1:].pow(1).sum() + values.mean()
+
+
+def a_weighed_mean_for_each_class(values, x, kept):
+    weights = kept * torch.arange(1.0, 6.0, dtype=x.dtype) * 0.3
+    return ((values.abs().mean(2) * weights).sum(0) / weights.sum(0).clamp(min=1e-9)).mean()
+
+
 def other_on_some_ranks(values, x, kept):
     return F.mse_loss(values, x) if kept.any() else values.abs().mean()
 
@@ -61,6 +78,7 @@ def _gradients(loss):
 
 
 LOSSES = [all_terms, terms_where_something_counts, zero_where_nothing_counts, sums_divided_by_a_reciprocal]
+LOSSES += [a_mean_for_each_class, a_mean_for_each_class_that_is_no_number, a_weighed_mean_for_each_class]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -190,7 +190,11 @@ def scale_gradients(terms: Sequence[Term], factors: Tensor) -> Scaling:
     found = Scaling()
     on_host = factors.device.type == "cpu"
     scales: list[Tensor | float] = factors.tolist() if on_host else list(factors.unbind())
+    for term, factor, empty in _put_together(terms, factors):
+        found.others.extend(_scale_one_by_one(found, term, factor, empty))
     for term, factor in zip(terms, scales, strict=True):
+        if term.element is not None:
+            continue
         if not on_host or factor != 1.0:
             for addition, place in term.edges:
                 found.others.append(addition.register_hook(partial(_multiplied_at, place, factor)))
@@ -207,6 +211,28 @@ def scale_gradients(terms: Sequence[Term], factors: Tensor) -> Scaling:
             if empty is not False:
                 found.others.append(product.register_hook(partial(_zeros_at, place, empty)))
     return found
+
+
+def _put_together(terms: Sequence[Term], factors: Tensor) -> Iterator[tuple[Term, Tensor, Tensor]]:
+    """Terms that are elements of one tensor: the first of them, the factors of all, and which have counted nothing."""
+    groups: dict[Node, list[int]] = {}
+    for index, term in enumerate(terms):
+        if term.element is not None:
+            groups.setdefault(term.node, []).append(index)
+    for members in groups.values():
+        members.sort(key=lambda index: terms[index].element or 0)
+        counts = [torch.as_tensor(terms[index].count, device=factors.device) for index in members]
+        # A term that goes by samples may have counted nothing all the same.
+        yield terms[members[0]], factors[members], torch.stack(counts) == 0
+
+
+def _scale_one_by_one(found: Scaling, term: Term, factor: Tensor, empty: Tensor) -> Iterator[RemovableHandle]:
+    for addition, place in term.edges:
+        yield addition.register_hook(partial(_multiplied_at, place, factor))
+    if not term.edges:
+        found.coming_in[term.node] = term.node.register_prehook(partial(_multiplied, factor))
+    if empty.device.type != "cpu" or empty.any():
+        yield from _stop_at(term, empty)
 
 
 def _by_cofactor(terms: Sequence[Term]) -> dict[tuple[Node, int], list[int]]:
@@ -253,14 +279,22 @@ def _stop_at(term: Term, empty: Tensor | bool) -> Iterator[RemovableHandle]:
 def _zeros_if(empty: Tensor | bool, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     if not isinstance(empty, Tensor):
         return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
-    return tuple(None if grad is None else torch.where(empty, torch.zeros_like(grad), grad) for grad in grads)
+    return tuple(
+        grad if grad is None or empty.numel() not in (1, grad.numel()) else torch.where(_like(empty, grad), 0.0, grad)
+        for grad in grads
+    )
 
 
 def _multiplied(factor: Tensor | float, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     return tuple(
-        None if grad is None else grad * (factor.to(grad.dtype) if isinstance(factor, Tensor) else factor)
+        None if grad is None else grad * (_like(factor, grad).to(grad.dtype) if isinstance(factor, Tensor) else factor)
         for grad in grads
     )
+
+
+def _like(factor: Tensor, grad: Tensor) -> Tensor:
+    """One factor, or as many as there are elements, in their shape."""
+    return factor.reshape(grad.shape) if factor.numel() == grad.numel() else factor
 
 
 def _multiplied_at(

@@ -73,6 +73,7 @@ class Term:
         nonlinear: What makes the whole more than a sum of its parts, for the log; empty if nothing does.
         divisors: What it is divided by between ``node`` and the loss as well, and on the way to the reduction.
         shared: The place of the one divisor that counts, which other sums may be divided by as well.
+        element: Which element of what ``node`` stands for the term is, in a row; None if it is all of it.
         edges: By which additions hand their gradient on to ``node``, as addition and place among what it adds; none if
             the term is the whole loss. What ``node`` stands for may take part in other terms as well: in
             ``(-scale).exp() * mean + scale`` the second summand has its own edge, and the first does not go by it.
@@ -92,6 +93,7 @@ class Term:
     cofactors: tuple[tuple[Node, int], ...] = ()
     offset: bool = False
     shared: _At | None = None
+    element: int | None = None
 
     @property
     def is_nothing(self) -> bool:
@@ -157,11 +159,13 @@ class _Divisor:
         value: A number of Python's or a tensor.
         at: Where; None if that is inside of the term.
         rounded: Whether it is multiplied with a number of one or two digits, which more often is a weight.
+        table: Whether it has a divisor for each of several sums over the batch: one for each class, say.
     """
 
     value: Any
     at: _At | None = None
     rounded: bool = False
+    table: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,9 +186,11 @@ class _At:
     offset: bool = False
     joined: bool = False
 
-    def below(self, node: Node, *, divisor: Any = None, rounded: bool = False, nonlinear: str = "") -> _At:
+    def below(
+        self, node: Node, *, divisor: Any = None, rounded: bool = False, table: bool = False, nonlinear: str = ""
+    ) -> _At:
         """The same term, one node further from the loss."""
-        divisors = self.divisors if divisor is None else (*self.divisors, _Divisor(divisor, self, rounded))
+        divisors = self.divisors if divisor is None else (*self.divisors, _Divisor(divisor, self, rounded, table))
         nonlinear = self.nonlinear or nonlinear
         sides = enumerate(inputs_of(self.node))
         others = [(self.node, place) for place, child in sides if child is not None and child is not node]
@@ -216,6 +222,21 @@ class _At:
             self.cofactors,
             self.offset,
         )
+
+    def one_by_one(self, what: str, counts: Tensor, sizes: tuple[int, ...]) -> list[Term]:
+        """Means that end here, elements of one tensor of this shape, each divided by a count of its own."""
+        # Each has a gradient of its own from where they are put together.
+        first = next(place for place, node in enumerate(self.path) if shape_of(node) == sizes)
+        tables = [each.at.node for each in self.divisors if each.table and each.at is not None]
+        for place, node in enumerate(self.path):
+            if node in tables:
+                break
+            first = max(first, place + 1) if kind_of(node) in _REARRANGING else first
+        above = set(self.path[:first])
+        cofactors = (*self.cofactors, *(edge for edge in self.beside if edge[0] in above))
+        root = replace(self, path=self.path[first:], cofactors=cofactors, edges=() if first else self.edges)
+        term = root.term("mean", f"{what} divided by a count", by_data=True)
+        return [replace(term, count=count, element=place) for place, count in enumerate(counts.flatten().unbind())]
 
     def nothing(self) -> Term:
         """Zero, whatever the batch."""
@@ -258,20 +279,23 @@ class _Walk:
 
     def terms(self, root: Node) -> list[Term]:
         """All terms below a node."""
-        found: dict[Node, Term] = {}
-        waiting = [_At(root, (root,))]
+        found: dict[tuple[Node, int | None], Term] = {}
+        waiting: list[_At | Term] = [_At(root, (root,))]
         while waiting:
-            step = self._look(waiting.pop())
+            at = waiting.pop()
+            step = at if isinstance(at, Term) else self._look(at)
             if isinstance(step, Term):
-                known = found.setdefault(step.node, step)
-                found[step.node] = _merged(step if known.kind == "constant" else known, known, step)
+                known = found.setdefault((step.node, step.element), step)
+                merged = _merged(step if known.kind == "constant" else known, known, step)
+                found[step.node, step.element] = merged
             else:
                 waiting.extend(reversed(step))
         return _without_zeros(self._of_samples(_with_shared_counts(list(found.values()))))
 
     def _of_samples(self, terms: list[Term]) -> list[Term]:
         """Where a step adds up a loss for each sample, samples are what counts."""
-        of_kinds = ([term for term in terms if term.kind in kinds] for kinds in (("mean",), ("mean", "sum")))
+        whole = [term for term in terms if term.element is None]
+        of_kinds = ([term for term in whole if term.kind in kinds] for kinds in (("mean",), ("mean", "sum")))
         each = next((found for found in of_kinds if len(found) == self.samples), [])
         rest = [term for term in terms if term not in each]
         some = [term for term in each if not term.is_nothing]
@@ -319,7 +343,7 @@ class _Walk:
                 return origin is not None and (shape_of(origin) or ())[:1] == (self.samples,)
         return False
 
-    def _look(self, at: _At) -> Term | list[_At]:
+    def _look(self, at: _At) -> Term | Sequence[_At | Term]:
         """The term that ends here, or where to go on."""
         node, kind = at.node, kind_of(at.node)
         inputs = [child for child in inputs_of(node) if child is not None]
@@ -365,12 +389,16 @@ class _Walk:
                 what = f"what is reduced over samples is multiplied by a tensor of shape {list(factor.shape)}"
                 return [at.below(of_batch[0], nonlinear=f"{what}, as loads of experts are")]
         if kind == "Div" and sides[0] is of_batch[0]:
-            return [at.below(of_batch[0], divisor=other if len(inputs) == 1 else None)]
+            several = len(inputs) == 1 and isinstance(other, Tensor) and other.numel() > 1
+            table = several and self.batch_dim(of_batch[0]) == REDUCED
+            if table and not _is_divided_one_by_one(at, other):
+                return [at.below(of_batch[0], nonlinear=_BY_TABLE)]
+            return [at.below(of_batch[0], divisor=other if len(inputs) == 1 else None, table=table)]
         if kind == "Div":
             return [at.below(of_batch[0], nonlinear="a result of the batch divides")]
         return [at.below(of_batch[0])]
 
-    def _reduction(self, at: _At, child: Node, kind: str) -> Term | list[_At]:
+    def _reduction(self, at: _At, child: Node, kind: str) -> Term | Sequence[_At | Term]:
         dim = self.batch_dim(child)
         dims = reduced_dims(at.node, shape_of(child))
         sizes = shape_of(child) or ()
@@ -379,10 +407,27 @@ class _Walk:
             items = math.prod(sizes[each] for each in dims)
             counts = kind == "Mean" and kind_of(child) in ("Stack", "Cat")
             return [at.below(child, divisor=float(items) if counts else None)]
+        if any(each.table for each in at.divisors):
+            return self._means(at, kind, dims, sizes)
         if kind != "Mean":
             return at.divided(kind, sizes, dim, self.samples)
         count = float(math.prod(sizes[each] for each in dims))
         return at.mean(kind, count, by_data=kind_of(child) in PICKED)
+
+    def _means(self, at: _At, kind: str, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Term | list[Term]:
+        """Sums or means over the batch, each divided by an element of one tensor."""
+        table: Tensor = next(each.value.detach() for each in at.divisors if each.table)
+        counts: Tensor | None = table * math.prod(sizes[each] for each in dims)
+        if kind != "Mean":
+            # What a sum is divided by may be a constant as well: only what has been counted is a count.
+            counts = _sums_of_mask(at.node, dims, sizes, table)
+            counts = table if counts is None and not table.is_floating_point() else counts
+        if counts is None:
+            return replace(at, nonlinear=at.nonlinear or _BY_TABLE).term("other", kind)
+        for divisor in at.divisors:
+            if not divisor.table and _is_computed(divisor.value):
+                counts = counts * divisor.value.detach()
+        return at.one_by_one(kind, counts, tuple(table.shape))
 
     def _contraction(self, at: _At, inputs: Sequence[Node], kind: str) -> Term:
         """A sum over the batch of products with numbers; products of two results are more than a sum."""
@@ -517,6 +562,39 @@ def _divisors_inside(node: Node) -> Iterator[Any]:
     for child in elements(node, _LINEAR):
         if kind_of(child) == "Div" and inputs_of(child)[1:] in ([], [None]):
             yield saved(child, "other")
+
+
+#: Means that are weighed each by its own count, at most.
+_ONE_BY_ONE = 16
+_BY_TABLE = "what is reduced over samples is divided by a tensor"
+#: Operations whose result may have the shape of their argument, and its elements in other places.
+_REARRANGING = {"T", "Transpose", "Permute", "Index", "View", "UnsafeView", "ReshapeAlias"}
+
+
+def _is_divided_one_by_one(at: _At, other: Tensor) -> bool:
+    """Whether a division is one of as many results by as many numbers, and they are few."""
+    first = not any(each.table for each in at.divisors)
+    return first and not at.joined and shape_of(at.node) == tuple(other.shape) and other.numel() <= _ONE_BY_ONE
+
+
+def _sums_of_mask(node: Node, dims: tuple[int, ...], sizes: tuple[int, ...], table: Tensor) -> Tensor | None:
+    """What a mask leaves for each of several sums, if they are divided by that or by no less; shape of ``table``.
+
+    Args:
+        node: The sum, of shape ``sizes`` before.
+        dims: That it sums over.
+        sizes: Of what is summed.
+        table: What the sums are divided by.
+    """
+    for each in (node, *elements(node)):
+        mask = mask_of(each)
+        if mask is None or mask.numel() > SMALL or mask.dim() != len(sizes):
+            continue
+        counted = mask.sum(dims)
+        for counts in (counted, counted * math.prod(sizes[dim] // mask.shape[dim] for dim in dims)):
+            if counts.shape == table.shape and torch.allclose(torch.where(counts > 0, table, 0).to(counts), counts):
+                return counts.to(torch.float64)
+    return None
 
 
 def _sums_nothing(node: Node) -> bool:

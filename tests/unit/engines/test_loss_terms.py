@@ -120,12 +120,22 @@ def test_what_nothing_is_divided_by_is_no_count():
         lambda: samples().mean() * tokens().mean(),
         lambda: samples().mean(0).pow(2).sum(),
         lambda: samples().std(0).mean(),
+        # What each of several sums is divided by may be a constant.
+        lambda: (samples().pow(2).sum(0) / torch.linspace(1.0, 2.0, CLASSES)).sum(),
         # The loss that balances loads of experts, of Switch Transformers.
         lambda: (samples().softmax(1).mean(0) * samples().detach().softmax(1).mean(0)).sum(),
     ],
 )
 def test_what_is_more_than_the_sum_of_its_parts_is_named(make):
     assert any(term.nonlinear for term in find_terms(make(), samples=BATCH))
+
+
+@pytest.mark.parametrize("kept", [COUNTED, COUNTED & (torch.arange(LENGTH) > 0)])
+@pytest.mark.parametrize("clamp", [True, False])
+def test_means_with_counts_of_their_own(kept, clamp):
+    counts = kept.sum(0).clamp(min=1) if clamp else kept.sum(0)
+    loss = ((tokens().mean(2) * kept).sum(0) / counts).mean()
+    assert [float(term.count) for term in find_terms(loss, samples=BATCH)] == kept.sum(0).tolist()
 
 
 def test_samples_that_are_compared():
