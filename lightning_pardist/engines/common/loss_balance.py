@@ -190,8 +190,8 @@ def scale_gradients(terms: Sequence[Term], factors: Tensor) -> Scaling:
     found = Scaling()
     on_host = factors.device.type == "cpu"
     scales: list[Tensor | float] = factors.tolist() if on_host else list(factors.unbind())
-    for term, factor, empty in _put_together(terms, factors):
-        found.others.extend(_scale_one_by_one(found, term, factor, empty))
+    for first, several, without in _put_together(terms, factors):
+        found.others.extend(_scale_one_by_one(found, first, several, without))
     for term, factor in zip(terms, scales, strict=True):
         if term.element is not None:
             continue
