@@ -4,7 +4,8 @@ Code that gathers over the world by itself (``dist.all_gather`` in a contrastive
 samples. Under tensor and pipeline parallelism the world has ranks with the same samples as well, which would be counted
 several times, without a word. So while a step runs, torch's functions answer user code, and nobody else, as if the
 default group were that of the batch: size, rank and collectives agree. torch, Lightning and this package see the
-world. A ``DistributedSampler`` without arguments is user code in this sense at any time of a run.
+world. A ``DistributedSampler`` without arguments is user code in this sense at any time of a run, and so is what
+loaders call to make batches, in the process or in workers by fork: a dataset that keeps every n-th sample, say.
 
 [Note: one property] ``dist.all_reduce(x)``, ``dist.get_world_size()`` and ``dist.group.WORLD`` all look the default
 group up in ``torch.distributed.distributed_c10d._world.default_pg``, which has no public hook. Its getter looks for the
@@ -96,7 +97,7 @@ class DefaultGroup:
             if overridden is None:
                 return world
             call = _Call(overridden, self.group)
-        if self.depth and call.named is None:
+        if call.named is None and (self.depth or _loads(call.caller)):
             return self.group
         if call.caller is not None and call.names & _COUNTING:
             self._warn(
@@ -161,6 +162,15 @@ class _Call:
         """Whether user code called; torch's differentiable collectives have their backward called by autograd."""
         caller = self.caller
         return self._differentiable or (caller is not None and not caller.f_code.co_filename.startswith(_LIBRARIES))
+
+
+def _loads(frame: FrameType | None) -> bool:
+    """Whether a loader has called, at whatever distance; a worker by fork has the frames of who made it."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_LOADERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _overridden(outer: FrameType | None) -> FrameType | None:
@@ -235,4 +245,10 @@ def _folder(package: str) -> str:
 #: Where callers are not user code.
 _LIBRARIES = tuple(
     _folder(name) for name in ("torch", "lightning", "lightning_pardist", "lightning_utilities", "torchmetrics")
+)
+#: Where batches are made: by torch's loaders, or by an iterable of the user's own that the Trainer was given.
+_LOADERS = (
+    _folder("torch") + str(Path("utils", "data")),
+    _folder("lightning") + str(Path("pytorch", "utilities", "combined_loader.py")),
+    _folder("lightning") + str(Path("pytorch", "loops", "fetchers.py")),
 )

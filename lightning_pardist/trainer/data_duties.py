@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_pardist.axes.base import RunContext
-from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among
+from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among, world_group
 from lightning_pardist.engines.ddp import BufferSync
 from lightning_pardist.engines.ddp.set_parameters import SetParameters, cast_parameter, differing_values
 from lightning_pardist.engines.pipeline import BatchCut
@@ -42,7 +42,7 @@ class DataParallelDuties:
     Attributes:
         evaluation: During a run with several data ranks.
         loss_weights: During ``fit``, if ranks see different samples.
-        even_steps: During ``fit``, if ranks see different samples.
+        even_steps: During ``fit`` on several ranks.
     """
 
     def __init__(
@@ -72,14 +72,18 @@ class DataParallelDuties:
 
     def attach_first(self, trainer: pl.Trainer) -> None:
         """Before optimizers are made, which may ask for the number of steps. Not collective."""
-        if self._trains(trainer) and self.context.dims.batch_size > 1:
-            self.even_steps = EvenSteps(
-                trainer,
-                self.uneven_inputs,
-                group=self.context.batch_group,
-                before=self.context.before_collective,
-            )
-            self._attached.attach(self.even_steps)
+        dims = self.context.dims
+        if not self._trains(trainer) or dims.world_size == 1:
+            return
+        self.even_steps = EvenSteps(
+            trainer,
+            self.uneven_inputs,
+            group=self.context.batch_group if dims.batch_size == dims.world_size else world_group(),
+            place=(dims.batch_rank(self.context.distributed.global_rank), dims.batch_size),
+            before=self.context.before_collective,
+        )
+        self._attached.attach(self.even_steps)
+        if dims.batch_size > 1:
             self.context.batch_counts = partial(getattr, self.even_steps, "counts", None)
 
     @staticmethod

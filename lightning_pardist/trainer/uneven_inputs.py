@@ -2,7 +2,8 @@
 
 The Trainer's loop ends an epoch where its own loader ends, and a rank that is through leaves the others waiting in
 their next collective. Here all ranks make equally many steps: either as many as the longest loader has batches, where
-a rank that has run out takes part with its last batch at weight zero, or as many as the shortest.
+a rank that has run out takes part with its last batch at weight zero, or as many as the shortest. Ranks that work on
+the same batches must have equally many: where one's loader ends before the other's, that is said.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 
 #: ``"join"`` uses every batch, ``"drop"`` those that all ranks have.
 UnevenInputs = Literal["join", "drop"]
+_APART = "Ranks that work on the same batches together have different numbers of them"
+_ALIKE = (
+    "Give the ranks of a tensor, pipeline or context group the same batches: share samples out by"
+    " trainer.distributed_sampler_kwargs (rank, num_replicas) in place of global_rank and world_size."
+)
 
 
 class EvenFetcher(PrefetchFetcher):
@@ -88,16 +94,24 @@ class EvenSteps:
     Args:
         trainer: It runs ``fit``; its loaders are not made yet.
         mode: What is done about ranks with fewer batches than others.
-        group: Ranks with different samples.
+        group: All ranks that take part in a step.
+        place: This rank's number among those with different samples, and how many these are.
         before: Called before each collective.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, mode: UnevenInputs, *, group: dist.ProcessGroup, before: Callable[[], None]
+        self,
+        trainer: pl.Trainer,
+        mode: UnevenInputs,
+        *,
+        group: dist.ProcessGroup,
+        place: tuple[int, int],
+        before: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._mode = mode
         self._group = group
+        self._place, self._places = place
         self._before = before
         self._attached = PatchStack()
 
@@ -144,10 +158,10 @@ class EvenSteps:
         if inner is None or isinstance(inner, (EvenFetcher, IteratorFetcher)):
             return
         own = float(loop.max_batches)
-        lengths = torch.tensor([own, -own], dtype=torch.float64)
-        self._before()
-        dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=self._group)
-        longest, shortest = float(lengths[0]), -float(lengths[1])
+        most, least = self._extremes(own)
+        if apart := [(low, high) for low, high in zip(least, most, strict=True) if low != high]:
+            raise ValueError(f"{_APART}: {apart[0][0]:.0f} and {apart[0][1]:.0f} in an epoch. {_ALIKE}")
+        longest, shortest = max(most), min(least)
         if longest == shortest and longest != float("inf"):
             return
         if shortest == 0 and self._mode == "join":
@@ -169,9 +183,17 @@ class EvenSteps:
         set_train_fetcher(self._trainer, EvenFetcher(inner, steps, self._agree))
 
     def _agree(self, has_more: bool) -> bool:
-        flag = torch.tensor(int(has_more))
-        self._before()
-        op = dist.ReduceOp.MAX if self._mode == "join" else dist.ReduceOp.MIN
+        most, least = self._extremes(float(has_more))
+        if most != least:
+            raise ValueError(f"{_APART}: the loader of one has ended, and another's has a batch left. {_ALIKE}")
+        return any(most) if self._mode == "join" else all(most)
+
+    def _extremes(self, own: float) -> tuple[list[float], list[float]]:
+        """The largest and the smallest value of the ranks that have each of the places. Collective."""
         # In host memory, so that the device need not be waited for.
-        dist.all_reduce(flag, op=op, group=self._group)
-        return bool(flag)
+        extremes = torch.full((2, self._places), -torch.inf, dtype=torch.float64)
+        extremes[:, self._place] = torch.tensor([own, -own], dtype=torch.float64)
+        self._before()
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
+        most, least = extremes.tolist()
+        return most, [-each for each in least]

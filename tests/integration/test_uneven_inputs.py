@@ -3,6 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -173,3 +174,50 @@ def test_unknown_setting():
         DDPStrategy(uneven_inputs="wait")
     with pytest.raises(ValueError, match="loss_weight='words'"):
         DDPStrategy(loss_weight="words")
+
+
+class EveryNth(IterableDataset):
+    """Shares its batches out by itself, as datasets of files do, without a thought of tensor or pipeline ranks."""
+
+    def __iter__(self):
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        generator = torch.Generator().manual_seed(2)
+        for index in range(6):
+            batch = torch.randn(SAMPLES, 6, generator=generator), torch.randint(0, 4, (SAMPLES,), generator=generator)
+            if index % ranks == rank:
+                yield batch
+
+
+def _fit_every_nth(strategy, devices, workers):
+    torch.manual_seed(3)
+    module = Module()
+    made = STRATEGIES[strategy]() if strategy != "single" else "auto"
+    trainer = quiet_trainer(strategy=made, devices=devices, max_epochs=EPOCHS)
+    context = "fork" if workers else None
+    trainer.fit(module, DataLoader(EveryNth(), batch_size=None, num_workers=workers, multiprocessing_context=context))
+    return snapshot(module) | {"steps": torch.tensor(trainer.global_step)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("strategy", ["tp", "pp"])
+def test_datasets_that_ask_torch_for_rank_and_size_are_told_those_with_other_samples(strategy, workers):
+    (wanted,) = run_ranks(1, _fit_every_nth, "single", 1, workers)
+    for found in run_ranks(2, _fit_every_nth, strategy, 2, workers):
+        assert_close(found, wanted)
+
+
+def _fit_by_global_rank(strategy, kind):
+    """Each rank has other numbers of batches, as if all had different samples."""
+    trainer = quiet_trainer(
+        strategy=STRATEGIES[strategy](), devices=2, use_distributed_sampler=False, max_epochs=EPOCHS
+    )
+    with pytest.raises(ValueError, match="distributed_sampler_kwargs") as refusal:
+        trainer.fit(Module(), _loader(trainer.global_rank, kind, (2, 3)))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+@pytest.mark.parametrize("strategy", ["tp", "pp"])
+def test_ranks_of_one_group_with_different_numbers_of_batches(strategy, kind):
+    for message in run_ranks(2, _fit_by_global_rank, strategy, kind):
+        assert message.startswith("Ranks that work on the same batches together have different numbers of them: ")
