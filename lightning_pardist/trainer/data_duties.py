@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,18 @@ from torch import Tensor
 
 from lightning_pardist.axes.base import RunContext
 from lightning_pardist.collectives import all_gather, gather_among, reduce, reduce_among, world_group
+from lightning_pardist.engines.common.eager_runs import eagerly
 from lightning_pardist.engines.ddp import BufferSync
 from lightning_pardist.engines.ddp.set_parameters import SetParameters, cast_parameter, differing_values
 from lightning_pardist.engines.pipeline import BatchCut
+from lightning_pardist.trainer.batch_figures import BatchFigures, figures_of_ranks
 from lightning_pardist.trainer.evaluation import ExactEvaluation
 from lightning_pardist.trainer.layer_sync import WatchedBatchNorms
 from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
 from lightning_pardist.trainer.loss_weights import LossWeights
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 from lightning_pardist.trainer.random_numbers import drawn_apart, draws
-from lightning_pardist.trainer.sample_mixing import SampleMixing, mixed_samples
+from lightning_pardist.trainer.sample_mixing import SampleMixing, is_closed, mixed_samples
 from lightning_pardist.trainer.trial_run import without_trace
 from lightning_pardist.trainer.uneven_inputs import EvenSteps, UnevenInputs
 
@@ -62,7 +64,7 @@ class DataParallelDuties:
         self.even_steps: EvenSteps | None = None
         self._buffers: BufferSync | None = None
         #: In the first step of a run None until it runs, then what it called.
-        self._looks_for_mixing = False
+        self._looks_for_mixing = self._looks_for_figures = False
         self._batch_norms: WatchedBatchNorms | None = None
         self._mixing: SampleMixing | None = None
         self._has_warned = self._watches_parameters = self._is_first = False
@@ -121,6 +123,7 @@ class DataParallelDuties:
         alone = context.dims.batch_size == context.distributed.world_size and context.in_lockstep
         alone = alone and all(axis.calls_may_differ for axis in context.axes)
         self._looks_for_mixing = context.check_samples and alone and self._trains(trainer)
+        self._looks_for_figures = context.check_samples and self._trains(trainer)
         whole_updates = context.in_lockstep and context.data_group.size() > 1
         if context.check_samples and whole_updates and self._trains(trainer):
             remedy = "Trainer(sync_batchnorm=True) does so over ranks."
@@ -160,6 +163,20 @@ class DataParallelDuties:
         local = not any(axis.calls_communicate for axis in self.context.axes)
         self._mixing = SampleMixing(module, times=2, local=local)
         return self._mixing.noting(batch, BatchCut().samples_of(batch))
+
+    @contextmanager
+    def _following(self, batch: Any) -> Iterator[None]:
+        """Around the first step: say if it computes with what it makes of this rank's samples. Not collective."""
+        module, samples = self.context.module, BatchCut().samples_of(batch)
+        looks, self._looks_for_figures = self._looks_for_figures, False
+        # A mode would be traced into compiled functions.
+        if not looks or module is None or samples is None or any(map(is_closed, module.modules())):
+            yield
+            return
+        with eagerly(), BatchFigures(batch, samples) as figures:
+            yield
+        if figures.found is not None:
+            rank_zero_warn(figures_of_ranks(module, figures.found))
 
     def before_training_step(self, trainer: pl.Trainer, run_step: Callable[[Callable[[], None]], None]) -> None:
         """Before the second step look whether layers that the first has called mix samples. Collective over the world.
@@ -213,7 +230,11 @@ class DataParallelDuties:
             hooks = "What runs on a batch before training_step (on_after_batch_transfer, on_train_batch_start)"
             rank_zero_info(drawn_apart(hooks, "each rank for its own samples"))
         even, weights = self.even_steps, self.loss_weights
-        with nullcontext() if even is None else even.leaving_no_trace(), self._noting_calls(batch):
+        with (
+            nullcontext() if even is None else even.leaving_no_trace(),
+            self._noting_calls(batch),
+            self._following(batch),
+        ):
             counts = None if self.context.batch_counts is None else self.context.batch_counts()
             output = run() if weights is None else weights.training_step(run, batch, counts=counts)
         if first and drawn != self._draws():

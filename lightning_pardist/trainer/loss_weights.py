@@ -22,6 +22,7 @@ from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term, find_terms, weight_of
+from lightning_pardist.engines.fsdp.fsdp_units import original_class
 from lightning_pardist.engines.pipeline import find_loss
 from lightning_pardist.engines.pipeline.cut import BatchCut
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
@@ -52,17 +53,17 @@ def weight_of_logged(
 def coupled_samples(module: pl.LightningModule, reason: str) -> str:
     """A warning for losses of samples that are compared with each other."""
     return (
-        f"The loss of {type(module).__name__}.training_step couples the samples of a batch ({reason}), and each rank"
-        " has some of them only: training is not that of one process with all of them."
+        f"The loss of {original_class(module).__name__}.training_step couples the samples of a batch ({reason}),"
+        " and each rank has some of them only: training is not that of one process with all of them."
     )
 
 
 def unlike_losses(module: pl.LightningModule) -> str:
     """A warning for losses that consist of other terms for other parts of a batch."""
     return (
-        f"The loss of {type(module).__name__}.training_step consists of other terms for some parts of a batch than for"
-        " others, so that what counts in each is not known: it is weighed by samples, and training may differ from that"
-        " of one process. Compute the same terms in every step, or set loss_weight."
+        f"The loss of {original_class(module).__name__}.training_step consists of other terms for some parts of a"
+        " batch than for others, so that what counts in each is not known: it is weighed by samples, and training may"
+        " differ from that of one process. Compute the same terms in every step, or set loss_weight."
     )
 
 

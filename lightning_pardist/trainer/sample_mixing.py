@@ -130,7 +130,7 @@ class SampleMixing:
         """
         modules = list(self.root.modules())
         # Hooks would be traced into compiled code, and without gradients it would be compiled once more.
-        if samples is None or samples < 2 or any(map(_is_closed, modules)):
+        if samples is None or samples < 2 or any(map(is_closed, modules)):
             rank_zero_debug("Whether layers mix samples is not looked at: a batch of one, or compiled modules.")
             yield
             return
@@ -343,7 +343,8 @@ def mixed_samples(root: nn.Module, name: str, who: str) -> str:
     )
 
 
-def _is_closed(module: nn.Module) -> bool:
+def is_closed(module: nn.Module) -> bool:
+    """Whether a module runs compiled code, into which hooks and modes would be traced."""
     # A forward of the object's own may be compiled code.
     own = module.__dict__.get("forward")
     replaced = own is not None and not isinstance(own, ReplacedForward)

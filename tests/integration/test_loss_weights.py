@@ -84,10 +84,16 @@ def contrastive(logits, labels):
     return F.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
 
 
+def normalized(logits, labels):
+    weights = labels.clamp(min=0).double().add(1).mean(1)
+    return torch.dot((weights / weights.sum()).to(logits), logits.mean((1, 2)))
+
+
 #: Of one mean or sum, so that the loss of a batch follows from those of its parts.
 SINGLE = [ignored, class_weights, smoothed, masked, selected, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, mixed]
-LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, contrastive)}
+LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, contrastive, normalized)}
+COUPLED = {"contrastive", "normalized"}
 
 
 class Module(pl.LightningModule):
@@ -158,7 +164,7 @@ def _run(strategy, *, world=2, sizes=EVEN, module=None, given=None, **trainer_kw
             assert_close(found["steps"], wanted["steps"])
 
 
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "contrastive"])
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in COUPLED])
 def test_each_mean_is_weighed_by_its_own_count(loss):
     _run("ddp", sizes=UNEVEN, module={"loss": loss, "decay": 0.01})
 
@@ -186,7 +192,7 @@ def test_a_batch_of_which_nothing_counts(loss, strategy, sizes):
     _run(strategy, sizes=sizes, module={"loss": loss}, gradient_clip_val=7.0)
 
 
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "contrastive"])
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in COUPLED])
 @pytest.mark.parametrize("in_parts", ["1f1b", "1f1b in 3"])
 def test_micro_batches_are_weighed_as_ranks_are(loss, in_parts):
     _run("pp", sizes=(SAMPLES,), module={"loss": loss, "decay": 0.01}, given=SCHEDULES[in_parts])
@@ -237,9 +243,10 @@ def test_micro_batches_of_which_nothing_counts(loss, world, sizes):
     _run("pp", world=world, sizes=sizes, module={"loss": loss}, gradient_clip_val=7.0)
 
 
-def _warned(sizes, given):
-    module = Module("contrastive")
-    trainer = quiet_trainer(strategy=STRATEGIES["pp"](**given), devices=2 * len(sizes), use_distributed_sampler=False)
+def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2):
+    module = Module(loss)
+    made = STRATEGIES[strategy](**given)
+    trainer = quiet_trainer(strategy=made, devices=parts * len(sizes), use_distributed_sampler=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, _loader(sizes, trainer.strategy.distributed_sampler_kwargs["rank"]))
@@ -253,6 +260,12 @@ def _warned(sizes, given):
 def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
     said, *_ = run_ranks(2 * len(sizes), _warned, sizes, given)
     assert sum("compares samples" in each or "couples the samples" in each for each in said) == 1
+
+
+@pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("zero3", 1), ("tp", 2)])
+def test_what_ranks_make_of_their_samples_without_a_gradient_is_said_once(strategy, parts):
+    said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, "normalized", parts)
+    assert sum("without a gradient (sum of a tensor of shape [4] over samples)" in each for each in said) == 1
 
 
 def test_whole_batches_without_a_count_go_by_samples():

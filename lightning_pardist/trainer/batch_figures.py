@@ -1,0 +1,219 @@
+"""Numbers that a step makes of all samples of its batch without a gradient, and computes its loss with.
+
+Weights of classes by their frequency in the batch, advantages normalized over it, ``weights / weights.sum()``: where
+ranks have some of the samples each, each makes its own, and no graph shows it, as no gradient passes there. So the
+functions that the first step calls are followed from the batch: what reduces its samples is such a figure, and so is
+all that is made of one, until a result with a gradient is computed with it.
+
+[Note: what is no figure]
+A sum that a result is divided by is a count, which losses are weighed by. The largest of whole numbers is a length, and
+an answer of yes or no a condition. Sorting and adding up along the batch put samples in an order or say where each
+begins, and change nothing for any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_pardist.engines.common.batch_dim import REDUCED, BatchDims
+from lightning_pardist.engines.fsdp.fsdp_units import original_class
+from lightning_pardist.engines.pipeline.nested import tensors_in
+
+_SUMS = {"sum", "nansum", "count_nonzero", "bincount"}
+_EXTREMES = {"max", "min", "amax", "amin"}
+_OVER_DIM = {"softmax", "log_softmax"}
+#: What reduces dims, and at which place it takes them.
+_DIM_AT = dict.fromkeys(
+    (*_SUMS, *_EXTREMES, *_OVER_DIM, "mean", "nanmean", "std", "var", "std_mean", "var_mean", "median", "nanmedian")
+    + ("prod", "logsumexp"),
+    1,
+) | dict.fromkeys(("norm", "quantile", "linalg_norm", "linalg_vector_norm"), 2)
+_HISTOGRAMS = {"bincount", "histc"}
+#: Functions after which a count is one still, or what is one over it.
+_KEEPING = {"clamp", "clamp_min", "clip", "maximum", "max", "to", "float", "double", "long", "type_as", "type", "clone"}
+_KEEPING |= {"detach", "squeeze", "unsqueeze", "view", "reshape", "expand", "add", "__add__", "__radd__", "half", "int"}
+_KEEPING |= {"mul", "__mul__", "__rmul__", "contiguous", "bfloat16", "cpu", "cuda", "__get__", "item", "add_", "clamp_"}
+_DIVISIONS = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__"}
+_OVER_IT = {"reciprocal", "__rtruediv__", "__rdiv__", *_DIVISIONS}
+_PRODUCTS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__"}
+#: Functions that take numbers for sizes and places.
+_PLACING = {"arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "linspace", "__getitem__"}
+_PLACING |= {"repeat_interleave", "narrow", "split", "pack_padded_sequence", "one_hot", "index_select", "gather"}
+_PLACING |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
+_ASKING = {"any", "all", "eq", "equal", "allclose", "isnan", "isinf", "isfinite", "is_nonzero", "__bool__"}
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What is known of a tensor without a gradient that was made of the batch.
+
+    Attributes:
+        dim: That holds samples; None for a figure, or what was computed with one.
+        what: How the figure was made.
+        adds_up: Whether figures of parts of a batch add up to that of the batch, as counts do.
+        is_over: Whether it is one over such a figure.
+    """
+
+    dim: int | None
+    what: str = ""
+    adds_up: bool = False
+    is_over: bool = False
+
+
+class BatchFigures(TorchFunctionMode):
+    """Follows the functions that a step calls.
+
+    Args:
+        batch: The step's.
+        samples: In it.
+
+    Attributes:
+        found: What was made of all samples and computed with, in words; None if nothing was.
+    """
+
+    def __init__(self, batch: Any, samples: int) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self._samples = samples
+        self._lengths = {each.shape[0] for each in tensors_in(batch) if each.dim()}
+        self._marks: Any = WeakTensorKeyDictionary()
+        for each in tensors_in(batch):
+            if type(each) is Tensor and each.shape[:1] == (samples,):
+                self._marks[each] = _Mark(0)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if self.found is None:
+            self._follow(getattr(func, "__name__", ""), args, kwargs, output)
+        return output
+
+    def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given = _tensors((args, kwargs))
+        results = [each for each in _tensors(output) if type(each) is Tensor]
+        if name == "detach" and given and given[0].requires_grad and results:
+            return self._detached(given[0], results[0])
+        marked = [(each, self._marks[each]) for each in given if type(each) is Tensor and each in self._marks]
+        if not marked or not results:
+            return None
+        figures = [(each, mark) for each, mark in marked if mark.dim is None]
+        if figures:
+            return self._computed(name, args, figures, results)
+        for each in results:
+            if each.requires_grad:
+                continue
+            mark = self._of_samples(name, args, kwargs, marked, each)
+            if mark is not None:
+                self._marks[each] = mark
+        return None
+
+    def _detached(self, given: Tensor, result: Tensor) -> None:
+        """A loss without its graph is a figure."""
+        node = given.grad_fn
+        if node is not None and not given.dim() and BatchDims(self._samples).of(node) == REDUCED:
+            self._marks[result] = _Mark(None, "a loss without its graph")
+
+    def _computed(
+        self, name: str, args: tuple[Any, ...], figures: Sequence[tuple[Tensor, _Mark]], results: Sequence[Tensor]
+    ) -> None:
+        figure, mark = figures[0]
+        if name in _PLACING | _ASKING and not (name == "__getitem__" and figure is not args[0] and figure.dim()):
+            return
+        own = [each for each in results if each.requires_grad]
+        if not own:
+            for each in results:
+                self._marks[each] = self._kept(name, args, figure, mark)
+            return
+        is_divisor = name in _DIVISIONS and len(args) > 1 and args[1] is figure and mark.adds_up
+        is_factor = name in _PRODUCTS and mark.is_over and not figure.dim()
+        if not is_divisor and not is_factor:
+            self.found = mark.what
+
+    def _kept(self, name: str, args: tuple[Any, ...], figure: Tensor, mark: _Mark) -> _Mark:
+        """What a result without a gradient is that was computed with a figure."""
+        others = [each for each in args if isinstance(each, Tensor) and each is not figure and each.dim()]
+        if name in _KEEPING and not others:
+            return mark
+        if name in _OVER_IT and not others and mark.adds_up:
+            divided = name in _DIVISIONS and args[0] is figure
+            return mark if divided else replace(mark, adds_up=False, is_over=True)
+        return replace(mark, adds_up=False, is_over=False)
+
+    def _of_samples(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        marked: Sequence[tuple[Tensor, _Mark]],
+        result: Tensor,
+    ) -> _Mark | None:
+        """What a result is that was computed from tensors which hold samples."""
+        source, mark = marked[0]
+        dim = mark.dim or 0
+        if name in _HISTOGRAMS:
+            # Rows that are in order by what they belong to are counted for each of these: nodes of a graph.
+            in_order = bool((source[1:] >= source[:-1]).all()) if source.dim() == 1 else False
+            return None if in_order or len(result) in self._lengths else self._figure(name, source)
+        if name in _DIM_AT and not (name in _EXTREMES and len(args) > 1 and isinstance(args[1], Tensor)):
+            whole = name in _EXTREMES and not source.is_floating_point()
+            if dim in _dims(name, args, kwargs, source.dim()):
+                return (
+                    None if whole or (source.dtype == torch.bool and name not in _SUMS) else self._figure(name, source)
+                )
+        size = source.shape[dim]
+        places = [place for place, length in enumerate(result.shape) if length == size]
+        if places:
+            return _Mark(dim if dim in places else places[0])
+        if name == "__getitem__" and not isinstance(args[1], int):
+            return _Mark(0) if result.dim() and dim == 0 else None
+        kept_order = name in ("flatten", "view", "reshape", "cat", "masked_select", "repeat_interleave")
+        return _Mark(0) if kept_order and result.dim() and dim == 0 else None
+
+    def _figure(self, name: str, source: Tensor) -> _Mark:
+        what = f"{name} of a tensor of shape {list(source.shape)} over samples"
+        return _Mark(None, what, adds_up=name in _SUMS)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Tensors among the arguments of a function, or what it returned."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    return [each for part in tree for each in _tensors(part)] if isinstance(tree, list | tuple) else []
+
+
+def _dims(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> set[int]:
+    """Dims that a reduction reduces."""
+    place = _DIM_AT[name]
+    found = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
+    if isinstance(found, bool) or found is None or found == ():
+        return set(range(max(ndim, 1)))
+    found = args[place:] if isinstance(found, int) and "dim" not in kwargs and name in ("sum", "mean") else found
+    dims = [found] if isinstance(found, int) else [each for each in found if not isinstance(each, bool)]
+    return {each % max(ndim, 1) for each in dims if isinstance(each, int)}
+
+
+def figures_of_ranks(module: pl.LightningModule, found: str) -> str:
+    """A warning for what each rank makes of its own samples.
+
+    Args:
+        module: The user's.
+        found: The figure, in words.
+    """
+    return (
+        f"{original_class(module).__name__}.training_step computes its loss with a number that it makes of all samples"
+        f" of its batch without a gradient ({found}), and each rank has some of them only: training is not that of one"
+        " process. Make it of self.all_gather(...), or choose a strategy whose ranks see whole batches (pardist_tp,"
+        " pardist_mp). check_samples=False leaves this test out."
+    )

@@ -1,0 +1,170 @@
+"""What a step makes of all samples without a gradient, and computes its loss with."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_pardist.trainer.batch_figures import BatchFigures
+
+SAMPLES, LENGTH, CLASSES = 6, 5, 3
+torch.manual_seed(0)
+NET, EMBEDDING = nn.Linear(4, CLASSES), nn.Embedding(7, 4)
+BATCH = {
+    "x": torch.randn(SAMPLES, 4),
+    "y": torch.tensor([2, 0, 1, 1, 0, 2]),
+    "weight": torch.rand(SAMPLES),
+    "ids": torch.randint(0, 7, (SAMPLES, LENGTH)),
+    "mask": torch.rand(SAMPLES, LENGTH) > 0.4,
+    "lengths": torch.randint(1, LENGTH + 1, (SAMPLES,)),
+    "group": torch.tensor([0, 0, 1, 1, 1, 2]),
+}
+
+
+def _losses(batch):
+    return F.cross_entropy(NET(batch["x"]), batch["y"], reduction="none")
+
+
+def _tokens(batch):
+    return NET(EMBEDDING(batch["ids"])).square().mean(2)
+
+
+def normalized_weights(batch):
+    return torch.dot(batch["weight"] / batch["weight"].sum(), _losses(batch))
+
+
+def weights_by_frequency(batch):
+    counts = torch.bincount(batch["y"], minlength=CLASSES).float()
+    return F.cross_entropy(NET(batch["x"]), batch["y"], weight=counts.sum() / (CLASSES * counts.clamp(min=1)))
+
+
+def weights_of_positives(batch):
+    targets = F.one_hot(batch["y"], CLASSES).float()
+    positives = targets.sum(0)
+    ratio = (len(targets) - positives) / positives.clamp(min=1)
+    return F.binary_cross_entropy_with_logits(NET(batch["x"]), targets, pos_weight=ratio)
+
+
+def normalized_advantages(batch):
+    advantages = batch["weight"] - NET(batch["x"])[:, 0].detach()
+    return (_losses(batch) * (advantages - advantages.mean()) / (advantages.std() + 1e-8)).mean()
+
+
+def centred_inputs(batch):
+    return NET(batch["x"] - batch["x"].mean(0, keepdim=True)).square().mean()
+
+
+def largest_target(batch):
+    return (_losses(batch) / batch["weight"].max()).mean()
+
+
+def more_than_the_mean(batch):
+    return _losses(batch)[batch["weight"] > batch["weight"].mean()].sum()
+
+
+def share_of_a_mask(batch):
+    return _tokens(batch).mean() * batch["mask"].float().mean()
+
+
+def losses_balanced_by_their_size(batch):
+    first, second = _losses(batch).mean(), _tokens(batch).mean()
+    return first + second * (first.detach() / second.detach())
+
+
+def softmax_over_samples(batch):
+    return (_losses(batch) * batch["weight"].softmax(0)).sum()
+
+
+def plain(batch):
+    return _losses(batch).mean()
+
+
+def masked(batch):
+    return (_tokens(batch) * batch["mask"]).sum() / batch["mask"].sum().float().clamp(min=1.0)
+
+
+def masked_by_a_reciprocal(batch):
+    return (_tokens(batch) * batch["mask"]).sum() * (1.0 / (batch["mask"].sum() + 1e-8))
+
+
+def weighed(batch):
+    return (_losses(batch) * batch["weight"]).sum() / batch["weight"].sum()
+
+
+def for_each_class(batch):
+    targets = F.one_hot(batch["y"], CLASSES)
+    return ((_losses(batch)[:, None] * targets).sum(0) / targets.sum(0)).sum()
+
+
+def of_samples(batch):
+    mask = batch["mask"]
+    x = (batch["x"] - batch["x"].mean(1, keepdim=True)) / batch["x"].std(dim=-1, keepdim=True)
+    return NET(x).square().mean() + ((_tokens(batch) * mask).sum(1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+def cut_to_the_longest(batch):
+    longest = batch["lengths"].max()
+    mask = torch.arange(longest) < batch["lengths"][:, None]
+    tokens = _tokens(batch)[:, :longest]
+    return (tokens * mask).sum() / mask.sum()
+
+
+def groups_of_rows(batch):
+    """A graph's nodes."""
+    pooled = torch.zeros(3, CLASSES).index_add(0, batch["group"], NET(batch["x"]))
+    return (pooled / torch.bincount(batch["group"], minlength=3)[:, None]).square().mean()
+
+
+def accuracy_beside(batch):
+    logits = NET(batch["x"])
+    accuracy = (logits.argmax(1) == batch["y"]).float().mean()
+    return F.cross_entropy(logits, batch["y"]) if accuracy >= 0 else accuracy
+
+
+def packed(batch):
+    lengths = batch["lengths"]
+    rows = nn.utils.rnn.pack_padded_sequence(EMBEDDING(batch["ids"]), lengths, batch_first=True, enforce_sorted=False)
+    return NET(rows.data).square().mean()
+
+
+def _found(step):
+    with BatchFigures(BATCH, SAMPLES) as figures:
+        loss = step(BATCH)
+    assert loss.requires_grad
+    return figures.found
+
+
+COUPLED = [
+    normalized_weights,
+    weights_by_frequency,
+    weights_of_positives,
+    normalized_advantages,
+    centred_inputs,
+    largest_target,
+    more_than_the_mean,
+    share_of_a_mask,
+    losses_balanced_by_their_size,
+    softmax_over_samples,
+]
+PLAIN = [
+    plain,
+    masked,
+    masked_by_a_reciprocal,
+    weighed,
+    for_each_class,
+    of_samples,
+    cut_to_the_longest,
+    groups_of_rows,
+    accuracy_beside,
+    packed,
+]
+
+
+@pytest.mark.parametrize("step", COUPLED)
+def test_what_is_made_of_all_samples(step):
+    assert _found(step)
+
+
+@pytest.mark.parametrize("step", PLAIN)
+def test_counts_lengths_and_samples_by_themselves_are_no_figures(step):
+    assert _found(step) is None
