@@ -125,7 +125,7 @@ def names_of(taker: Callable[..., Any]) -> list[str]:
 
 
 def refuse_name(name: str, known: Iterable[str]) -> None:
-    """Refuse a name of a strategy that looks like one of ours and is none.
+    """Refuse a name of a strategy that looks like one of ours and is none, or the path of a class in its place.
 
     Args:
         name: What ``Trainer(strategy=...)`` got.
@@ -135,6 +135,13 @@ def refuse_name(name: str, known: Iterable[str]) -> None:
         ValueError: With the name that was probably meant, and all others.
     """
     names = list(known)
+    if name.startswith("lightning_pardist."):
+        raise ValueError(
+            f"strategy={name!r} is the path of a class, and the Trainer takes a string for a registered name: pass an"
+            " instance, strategy=lightning_pardist.ZeroStrategy() say. On a command line a path becomes one with a"
+            f" setting beside it (--trainer.strategy {name} --trainer.strategy.timeout_s 1800), or as class_path in a"
+            " config file."
+        )
     if not name.startswith("pardist") or name in names:
         return
     longer = sorted((known for known in names if name.startswith(known)), key=len)

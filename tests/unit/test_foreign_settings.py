@@ -49,6 +49,7 @@ def test_a_mistyped_setting():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("lightning_pardist.ZeroStrategy", "is the path of a class"),
         ("pardist_zer3", "Did you mean 'pardist_zero3'?"),
         ("pardist_ddp_find_unused_parameters_true", "Did you mean 'pardist_ddp'?.*need no flag"),
         ("pardist", "This package has pardist_ddp, "),
