@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -11,6 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist.engines.pipeline.nested import map_leaves, named_children, tensors_in
+
+
+def warn_of_different_batches(who: str) -> None:
+    """Say that ranks which work on one batch were given several.
+
+    Args:
+        who: These ranks, for the message.
+    """
+    warnings.warn(
+        f"The ranks of {who} got different batches. From now on the first rank's are sent to the others, which costs"
+        " time, and theirs are not used: harmless for random augmentation and loaders that shuffle by"
+        " themselves, but a part of the data is lost if samples are shared out by global_rank or the variable RANK."
+        " Share them out by trainer.distributed_sampler_kwargs (rank, num_replicas).",
+        stacklevel=3,
+    )
 
 
 def of_first_rank(value: Any, *, group: dist.ProcessGroup, device: torch.device) -> Any:

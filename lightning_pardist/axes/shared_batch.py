@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +17,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_pardist.axes.base import ParallelAxis
-from lightning_pardist.axes.first_batch import of_first_rank
+from lightning_pardist.axes.first_batch import of_first_rank, warn_of_different_batches
 from lightning_pardist.engines.common.devices import device_in_use, random_state
 from lightning_pardist.engines.pipeline.nested import flatten
 from lightning_pardist.engines.tensor import TensorRuntime
@@ -120,13 +119,7 @@ class SharedBatchAxis(ParallelAxis):
             if not self._has_shared:
                 self._has_shared = True
                 if group.rank() == 0:
-                    warnings.warn(
-                        f"The ranks of a {self.kind} group got different batches (random augmentation, a loader that"
-                        " shuffles by itself, or samples shared out by global_rank, where distributed_sampler_kwargs of"
-                        " the strategy says who sees which). The first rank's are sent to the others, which costs"
-                        " time.",
-                        stacklevel=2,
-                    )
+                    warn_of_different_batches(f"a {self.kind} group")
             given = of_first_rank(given, group=group, device=self.context.device)
         return given
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_pardist.axes.first_batch import of_first_rank
+from lightning_pardist.axes.first_batch import of_first_rank, warn_of_different_batches
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.recording import Recorded
 from lightning_pardist.collectives import all_gather_flat, table_device
@@ -89,11 +88,7 @@ class SameBatches:
             if not self._differ:
                 self._differ = True
                 if self.group.rank() == 0:
-                    warnings.warn(
-                        "The ranks of a pipeline got different batches (random augmentation, or a loader that shuffles"
-                        " by itself). From now on the first rank's are sent to the others, which costs time.",
-                        stacklevel=2,
-                    )
+                    warn_of_different_batches("a pipeline")
         shared: list[Any] = of_first_rank(batches, group=self.group, device=self.device)
         return shared
 
