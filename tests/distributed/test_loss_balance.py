@@ -50,6 +50,13 @@ def a_weighed_mean_for_each_class(values, x, kept):
     return ((values.abs().mean(2) * weights).sum(0) / weights.sum(0).clamp(min=1e-9)).mean()
 
 
+def items_of_each_sample(values, x, kept):
+    lengths = [1 + int(each) for each in kept.sum(1)]
+    rows = list(zip(values, x, lengths, strict=True))
+    items = sum((value[:length] - target[:length]).abs().sum() for value, target, length in rows) / sum(lengths)
+    return items + sum((value[:length] - 1).pow(2).mean() for value, _, length in rows) / len(rows)
+
+
 def other_on_some_ranks(values, x, kept):
     return F.mse_loss(values, x) if kept.any() else values.abs().mean()
 
@@ -79,6 +86,7 @@ def _gradients(loss):
 
 LOSSES = [all_terms, terms_where_something_counts, zero_where_nothing_counts, sums_divided_by_a_reciprocal]
 LOSSES += [a_mean_for_each_class, a_mean_for_each_class_that_is_no_number, a_weighed_mean_for_each_class]
+LOSSES += [items_of_each_sample]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

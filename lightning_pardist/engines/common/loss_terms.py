@@ -73,6 +73,7 @@ class Term:
         nonlinear: What makes the whole more than a sum of its parts, for the log; empty if nothing does.
         divisors: What it is divided by between ``node`` and the loss as well, and on the way to the reduction.
         shared: The place of the one divisor that counts, which other sums may be divided by as well.
+        items: How many items of the batch a sum adds up, by its shape.
         element: Which element of what ``node`` stands for the term is, in a row; None if it is all of it.
         edges: By which additions hand their gradient on to ``node``, as addition and place among what it adds; none if
             the term is the whole loss. What ``node`` stands for may take part in other terms as well: in
@@ -93,6 +94,7 @@ class Term:
     cofactors: tuple[tuple[Node, int], ...] = ()
     offset: bool = False
     shared: _At | None = None
+    items: int = 0
     element: int | None = None
 
     @property
@@ -260,14 +262,15 @@ class _At:
         if not counts:
             counts = [each for each in divisors if each.rounded and _is_count_of(self.node, each.value)]
         if not counts:
-            return self.nothing() if nothing else self.term("sum", what)
+            return self.nothing() if nothing else replace(self.term("sum", what), items=sizes[dim] if sizes else 0)
         total: Any = math.prod((each.value for each in counts[1:]), start=counts[0].value)
         if nothing:
             # What is at most 1 keeps a division possible, max(number_of_boxes, 1), and counts no item.
             total = torch.where(total > 1, total.detach(), 0.0) if isinstance(total, Tensor) else total * (total > 1)
         total = _unclamped(total.detach(), self.node) if isinstance(total, Tensor) else float(total)
         term = self.term("mean", f"{what} divided by a count", total, by_data=True)
-        return replace(term, shared=counts[0].at if len(counts) == 1 else None)
+        shared = counts[0].at if len(counts) == 1 else None
+        return replace(term, shared=shared, items=sizes[dim] if sizes else 0)
 
 
 class _Walk:
@@ -290,13 +293,17 @@ class _Walk:
                 found[step.node, step.element] = merged
             else:
                 waiting.extend(reversed(step))
-        return _without_zeros(self._of_samples(_with_shared_counts(list(found.values()))))
+        terms = _with_shared_counts(_counted_together(list(found.values())))
+        return _without_zeros(self._of_samples(terms))
 
     def _of_samples(self, terms: list[Term]) -> list[Term]:
         """Where a step adds up a loss for each sample, samples are what counts."""
         whole = [term for term in terms if term.element is None]
-        of_kinds = ([term for term in whole if term.kind in kinds] for kinds in (("mean",), ("mean", "sum")))
-        each = next((found for found in of_kinds if len(found) == self.samples), [])
+        groups = [[term for term in whole if term.kind in kinds] for kinds in (("mean",), ("mean", "sum"))]
+        means = groups[0]
+        # Beside another loss those of the samples are of one kind.
+        groups += [[term for term in means if term.what == what] for what in dict.fromkeys(each.what for each in means)]
+        each = next((found for found in groups if len(found) == self.samples), [])
         rest = [term for term in terms if term not in each]
         some = [term for term in each if not term.is_nothing]
         if not each or len({term.what for term in some}) > 1:
@@ -402,6 +409,10 @@ class _Walk:
         dim = self.batch_dim(child)
         dims = reduced_dims(at.node, shape_of(child))
         sizes = shape_of(child) or ()
+        if dim == REDUCED and self._is_picked(child):
+            # Of what was computed for one sample.
+            items = float(math.prod(sizes[each] for each in dims))
+            return at.mean(kind, items) if kind == "Mean" else at.divided(kind, sizes, 0, self.samples)
         if dim not in dims:
             # The mean of a stack of losses, say; one over features counts nothing of the batch.
             items = math.prod(sizes[each] for each in dims)
@@ -413,6 +424,20 @@ class _Walk:
             return at.divided(kind, sizes, dim, self.samples)
         count = float(math.prod(sizes[each] for each in dims))
         return at.mean(kind, count, by_data=kind_of(child) in PICKED)
+
+    def _is_picked(self, node: Node) -> bool:
+        """Whether a result was computed, element by element, from that of one sample."""
+        for _ in range(REACH):
+            inputs = [child for child in inputs_of(node) if child is not None]
+            kind = kind_of(node)
+            if kind in PICKS and inputs:
+                dim = saved(node, "dim")
+                if dim is not None and self.batch_dim(inputs[0]) == int(dim) % len(shape_of(inputs[0]) or (1,)):
+                    return True
+            if not inputs or kind not in SAME | ELEMENTWISE | PICKS:
+                return False
+            node = inputs[0]
+        return False
 
     def _means(self, at: _At, kind: str, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Term | list[Term]:
         """Sums or means over the batch, each divided by an element of one tensor."""
@@ -454,6 +479,28 @@ def _merged(term: Term, one: Term, other: Term) -> Term:
     edges = tuple(dict.fromkeys((*one.edges, *other.edges)))
     cofactors = tuple(dict.fromkeys((*one.cofactors, *other.cofactors)))
     return replace(term, edges=edges, cofactors=cofactors, offset=one.offset or other.offset)
+
+
+def _counted_together(terms: list[Term]) -> list[Term]:
+    """Sums that are divided by the number of all their items together are means, whatever that number is to each."""
+    groups: dict[Node, list[tuple[Term, _Divisor]]] = {}
+    for term in terms:
+        for each in term.divisors:
+            if each.at is not None and not each.rounded and _number(each.value) is not None:
+                groups.setdefault(each.at.node, []).append((term, each))
+    for members in groups.values():
+        sums = [term for term, each in members if term.kind == "sum" or (term.shared and term.shared is each.at)]
+        if len(sums) < 2 or len(sums) < len(members) or not all(term.items for term in sums):
+            continue
+        number = _number(members[0][1].value)
+        if sum(term.items for term in sums) != number:
+            continue
+        for term, each in members:
+            if term.kind == "sum":
+                what = f"{term.what} divided by a count"
+                mean = replace(term, kind="mean", count=number, by_data=True, what=what, shared=each.at)
+                terms = [mean if other is term else other for other in terms]
+    return terms
 
 
 def _with_shared_counts(terms: list[Term]) -> list[Term]:

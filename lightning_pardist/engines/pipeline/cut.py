@@ -187,6 +187,7 @@ class _Votes:
         lists: Lengths of such lists.
         records: Lengths of lists of containers, each of which may be a sample's or a whole batch, and sizes in them.
         samples: The same lengths, and whether tensors of several sizes in one container tell that it is a sample's.
+        alone: Whether there is nothing but one list of tensors, which differ along the batch dim only: sequences, say.
     """
 
     cut: BatchCut
@@ -195,6 +196,7 @@ class _Votes:
     lists: list[int] = field(default_factory=list)
     records: list[tuple[int, list[int]]] = field(default_factory=list)
     samples: list[tuple[int, bool]] = field(default_factory=list)
+    alone: bool = False
 
     def take(self, value: Any, path: _Path) -> None:
         """Look into a part of the batch."""
@@ -203,6 +205,7 @@ class _Votes:
         elif isinstance(value, (list, tuple)) and value and all(isinstance(item, torch.Tensor) for item in value):
             self.inside += self._sizes([((*path, name), item) for name, item in named_children(value) or ()])
             self.lists.append(len(value))
+            self.alone = not path and len({(item.dtype, item.shape[1:]) for item in value}) == 1
         elif _are_records(value):
             each = [self._sizes(_named_tensors(item, (*path, str(i)))) for i, item in enumerate(value)]
             self.records.append((len(value), [size for sizes in each for size in sizes]))
@@ -229,7 +232,7 @@ class _Votes:
         size, count = Counter(sizes).most_common(1)[0]
         lists = [length for length in self.lists if length > 1]
         # Tensors of different sizes in a list, one a sample (images of a detector): then the list is the batch.
-        if count == 1 and len(sizes) > 2 and lists:
+        if len(sizes) > 2 and lists and (count == 1 or (self.alone and 2 * count <= len(self.inside))):
             return _Measured(self.cut, Counter(lists).most_common(1)[0][0], by_lists=True)
         return _Measured(self.cut, size)
 

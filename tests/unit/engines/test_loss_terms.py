@@ -138,6 +138,17 @@ def test_means_with_counts_of_their_own(kept, clamp):
     assert [float(term.count) for term in find_terms(loss, samples=BATCH)] == kept.sum(0).tolist()
 
 
+@pytest.mark.parametrize("lengths", [(2, 4, 1, 3), (1, 1, 1, 1), (3, 1, 6, 2)])
+def test_items_of_each_sample_beside_means_of_samples(lengths):
+    """A detector's boxes: their number may be that of the samples, or of what a box has."""
+    rows = tokens()[:, :, :4]
+    boxes = [(row[:length] - 1).abs().sum() for row, length in zip(rows, lengths, strict=True)]
+    classes = [F.cross_entropy(row[:1], LABELS[3, :1]) for row in tokens()]
+    *others, found = find_terms(torch.stack(classes).mean() + sum(boxes) / sum(lengths), samples=BATCH)
+    assert (found.kind, found.count) == ("mean", sum(lengths))
+    assert [(term.kind, term.nonlinear) for term in others] == [("other", "")] * BATCH
+
+
 def test_samples_that_are_compared():
     features = samples()
     assert list(couplings(F.cross_entropy(features @ features.t(), torch.arange(BATCH)), samples=BATCH))

@@ -182,6 +182,18 @@ def test_batches_of_several_loaders() -> None:
     assert [len(part["x"]) for part in split_batch(batch, 2)[0].value] == [4, 4]
 
 
+@pytest.mark.parametrize("lengths", [(2, 3, 8, 4, 3, 8), (5, 7, 5, 5, 6, 3), (2, 3, 4)])
+def test_a_lone_list_of_sequences_holds_a_sample_each(lengths: tuple[int, ...]) -> None:
+    batch = [torch.randn(length, 4) for length in lengths]
+    assert BatchCut().samples_of(batch) == len(lengths)
+    assert [len(part.value) for part in split_batch(batch, 2)] == [len(lengths) - len(lengths) // 2, len(lengths) // 2]
+
+
+def test_a_list_of_tensors_that_mostly_agree_is_no_list_of_samples() -> None:
+    assert BatchCut().samples_of([torch.randn(5, 4), torch.randn(5, 4), torch.randn(3, 4)]) is None
+    assert BatchCut().samples_of([torch.randn(5, 4), torch.randn(5), torch.randn(3, 4), torch.randn(3, 2)]) is None
+
+
 def test_lists_of_samples_and_other_batch_dims() -> None:
     images = [torch.zeros(3, size, size) for size in (4, 5, 6, 7)]
     parts = split_batch({"images": images, "ids": ["a", "b", "c", "d"]}, 2)
