@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_pardist.compat.lightning_functions import configure_optimizers
-from lightning_pardist.compat.lightning_loops import set_strategy
+from lightning_pardist.compat.lightning_loops import lightning_optimizers, set_strategy
 from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
 
 #: Hooks of the module that come before the first step of each kind, and may prepare what the step uses.
@@ -115,6 +115,29 @@ def _step(module: pl.LightningModule, name: str, batch: Any, trainer: pl.Trainer
 
 
 @contextmanager
+def optimizers_to_come(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[None]:
+    """Inside, ``self.optimizers()`` and ``self.lr_schedulers()`` give stand-ins if the run's own are not made yet.
+
+    Args:
+        module: Whose steps may ask for them, for a learning rate, say.
+        trainer: Its.
+    """
+    if trainer.state.fn != TrainerFn.FITTING or lightning_optimizers(trainer.strategy):
+        yield
+        return
+    made = _Optimizers(module, trainer)
+    stand_ins = {"optimizers": made.optimizers, "lr_schedulers": made.schedulers}
+    before = {name: module.__dict__[name] for name in stand_ins if name in module.__dict__}
+    module.__dict__.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(before)
+
+
+@contextmanager
 def _quiet(trainer: pl.Trainer) -> Iterator[None]:
     loggers, should_stop = trainer.loggers, trainer.should_stop
     loops = [(loop, dict(loop.__dict__)) for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop)]
@@ -157,14 +180,16 @@ def _stand_in(module: pl.LightningModule) -> None:
 class _Optimizers:
     """Stand-in optimizers for a trial run; created on demand, change nothing."""
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: pl.LightningModule, trainer: pl.Trainer | None = None) -> None:
         self.lightning_module = module
+        self._trainer = trainer
         self._made: tuple[list[torch.optim.Optimizer], list[Any]] | None = None
         self._wrapped: list[LightningOptimizer] = []
 
     def _make(self) -> tuple[list[torch.optim.Optimizer], list[Any]]:
         if self._made is None:
-            conf: Any = self.lightning_module.configure_optimizers()
+            with _without_warnings(), nullcontext() if self._trainer is None else _quiet(self._trainer):
+                conf: Any = self.lightning_module.configure_optimizers()
             optimizers, schedulers, _ = configure_optimizers(conf) if conf is not None else ([], [], None)
             for optimizer in optimizers:
                 optimizer.step = self._evaluate

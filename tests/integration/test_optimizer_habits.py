@@ -108,3 +108,40 @@ def _resumed(strategies, devices, folder):
 def test_resuming_is_bit_equal(tmp_path):
     for same in run_ranks(2, _resumed, STRATEGIES[:2], 2, str(tmp_path)):
         assert all(same)
+
+
+class ReadsRates(Base):
+    """Logs the learning rate, which a scheduler lowers by what a step has logged, and weighs its loss by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        rate = self.optimizers().param_groups[0]["lr"]
+        self.log("rate", rate)
+        assert self.lr_schedulers().optimizer.param_groups[0]["lr"] == rate
+        loss = F.mse_loss(self.layers(batch[0].to(self.dtype)), batch[1].to(self.dtype)) * (1 + rate)
+        return self.note(loss)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.15)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.3), "interval": "step"}]
+
+    def dataset(self, length):
+        return points(length)
+
+
+def _rates(strategy, devices):
+    torch.manual_seed(3)
+    module = ReadsRates()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, precision="64-true")
+    trainer.fit(module, datamodule=Data(module.dataset(BATCH * STEPS)))
+    return snapshot(module) | {"rate": trainer.callback_metrics["rate"].double()}
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("pardist_3d", 4), ("pardist_pp", 2), ("pardist_tp", 2)])
+def test_steps_that_ask_for_the_learning_rate(strategy, devices):
+    wanted = _rates("auto", 1)
+    for got in run_ranks(devices, _rates, strategy, devices):
+        assert_close(got, wanted, rtol=1e-9)

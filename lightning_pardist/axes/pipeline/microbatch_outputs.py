@@ -46,6 +46,8 @@ from lightning_pardist.engines.pipeline.interception import HOOKS, hooks_of, is_
 from lightning_pardist.engines.pipeline.nested import flatten, rebuild
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
+#: Among the arguments of a call of ``log``: the dtype that a number has there.
+_DTYPE = "default dtype"
 _MISSING = object()
 #: Values that travel; of anything else (a logger, a trainer) only the rank that assigned it knows.
 _PLAIN = (int, float, str, bytes, bool, type(None))
@@ -268,8 +270,11 @@ class StepOutputs:
                 self.module.__dict__.pop(name, None)
         before.compare(self, record)
         for arguments in record.logged:
+            dtype = arguments.pop(_DTYPE)
             if isinstance(arguments["value"], Tensor):
                 arguments["value"] = arguments["value"].detach()
+            elif isinstance(arguments["value"], float):
+                arguments["value"] = torch.tensor(arguments["value"], dtype=dtype)
         # Their states depend on how many micro-batches there are: they are called again with the batch's numbers.
         record.metrics = {name: change for name, change in record.metrics.items() if name not in record.calls}
         if not in_order:
@@ -480,7 +485,8 @@ class StepOutputs:
             arguments.pop("self", None)
             if isinstance(arguments.get("value"), Metric):
                 arguments["value"] = self._name_of(arguments["value"])
-            logged.append(arguments)
+            # That of the Trainer's precision, which only the step has.
+            logged.append({**arguments, _DTYPE: torch.get_default_dtype()})
 
         return log
 

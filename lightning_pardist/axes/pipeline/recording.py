@@ -63,7 +63,7 @@ from lightning_pardist.engines.pipeline.steady_buffers import really_steady
 from lightning_pardist.trainer.layer_sync import batch_norms, syncs_batch_norms
 from lightning_pardist.trainer.sample_batches import NoSampleError
 from lightning_pardist.trainer.sample_mixing import SampleMixing
-from lightning_pardist.trainer.trial_run import HOOKS
+from lightning_pardist.trainer.trial_run import HOOKS, optimizers_to_come
 
 STEPS = {
     RunningStage.TRAINING: "training_step",
@@ -786,7 +786,8 @@ class StepRecorder:
         before = current_hook(self.module)
         set_current_hook(self.module, name)
         try:
-            with self._as_in(sample.stage), self._effects.watching(), self._hooks_run(sample):
+            optimizers = optimizers_to_come(self.module, self.trainer)
+            with optimizers, self._as_in(sample.stage), self._effects.watching(), self._hooks_run(sample):
                 yield lambda microbatch: run(step, microbatch)
         finally:
             set_current_hook(self.module, before)
