@@ -368,6 +368,27 @@ def test_evaluation():
         assert found == pytest.approx([expected] * 2, rel=1e-5)
 
 
+def products_of_weights():
+    """A penalty on how far weights are from orthogonal ones, evaluated beside plain tensors."""
+    model = build("mlp")
+
+    def penalty():
+        found = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        both = [(each @ each.T, len(each)) for each in found] + [(each.T @ each, each.shape[1]) for each in found]
+        return sum((product - torch.eye(size)).pow(2).sum() for product, size in both)
+
+    with torch.no_grad():
+        expected = penalty().item()
+    _, runtime = split(model, 2)
+    with torch.no_grad(), runtime.step():
+        return expected, float(runtime.plain(penalty()))
+
+
+def test_products_of_split_weights_in_evaluation():
+    for expected, found in run_ranks(2, products_of_weights):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def half_precision():
     model = build("gpt")
     reference = copy.deepcopy(model)

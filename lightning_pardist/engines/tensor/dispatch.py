@@ -163,8 +163,6 @@ class TensorRuntime:
     def _as_plain(self, tensor: SplitTensor | DTensor) -> Tensor:
         if isinstance(tensor, SplitTensor):
             return self.gather(tensor)
-        if any(placement.is_partial() for placement in tensor.placements):
-            return tensor.full_tensor()
         opened = self._open(tensor)
         return self.gather(opened) if isinstance(opened, SplitTensor) else opened
 
@@ -272,7 +270,12 @@ class TensorRuntime:
         return tensor.local.register_hook(seen)
 
     def _open(self, parameter: DTensor) -> Tensor:
-        """A parameter as a plain tensor if it is whole, as a split tensor if not; gradients come back as DTensors."""
+        """A parameter as a plain tensor if it is whole, as a split tensor if not; gradients come back as DTensors.
+
+        Collective over the group for what DTensor has computed of parameters and not added up yet.
+        """
+        if any(placement.is_partial() for placement in parameter.placements):
+            return parameter.full_tensor()
         if parameter.device_mesh.ndim > 1:
             parameter = _gathered(parameter)
         layout = from_placement(parameter.placements[-1], parameter.ndim)
