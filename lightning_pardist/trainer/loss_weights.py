@@ -17,7 +17,14 @@ from torch import Tensor
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
 from lightning_pardist.engines.common.devices import number_on
-from lightning_pardist.engines.common.loss_balance import Scaling, Value, exchange, scale_gradients, uneven_products
+from lightning_pardist.engines.common.loss_balance import (
+    Balance,
+    Scaling,
+    Value,
+    exchange,
+    scale_gradients,
+    uneven_products,
+)
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_of_all import OwnLoss, loss_of_all
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
@@ -64,6 +71,16 @@ def unlike_losses(module: pl.LightningModule) -> str:
         f"The loss of {original_class(module).__name__}.training_step consists of other terms for some parts of a"
         " batch than for others, so that what counts in each is not known: it is weighed by samples, and training may"
         " differ from that of one process. Compute the same terms in every step, or set loss_weight."
+    )
+
+
+def divided_by_numbers(module: pl.LightningModule) -> str:
+    """A warning for sums that are divided by other numbers of Python's on other ranks."""
+    return (
+        f"The loss of {original_class(module).__name__}.training_step has a sum over samples that ranks divide by"
+        " different numbers, as they would by counts, and what these count is not known: they were taken for constants,"
+        " and training may differ from that of one process. Divide by the tensor that counts (mask.sum().clamp(min=1),"
+        " without int() or item()), or set loss_weight."
     )
 
 
@@ -124,7 +141,8 @@ class LossWeights:
         self._device = trainer.strategy.root_device
         self._said: set[str] = set()
         self._alike: Tensor | None = None
-        self._said_unlike = False
+        self._said_unlike = self._said_numbers = False
+        self._same_numbers: Tensor | None = None
         self._weighed = 0
         self._batch: Any = None
         self._counts = self._weighs = True
@@ -208,7 +226,7 @@ class LossWeights:
         )
         self._has_loss = loss is not None or not self._has_no_count
         self._own = OwnLoss(self._share_of(terms, float(samples or 1)), float(samples or 1), found.agreed)
-        self._look_at(found.agreed)
+        self._look_at(found)
         scaling = scale_gradients(terms, found.factors)
         # The graph of an automatic step goes with its backward, and nothing here is to keep it.
         if not self._trainer.lightning_module.automatic_optimization:
@@ -219,12 +237,17 @@ class LossWeights:
             for entry in reversed(noted):
                 self._forget(entry)
 
-    def _look_at(self, alike: Tensor) -> None:
-        """Say once that ranks' losses differ in their terms, if they do."""
+    def _look_at(self, found: Balance) -> None:
+        """Say once that ranks' losses differ in their terms, or in numbers that divide them, if they do."""
+        alike, same = found.agreed, found.same_numbers
         self._alike = alike if self._alike is None else self._alike & alike
+        self._same_numbers = same if self._same_numbers is None else self._same_numbers & same
         self._weighed += 1
         if alike.device.type != "cpu" and self._weighed % _LOOK_EVERY != 1:
             return
+        if not self._same_numbers and not self._said_numbers:
+            self._said_numbers = True
+            rank_zero_warn(divided_by_numbers(self._trainer.lightning_module))
         if not self._alike and not self._said_unlike:
             self._said_unlike = True
             rank_zero_warn(unlike_losses(self._trainer.lightning_module))

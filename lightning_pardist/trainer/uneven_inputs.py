@@ -189,11 +189,12 @@ class EvenSteps:
         return any(most) if self._mode == "join" else all(most)
 
     def _extremes(self, own: float) -> tuple[list[float], list[float]]:
-        """The largest and the smallest value of the ranks that have each of the places. Collective."""
+        """The largest and the smallest value of the ranks that have each of the places that are there. Collective."""
         # In host memory, so that the device need not be waited for.
         extremes = torch.full((2, self._places), -torch.inf, dtype=torch.float64)
         extremes[:, self._place] = torch.tensor([own, -own], dtype=torch.float64)
         self._before()
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
-        most, least = extremes.tolist()
+        # Where one rank stands for all in a plan, the others take no part.
+        most, least = extremes[:, (extremes > -torch.inf).any(0)].tolist()
         return most, [-each for each in least]

@@ -5,6 +5,7 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -55,6 +56,12 @@ def masked(logits, labels):
     return (losses * counted).sum() / counted.sum().clamp(min=1)
 
 
+def few(logits, labels):
+    counted = labels == 1
+    losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+    return (losses * counted).sum() / max(1, int(counted.sum()))
+
+
 def selected(logits, labels):
     return logits[labels != -100].pow(2).mean()
 
@@ -79,6 +86,10 @@ def mixed(logits, labels):
     return ignored(logits, labels) + added(logits, labels.roll(1, 1)) + class_weights(logits, labels.clamp(min=0))
 
 
+def by_rank(logits, labels):
+    return logits.pow(2).sum() / (2 + dist.get_rank())
+
+
 def contrastive(logits, labels):
     vectors = F.normalize(logits.mean(1), dim=1)
     return F.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
@@ -90,10 +101,10 @@ def normalized(logits, labels):
 
 
 #: Of one mean or sum, so that the loss of a batch follows from those of its parts.
-SINGLE = [ignored, class_weights, smoothed, masked, selected, added, per_sample, sum_per_sample]
+SINGLE = [ignored, class_weights, smoothed, masked, few, selected, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, mixed]
-LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, contrastive, normalized)}
-COUPLED = {"contrastive", "normalized"}
+LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, contrastive, normalized, by_rank)}
+COUPLED = {"contrastive", "normalized", "by_rank"}
 
 
 class Module(pl.LightningModule):
@@ -266,6 +277,11 @@ def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
 def test_what_ranks_make_of_their_samples_without_a_gradient_is_said_once(strategy, parts):
     said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, "normalized", parts)
     assert sum("without a gradient (sum of a tensor of shape [4] over samples)" in each for each in said) == 1
+
+
+def test_numbers_that_differ_between_ranks_are_no_constants():
+    said, *_ = run_ranks(2, _warned, EVEN, {}, "ddp", "by_rank", 1)
+    assert sum("that ranks divide by different numbers" in each for each in said) == 1
 
 
 def test_whole_batches_without_a_count_go_by_samples():

@@ -29,8 +29,8 @@ _COUNTS, _SIZES = 31, 6
 #: Numbers other than losses that fit into it.
 _VALUES = 16
 #: Numbers in front: ranks that take part, those with a loss, those with terms, their terms' signature and the square of
-#: that, samples, and signature and square for the values.
-_HEAD = 8
+#: that, samples, signature and square for the values, and what numbers divide sums by, and the square of that.
+_HEAD = 10
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Balance:
             dims. Otherwise means go by samples.
         totals: For each term that is a mean, what all ranks have counted; shape ``[terms]``.
         samples: Of all ranks; no dims.
+        same_numbers: Whether all ranks' sums are divided by the same numbers, which were taken for constants; no dims.
     """
 
     factors: Tensor
@@ -66,6 +67,7 @@ class Balance:
     agreed: Tensor
     totals: Tensor
     samples: Tensor
+    same_numbers: Tensor
 
 
 def signature(names: Sequence[str]) -> float:
@@ -98,7 +100,9 @@ def exchange(
     value_mark = signature([value.name for value in values])
     here, has_loss = float(present), float(present and bool(terms))
     head = [here, has_loss, votes, votes * mark, votes * mark**2, has_loss * samples]
-    head += [here * value_mark, here * value_mark**2]
+    sums = [term for term in terms if term.kind == "sum"]
+    numbers = math.fsum(place * term.number for place, term in enumerate(sums, start=1))
+    head += [here * value_mark, here * value_mark**2, votes * numbers, votes * numbers**2]
     shares = [1.0 if value.weight is None else value.weight for value in values]
     own = _message([*head, *_table(terms), *_padded(shares, _VALUES)], device)
     own[_HEAD:] *= here
@@ -339,6 +343,7 @@ def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total:
         agreed,
         torch.stack(totals) if totals else none,
         total[5],
+        ~alike | ((total[2] * total[9] - total[8] ** 2).abs() <= 1e-9 * total[8] ** 2),
     )
 
 

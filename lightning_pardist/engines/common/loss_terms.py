@@ -9,7 +9,8 @@ and multiplications by numbers, below them are the reductions over the batch, an
 A sum over the batch is a mean if something between it and the loss counts items: ``/ mask.sum()``, ``/ len(x)``,
 ``* (1 / n)``. A number of Python's may be a constant as well: it counts if it is the number of the samples that are
 summed, or a multiple, or no less than these and not the product of other sizes. A factor such as 0.1 or 0.25 is a
-weight unless just 10 or 4 items were picked, and 0.0625 or 0.142857 stands for 16 and for 7.
+weight unless just 10 or 4 items were picked, and 0.0625 or 0.142857 stands for 16 and for 7. So is what just as many
+items are left by a mask. Who compares parts of a batch can tell that a number which differs was no constant.
 
 [Note: products of sums]
 In ``alpha * (a + b)`` gradients of the terms ``a`` and ``b`` are scaled where the addition hands them on, and that of
@@ -74,6 +75,7 @@ class Term:
         divisors: What it is divided by between ``node`` and the loss as well, and on the way to the reduction.
         shared: The place of the one divisor that counts, which other sums may be divided by as well.
         items: How many items of the batch a sum adds up, by its shape.
+        number: What numbers of Python's divide a sum by that were taken for constants, 1 if none do.
         element: Which element of what ``node`` stands for the term is, in a row; None if it is all of it.
         edges: By which additions hand their gradient on to ``node``, as addition and place among what it adds; none if
             the term is the whole loss. What ``node`` stands for may take part in other terms as well: in
@@ -95,6 +97,7 @@ class Term:
     offset: bool = False
     shared: _At | None = None
     items: int = 0
+    number: float = 1.0
     element: int | None = None
 
     @property
@@ -260,14 +263,16 @@ class _At:
         if nothing:
             counts = counts[-1:]
         if not counts:
-            counts = [each for each in divisors if each.rounded and _is_count_of(self.node, each.value)]
+            counts = [each for each in divisors if _is_count_of(self.node, _number(each.value))]
         if not counts:
-            return self.nothing() if nothing else replace(self.term("sum", what), items=sizes[dim] if sizes else 0)
+            numbers = [number for each in divisors if (number := _number(each.value)) is not None]
+            term = replace(self.term("sum", what), number=math.prod(numbers), items=sizes[dim] if sizes else 0)
+            return self.nothing() if nothing else term
         total: Any = math.prod((each.value for each in counts[1:]), start=counts[0].value)
         if nothing:
             # What is at most 1 keeps a division possible, max(number_of_boxes, 1), and counts no item.
             total = torch.where(total > 1, total.detach(), 0.0) if isinstance(total, Tensor) else total * (total > 1)
-        total = _unclamped(total.detach(), self.node) if isinstance(total, Tensor) else float(total)
+        total = _unclamped(total.detach() if isinstance(total, Tensor) else float(total), self.node)
         term = self.term("mean", f"{what} divided by a count", total, by_data=True)
         shared = counts[0].at if len(counts) == 1 else None
         return replace(term, shared=shared, items=sizes[dim] if sizes else 0)
@@ -593,14 +598,19 @@ def _is_rounded(factor: float) -> bool:
     return math.isclose(factor, float(f"{factor:.1e}"), rel_tol=1e-7)
 
 
-def _is_count_of(node: Node, number: float) -> bool:
-    """Whether a number is that of the items which were picked for a sum, or which its mask leaves."""
+def _is_count_of(node: Node, number: float | None) -> bool:
+    """Whether a number is that of the items which were picked for a sum, or of what its mask leaves: 1 for nothing."""
+    if number is None:
+        return False
     for child in (node, *elements(node)):
         if kind_of(child) in PICKED:
             return (shape_of(child) or (0,))[0] == number
         mask = mask_of(child)
         if mask is not None:
-            return mask.numel() <= SMALL and scalar(mask.sum()) == number
+            left = scalar(mask.sum()) if 0 < mask.numel() <= SMALL else None
+            if left == 0:
+                return number == 1
+            return left is not None and number in (left, left * math.prod(shape_of(child) or ()) / mask.numel())
     return False
 
 
@@ -650,14 +660,14 @@ def _sums_nothing(node: Node) -> bool:
     return any(0 in (shape_of(child) or ()) for child in children)
 
 
-def _unclamped(count: Tensor, node: Node) -> Tensor:
+def _unclamped(count: Tensor | float, node: Node) -> Tensor | float:
     """A count without what keeps a division by it possible, ``clamp(min=1)``, where the sum is over nothing."""
-    if count.device.type == "cpu" and count > 1:
+    if (not isinstance(count, Tensor) or count.device.type == "cpu") and count > 1:
         return count
     counted = next((mask for each in (node, *elements(node)) if (mask := mask_of(each)) is not None), None)
     if counted is None or counted.numel() > SMALL:
         return count
-    return torch.where(counted.any(), count, torch.zeros_like(count))
+    return torch.where(counted.any(), count, 0.0)
 
 
 #: What may be done before a sum as well as behind it, apart from how its elements are arranged.

@@ -17,6 +17,8 @@ TOKENS, SAMPLES = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, WIDTH)
 LABELS = torch.randint(0, CLASSES, (BATCH, LENGTH))
 LABELS[0, 2:] = LABELS[1, 5] = -100
 COUNTED = LABELS != -100
+FEW = (torch.arange(BATCH * LENGTH) < 2).reshape(BATCH, LENGTH)
+ROWS = (torch.arange(BATCH * LENGTH) < 3).reshape(BATCH, LENGTH, 1)
 WEIGHT = torch.linspace(0.5, 2.0, CLASSES)
 COUNT, WEIGHTS = float(COUNTED.sum()), float(WEIGHT[LABELS[COUNTED]].sum())
 
@@ -50,6 +52,9 @@ CASES = {
     "probabilities": (lambda: F.cross_entropy(samples(), torch.rand(BATCH, CLASSES)), mean(BATCH)),
     "sum over count": (lambda: nll(reduction="sum") / COUNTED.sum(), mean(COUNT)),
     "sum over a python count": (lambda: nll(reduction="sum") / int(COUNTED.sum()), mean(COUNT)),
+    "sum over a python count of few": (lambda: (tokens().mean(2) * FEW).sum() / int(FEW.sum()), mean(2.0)),
+    "rows over a python count": (lambda: (tokens() * ROWS).sum() / (int(ROWS.sum()) * CLASSES), mean(3.0 * CLASSES)),
+    "sum over a constant": (lambda: (tokens().mean(2) * FEW).sum() / 3, SUM),
     "mask": (lambda: (tokens().mean(2) * COUNTED).sum() / COUNTED.sum().clamp(min=1), mean(COUNT)),
     "indexed": (lambda: tokens()[COUNTED].mean(), mean(COUNT * CLASSES)),
     "mean squared error": (lambda: F.mse_loss(samples(), torch.zeros(BATCH, CLASSES)), mean(BATCH * CLASSES)),
