@@ -337,10 +337,12 @@ def test_same_numbers(kind):
         assert_close(got, _fit(kind))
 
 
-@pytest.mark.slow
-def test_parameters_of_other_stages_are_not_used_in_hooks():
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [pytest.param("pardist_pp", 2, marks=pytest.mark.slow), ("pardist_3d", 4)]
+)
+def test_parameters_of_other_stages_are_not_used_in_hooks(strategy, devices):
     with pytest.raises(RankFailed, match=r"wants the values of 'net\.\d.*which rank \d of the pipeline holds"):
-        run_ranks(2, _fit, MovingTeacher, "pardist_pp", 2)
+        run_ranks(devices, _fit, MovingTeacher, strategy, devices)
 
 
 @pytest.mark.slow

@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lightning_pardist.compat import pytree
 from lightning_pardist.compat.tensors import below_subclasses, make_subclass
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
 from lightning_pardist.engines.pipeline.stubs import tensors_of
@@ -57,6 +60,8 @@ class _Remote(Tensor):
             written = args[0] if args and _writes(func) else kwargs.get("out")
             if func in _VALUES or any(not tensor.is_meta for tensor in tensors_of(written)):
                 raise _wanted(what, func)
+            # Split parameters of this rank's own stages, which DTensor puts together with its like only.
+            args, kwargs = pytree.tree_map_only(DTensor, _without_values, (args, kwargs))
             try:
                 result = func(*args, **kwargs)
             except RuntimeError as error:
@@ -98,6 +103,10 @@ def _writes(func: Callable[..., Any]) -> bool:
 _IN_PLACE = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or")
 )
+
+
+def _without_values(tensor: DTensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _marked(value: Any, what: str) -> Any:
