@@ -344,9 +344,9 @@ class _Run:
         calls = self.plan.trace.calls
         expected = repr(calls[self.position].unit) if self.position < len(calls) else "no further unit"
         return CannotPipelineError(
-            f"The step {what} after {self.position} calls of units, where the recorded run had {expected}: its control"
-            " flow depends on the data, so that no fixed stages exist.",
-            ("pardist_mp", *ALTERNATIVES),
+            f"The step {what} after {self.position} calls of units, where the recorded run had {expected}: what it"
+            " calls depends on the data or changes from step to step, so that no fixed stages exist.",
+            ALTERNATIVES,
         )
 
     def _looked_at(self, error: Exception) -> CannotPipelineError:
