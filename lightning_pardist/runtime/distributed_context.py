@@ -86,7 +86,7 @@ class DistributedContext:
         self.watchdog: Watchdog | None = None
         self.failure: Failure | None = None
         self._refusal: SaveRefusal | None = None
-        self._asked_others = False
+        self._refused_for: Failure | None = None
         self._owns_group = False
         self._meshes: JobMeshes | None = None
         #: What user code gets for the default group; None where that is the world.
@@ -201,7 +201,7 @@ class DistributedContext:
         """
         self.global_rank, self.local_rank, self.device = global_rank, local_rank, device
         self.worlds, self._start = worlds, None
-        self.failure, self._refusal, self._asked_others = None, None, False
+        self.failure = self._refusal = self._refused_for = None
         trained, timeout = self.world_size * worlds, timedelta(seconds=self.timeout_s)
         job_size = trained + apart
         make_whole()
@@ -318,8 +318,8 @@ class DistributedContext:
         ranks = self.world_size * self.worlds + self.apart
         if self._meshes is None or ranks == 1:
             return None
-        if not self._asked_others:
-            self._asked_others = True
+        if self._refused_for is not self.failure:
+            self._refused_for = self.failure
             watchdog = self.watchdog
             self._refusal = self.failure.refusal(
                 job_store(),

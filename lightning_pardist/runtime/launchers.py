@@ -160,7 +160,8 @@ class MultiProcessLauncher(MultiProcessingLauncher):
             StartedRankFailedError: With the report of the rank that failed first.
             SIGTERMException: If a signal has stopped all of them.
         """
-        self._rank.failure = None
+        # Until it has ended well.
+        self._rank.failure = Failure.in_started_ranks(start_method(self))
         predicting = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
         self._predictions = ReturnedPredictions() if predicting else None
         self._failures = mp.get_context(start_method(self)).SimpleQueue()
@@ -168,6 +169,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
         try:
             with self._passing_sigterm_on():
                 result = super().launch(function, *args, trainer=trainer, **kwargs)
+            self._rank.failure = None
             return result if self._predictions is None else self._predictions.receive()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             if start_method(self) != "spawn" or "pickle" not in str(error):
@@ -188,8 +190,6 @@ class MultiProcessLauncher(MultiProcessingLauncher):
                 process.join(GRACE_S)
             raise
         finally:
-            if sys.exc_info()[1] is not None:
-                self._rank.failure = Failure.in_started_ranks(start_method(self))
             # They travel to new processes only, and would keep a Trainer from being saved.
             if self._predictions is not None:
                 self._predictions.close()
