@@ -158,7 +158,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
 
         Raises:
             StartedRankFailedError: With the report of the rank that failed first.
-            SIGTERMException: If a signal has stopped all of them.
+            SystemExit: If they have ended by that; a SIGTERMException if a signal has stopped all of them.
         """
         # Until it has ended well.
         self._rank.failure = Failure.in_started_ranks(start_method(self))
@@ -229,14 +229,16 @@ class MultiProcessLauncher(MultiProcessingLauncher):
             return_predictions(trainer, if_asked=start_method(self) == "fork")
         try:
             super()._wrapping_function(process_idx, trainer, call, args, kwargs, return_queue, global_states)
-        except (SIGTERMException, KeyboardInterrupt) as stop:
+        except (SystemExit, KeyboardInterrupt) as stop:
+            if isinstance(stop, SystemExit) and not isinstance(stop, SIGTERMException) and stop.code:
+                raise
             # A process that ended by it would be taken for one that has failed, or has a result.
             if process_idx == 0:
                 return_queue.put(stop)
 
     @override
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
-        if isinstance(worker_output, (SIGTERMException, KeyboardInterrupt)):
+        if isinstance(worker_output, (SystemExit, KeyboardInterrupt)):
             raise worker_output
         super()._recover_results_in_main_process(worker_output, trainer)
 

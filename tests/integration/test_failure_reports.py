@@ -142,3 +142,12 @@ def test_an_interrupt_that_the_module_raises_ends_the_run_and_saves_nothing(stra
     assert finished.output.count("No checkpoint is saved after the failure of the run") == 1, finished.output
     assert not list(tmp_path.rglob("*.ckpt"))
     assert not finished.left
+
+
+@pytest.mark.parametrize("strategy", ["pardist_ddp_fork", pytest.param("pardist_ddp", marks=pytest.mark.slow)])
+def test_an_exit_of_all_ranks_ends_the_run(strategy, tmp_path):
+    finished = run_script(SAVES, strategy, "all", "SystemExit", str(tmp_path))
+    assert finished.code == 0, finished.output
+    assert "Traceback" not in finished.output, finished.output
+    assert len(list(tmp_path.rglob("*.ckpt"))) == (strategy == "pardist_ddp")
+    assert not finished.left
