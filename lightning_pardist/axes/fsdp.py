@@ -27,12 +27,7 @@ from lightning_pardist.axes.base import DataParallelAxis
 from lightning_pardist.axes.codes_setting import CodesSetting
 from lightning_pardist.axes.module_copies import copies_of
 from lightning_pardist.axes.offload_setting import OffloadSetting
-from lightning_pardist.axes.refusals import (
-    refuse_averages_in_shards,
-    refuse_callbacks,
-    refuse_pruning,
-    refuse_sparse_gradients,
-)
+from lightning_pardist.axes.refusals import refuse_averages_in_shards, refuse_callbacks, refuse_pruning
 from lightning_pardist.axes.routed_lists import find_callers
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.lightning_functions import half_dtype, move_torchmetrics_to_device, update_device
@@ -229,8 +224,6 @@ class FSDPAxis(DataParallelAxis):
         replace_in(optimizers, {param: sharded[name] for name, param in before.items()})
 
     def _transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            refuse_sparse_gradients(module, type(trainer.strategy).__name__)
         copies = copies_of(module, trainer.callbacks)  # type: ignore[attr-defined]
         if self._sharded is not None and self._sharded.module is module:
             # Left sharded by the run before.

@@ -33,24 +33,6 @@ def refuse_renormalized(module: nn.Module, where: str, *, fix: str = "") -> None
             )
 
 
-def refuse_sparse_gradients(module: nn.Module, where: str) -> None:
-    """Refuse embeddings with ``sparse=True`` where gradients are sent in slices of one tensor. Not collective.
-
-    Args:
-        module: As the user built it.
-        where: Name of the strategy.
-
-    Raises:
-        ValueError: With the name of the first.
-    """
-    for name, layer in module.named_modules():
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and layer.weight.requires_grad:
-            raise ValueError(
-                f"{name!r} has sparse=True, and {where} sends gradients in slices, of which sparse ones have none. Set"
-                " sparse=False, or use pardist_ddp, pardist_zero1 or pardist_zero2."
-            )
-
-
 def refuse_left_out(module: nn.Module, where: str) -> None:
     """Refuse a module some of whose tensors torch's DDP was told to leave alone. Not collective.
 

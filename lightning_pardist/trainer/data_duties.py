@@ -123,7 +123,8 @@ class DataParallelDuties:
         alone = context.dims.batch_size == context.distributed.world_size and context.in_lockstep
         alone = alone and all(axis.calls_may_differ for axis in context.axes)
         self._looks_for_mixing = context.check_samples and alone and self._trains(trainer)
-        self._looks_for_figures = context.check_samples and self._trains(trainer)
+        # Elsewhere nobody expects one process's numbers.
+        self._looks_for_figures = context.check_samples and context.in_lockstep and self._trains(trainer)
         whole_updates = context.in_lockstep and context.data_group.size() > 1
         if context.check_samples and whole_updates and self._trains(trainer):
             remedy = "Trainer(sync_batchnorm=True) does so over ranks."

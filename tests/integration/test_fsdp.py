@@ -463,14 +463,7 @@ class Noisy(Classifier):
         return Drawn(self.parameters(), lr=0.1)
 
 
-class Sparse(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Embedding(4, 2, sparse=True)
-
-
 REFUSALS = {
-    "sparse gradients": (Sparse, {}, "'table' has sparse=True"),
     "optimizer": (Noisy, {}, "Drawn cannot be told .* draws random numbers"),
     "pruning": (Classifier, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning compares the elements"),
 }
