@@ -252,6 +252,22 @@ class RunContext:
             tree = axis.plain(tree)
         return tree
 
+    def part_of(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """What this rank holds of a tensor, and for :meth:`of_part` how; None if it holds all of it. Not collective."""
+        for axis in self.axes:
+            if (found := axis.part_of(tensor)) is not None:
+                part, split = found
+                return part, None if split is None else (axis.name, split)
+        return tensor, None
+
+    def of_part(self, part: Tensor, how: tuple[str, Any]) -> Tensor:
+        """The tensor of which this rank holds a part, as :meth:`part_of` said on a rank in the same place.
+
+        Not collective.
+        """
+        name, split = how
+        return next(axis for axis in self.axes if axis.name == name).of_part(part, split)
+
     def narrower_groups(self, module: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
         """Parameters whose gradients are summed over fewer ranks than the gradient mesh, and over which."""
         return {
@@ -497,6 +513,22 @@ class ParallelAxis:
     def agree_on_counts(self, counts: Tensor) -> Tensor:
         """What a batch's losses count, where this rank has seen a part of them. Collective over this axis."""
         return counts
+
+    def part_of(self, tensor: Tensor) -> tuple[Tensor, Any] | None:
+        """What this rank holds of a tensor that this axis has split, and how; None if it has nothing to do with it.
+
+        Returns:
+            An ordinary tensor, and what :meth:`of_part` needs, which can be sent; None where the tensor is whole.
+        """
+        return None
+
+    def of_part(self, part: Tensor, split: Any) -> Tensor:
+        """The opposite of :meth:`part_of`, for what was split so by a rank in the same place on this axis.
+
+        Raises:
+            TypeError: If the axis splits no tensors.
+        """
+        raise TypeError(f"The {self.name} axis has been given a part of a tensor, and splits none.")
 
     def start_evaluation(self) -> None:
         """Validation, test or predict begins on this rank. Not collective: a rank without samples skips predict."""

@@ -31,7 +31,7 @@ class ContextAxis(SharedBatchAxis):
 
     name = "context"
     mesh_axes = ("context_parallel",)
-    order = 20
+    order = 15
     kind = "context"
 
     def __init__(self, *, context_parallel_size: ContextParallelSize = "auto", sequence_dim: int | None = None) -> None:
@@ -44,7 +44,8 @@ class ContextAxis(SharedBatchAxis):
             )
         self.context_parallel_size = context_parallel_size
         self.sequence_dim = sequence_dim
-        self._told = ""
+        #: What the first step has split: on this rank, and once all have said so.
+        self._seen = self._told = ""
 
     @override
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
@@ -53,12 +54,11 @@ class ContextAxis(SharedBatchAxis):
     @override
     def check(self, trainer: pl.Trainer) -> None:
         dims = self.context.dims
-        for axis in ("tensor_parallel", "pipeline_parallel"):
-            if dims.size(axis) > 1:
-                raise ValueError(
-                    f"context_parallel_size={dims.context_parallel} and {axis}_size={dims.size(axis)} are not available"
-                    f" together yet. Set one of them to 1."
-                )
+        if dims.tensor_parallel > 1:
+            raise ValueError(
+                f"context_parallel_size={dims.context_parallel} and tensor_parallel_size={dims.tensor_parallel} are not"
+                " available together yet. Set one of them to 1."
+            )
 
     # --- the module ---------------------------------------------------------------------------------------------
 
@@ -80,29 +80,43 @@ class ContextAxis(SharedBatchAxis):
             return step(*args, **kwargs)
         runtime.expect((args, kwargs))
         runtime.group.reset()
-        output = super().run_step(step, *args, **kwargs)
-        if module is not None and module.trainer.training and not self._told:
-            self._tell(runtime, type(module).__name__)
-        return output
+        try:
+            return super().run_step(step, *args, **kwargs)
+        finally:
+            # A stage of a pipeline leaves its run by an exception.
+            if module is not None and module.trainer.training and not self._told:
+                self._seen = runtime.summary() or self._seen
+
+    @override
+    def gradients_reduced(self) -> None:
+        if self.runtime is not None and not self._told:
+            self._tell(self.runtime.group.size)
 
     @override
     def agree_on_counts(self, counts: Tensor) -> Tensor:
         # A rank whose part of a mask is empty takes a count of one for that of nothing.
         return counts if self.runtime is None else self.runtime.group.all_reduce_(counts, dist.ReduceOp.MAX)
 
-    def _tell(self, runtime: ContextRuntime, name: str) -> None:
-        """Say what the first step has split.
+    def _tell(self, size: int) -> None:
+        """Say what the first step has split. Collective over the pipeline.
 
         Raises:
-            ValueError: If there was nothing.
+            ValueError: If there was nothing on any stage.
         """
-        if not runtime.entries:
+        seen, stages = [self._seen], self.context.dims.pipeline_parallel
+        if stages > 1:
+            seen *= stages
+            dist.all_gather_object(seen, self._seen, group=self.context.mesh["pipeline_parallel"].get_group())
+        if not any(seen):
             raise ValueError(
-                f"{self.context.name} found no sequence in {name}.training_step: no embedding of token ids, and no"
-                f" linear layer or norm of inputs [samples, sequence, features], that {runtime.group.size} ranks can"
-                " split. Set sequence_dim, or use pardist_ddp or pardist_zero3."
+                f"{self.context.name} found no sequence in {type(self.context.module).__name__}.training_step: no"
+                " embedding of token ids, and no linear layer or norm of inputs [samples, sequence, features], that"
+                f" {size} ranks can split. Set sequence_dim, or use pardist_ddp or pardist_zero3."
             )
-        self._told = runtime.summary()
+        said = [text or "No sequences." for text in seen]
+        self._told = (
+            said[0] if stages == 1 else "\n".join(f"Stage rank {rank}: {text}" for rank, text in enumerate(said))
+        )
         rank_zero_info(self._told)
 
     # --- for people, and the end --------------------------------------------------------------------------------
@@ -116,4 +130,4 @@ class ContextAxis(SharedBatchAxis):
     @override
     def teardown(self) -> None:
         self._unwrap()
-        self.runtime, self._told = None, ""
+        self.runtime, self._seen, self._told = None, "", ""

@@ -85,6 +85,14 @@ class SharedBatchAxis(ParallelAxis):
         """The same without split tensors and parameters, for code outside of steps. Collective if there are any."""
         return tree if self.runtime is None else self.runtime.plain(tree)
 
+    @override
+    def part_of(self, tensor: Tensor) -> tuple[Tensor, Any] | None:
+        return None if self.runtime is None else self.runtime.part_of(tensor)
+
+    @override
+    def of_part(self, part: Tensor, split: Any) -> Tensor:
+        return super().of_part(part, split) if self.runtime is None else self.runtime.of_part(part, split)
+
     # --- one stream of samples and random numbers ---------------------------------------------------------------
 
     def _share_random_state(self, group: dist.ProcessGroup) -> None:

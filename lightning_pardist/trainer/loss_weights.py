@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_pardist.engines.common.loss_balance import (
     Balance,
     Scaling,
     Value,
+    agreed_terms,
     exchange,
     scale_gradients,
     uneven_products,
@@ -213,7 +214,7 @@ class LossWeights:
         terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting)
         if loss is not None and self._group().size() > 1:
             self._tell(loss, terms)
-        terms = self._agreed(terms)
+        terms = agreed_terms(terms, self._agree, self._device)
         entries = self._values(loss, terms, noted)
         self._before()
         found = exchange(
@@ -264,14 +265,6 @@ class LossWeights:
             return weight_of(terms, samples)
         except LookupError:
             return samples
-
-    def _agreed(self, terms: list[Term]) -> list[Term]:
-        """Counts that are those of the whole batch, where this rank's part of it may hold nothing that counts."""
-        if self._agree is None or not terms:
-            return terms
-        counts = [number_on(self._device, term.count, torch.float64) for term in terms]
-        agreed = self._agree(torch.stack(counts)).unbind()
-        return [replace(term, count=count) for term, count in zip(terms, agreed, strict=True)]
 
     # --- what is logged -----------------------------------------------------------------------------------------
 

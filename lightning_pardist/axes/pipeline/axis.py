@@ -60,7 +60,7 @@ from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup
 from lightning_pardist.engines.pipeline.nested import map_leaves
 from lightning_pardist.engines.pipeline.out_of_schedule import OutOfScheduleForward
 from lightning_pardist.engines.pipeline.placement import Placement, replace_in
-from lightning_pardist.engines.pipeline.replay import contains_stub
+from lightning_pardist.engines.pipeline.replay import TensorParts, contains_stub
 from lightning_pardist.mesh import Degree, degrees_of_machine
 from lightning_pardist.trainer.layer_sync import WatchedBatchNorms, syncs_batch_norms
 from lightning_pardist.trainer.loss_weights import coupled_samples, unlike_losses, weight_of_logged
@@ -377,10 +377,15 @@ class PipelineAxis(ParallelAxis):
             agree=self.context.agree_on_microbatches,
             split=microbatching.split,
             share="all",
-            whole=self.context.plain,
+            parts=TensorParts(self.context.part_of, self.context.of_part),
+            agree_on_counts=self._agree_on_counts,
             timeout_s=settings.message_timeout_s,
             steady_buffers=recorded.steady,
         )
+
+    @property
+    def _agree_on_counts(self) -> Callable[[Tensor], Tensor] | None:
+        return self.context.agree_on_counts if self.context.dims.context_parallel > 1 else None
 
     def _scaler(self) -> Any:
         return getattr(self.context.precision, "scaler", None)

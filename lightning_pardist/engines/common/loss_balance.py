@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_terms import Term
 
 #: Means with counts of their own that fit into the message; further ones are weighed by samples.
@@ -73,6 +74,20 @@ class Balance:
 def signature(names: Sequence[str]) -> float:
     """A small number that stands for some names in their order; exact in float64 also when squared and summed."""
     return float(zlib.crc32("|".join(names).encode()) & 0xFFFFF)
+
+
+def agreed_terms(terms: list[Term], agree: Callable[[Tensor], Tensor] | None, device: torch.device) -> list[Term]:
+    """Terms with the counts of the whole batch, where this rank's part of it may hold nothing that counts.
+
+    Args:
+        terms: As this rank finds them.
+        agree: Combines counts of ranks that share a batch, shape ``[terms]``. Collective over these; None if none do.
+        device: Of its message.
+    """
+    if agree is None or not terms:
+        return terms
+    counts = [number_on(device, term.count, torch.float64) for term in terms]
+    return [replace(term, count=count) for term, count in zip(terms, agree(torch.stack(counts)).unbind(), strict=True)]
 
 
 def exchange(

@@ -24,7 +24,14 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.engines.common.devices import number_on
-from lightning_pardist.engines.common.loss_balance import Value, exchange, scale_gradients, signature, uneven_products
+from lightning_pardist.engines.common.loss_balance import (
+    Value,
+    agreed_terms,
+    exchange,
+    scale_gradients,
+    signature,
+    uneven_products,
+)
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
 from lightning_pardist.engines.common.loss_terms import Term, weight_of
@@ -105,12 +112,19 @@ class LossSeeds:
         group: Gives the ranks with other samples and the same stage whose losses make up that of the next step; None if
             there are none.
         device: Of messages.
+        agree: Combines what ranks that share a micro-batch have each seen of what its losses count; None if none share
+            one.
     """
 
     def __init__(
-        self, setting: LossWeight, group: Callable[[], dist.ProcessGroup | None], device: torch.device
+        self,
+        setting: LossWeight,
+        group: Callable[[], dist.ProcessGroup | None],
+        device: torch.device,
+        agree: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.setting: LossWeight = setting
+        self._agree = agree
         self._group_of = group
         self._device = device
         #: What a rank has counted in the step before, on average, and in the present one.
@@ -142,7 +156,7 @@ class LossSeeds:
         self._correction = self._number(1.0)
 
     def add(self, index: int, loss: Tensor | None) -> None:
-        """A forward is over. Not collective.
+        """A forward is over. Collective over the ranks that share the micro-batch, if any do.
 
         Args:
             index: Of the micro-batch.
@@ -150,6 +164,7 @@ class LossSeeds:
         """
         part = self._parts[index]
         terms = [] if loss is None else terms_of(loss, part.value, part.size, self.setting)
+        terms = agreed_terms(terms, self._agree, self._device)
         if self.setting == "ranks":
             terms = [replace(term, count=1.0 / len(self._parts)) for term in terms]
         self._terms[index] = terms

@@ -23,7 +23,7 @@ from lightning_pardist.engines.pipeline.loss_seeds import LossSeeds, Weighing
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch
 from lightning_pardist.engines.pipeline.nested import flatten, map_leaves, rebuild
 from lightning_pardist.engines.pipeline.placement import Placement
-from lightning_pardist.engines.pipeline.replay import StageReplay, contains_stub
+from lightning_pardist.engines.pipeline.replay import WHOLE, StageReplay, TensorParts, contains_stub
 from lightning_pardist.engines.pipeline.schedule import (
     ActionLists,
     build_schedule,
@@ -62,7 +62,9 @@ class PipelineOptions:
         agree: Given how many micro-batches this rank can make, how many all make that run a stage's layers together.
         split: Cuts a batch into so many micro-batches at most.
         share: What every rank learns of the step: the loss, or everything that the step returned.
-        whole: Makes of what a unit returned tensors that another rank can take over as they are.
+        parts: What tensors consist of that the ranks of a stage have in parts.
+        agree_on_counts: Combines what ranks that share a micro-batch have each seen of what its loss counts. Collective
+            over these.
         timeout_s: Longest wait for one message, in seconds.
         steady_buffers: Names of buffers that change once a step, whatever the number of micro-batches.
         record_times: Whether to keep the times of all computations.
@@ -80,7 +82,8 @@ class PipelineOptions:
     agree: Callable[[int], int] = lambda count: count
     split: Callable[[Any, int], list[MicroBatch]] = split_batch
     share: Share = "loss"
-    whole: Callable[[Any], Any] = lambda value: value
+    parts: TensorParts = WHOLE
+    agree_on_counts: Callable[[torch.Tensor], torch.Tensor] | None = None
     timeout_s: float = 600.0
     steady_buffers: frozenset[str] = frozenset()
     record_times: bool = False
@@ -176,7 +179,7 @@ class PipelineEngine:
         self._steady = SteadyBuffers(module, options.steady_buffers)
         self._running = self._train.replay
         self._evals: list[tuple[PipelinePlan, _Program]] = []
-        self._losses = LossSeeds(options.loss_weight, options.data_group, self.device)
+        self._losses = LossSeeds(options.loss_weight, options.data_group, self.device, options.agree_on_counts)
         self._steps = 0
         self._sizes: tuple[int, ...] = ()
         self._seed = self._agree_on_seed()
@@ -326,7 +329,7 @@ class PipelineEngine:
         # Where messages have no tags: anything but gloo, which sends from host memory.
         trust = wire_device(self.group or world_group(), self.device).type != "cpu"
         return _Program(
-            StageReplay(self.module, plan, self.device, whole=self.options.whole),
+            StageReplay(self.module, plan, self.device, parts=self.options.parts),
             StageP2P(self.group, self.device, self.options.timeout_s, trust_signatures=trust),
         )
 

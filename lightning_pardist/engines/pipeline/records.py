@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ class TensorLeaf:
         dtype: Its dtype.
         device_type: ``"cpu"``, ``"cuda"``.
         requires_grad: Whether gradients flow back through it.
+        split: How ranks of one stage have it in parts, in the words of who split it; None where each has all of it.
     """
 
     shape: tuple[int, ...]
@@ -49,11 +50,17 @@ class TensorLeaf:
     dtype: torch.dtype
     device_type: str
     requires_grad: bool
+    split: Any = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorLeaf:
         """Describe a tensor."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type, tensor.requires_grad)
+
+    def split_by(self, split: Any) -> TensorLeaf:
+        """The same tensor of which each rank of a stage has a part, which says nothing of the strides of the whole."""
+        whole = torch.empty(self.shape, device="meta")
+        return replace(self, stride=tuple(whole.stride()), split=split)
 
     @property
     def num_bytes(self) -> int:

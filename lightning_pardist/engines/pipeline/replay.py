@@ -57,6 +57,23 @@ class StageRun:
     left_out: bool = False
 
 
+@dataclass(frozen=True)
+class TensorParts:
+    """What tensors consist of that the ranks of a stage have in parts (tensor and context parallelism).
+
+    Attributes:
+        take: This rank's part of a tensor and how it is split, in words that can be sent; None for a whole one.
+        join: The tensor of a part that came from the same rank of another stage.
+    """
+
+    take: Callable[[torch.Tensor], tuple[torch.Tensor, Any]] = lambda tensor: (tensor, None)
+    join: Callable[[torch.Tensor, Any], torch.Tensor] = lambda part, split: part
+
+
+#: Where every rank of a stage has whole tensors.
+WHOLE = TensorParts()
+
+
 class StageReplay:
     """Runs stages of one plan on one module. Not collective.
 
@@ -65,7 +82,7 @@ class StageReplay:
         units: Its units by name, all of the plan's.
         plan: The plan.
         device: Where the stubs pretend to live if they were recorded on a device of the same type.
-        whole: Makes of what a unit returned tensors that another rank can take over as they are.
+        parts: What tensors consist of that the ranks of a stage have in parts.
 
     Attributes:
         microbatch_index: Which micro-batch is run; set by whoever runs several.
@@ -78,10 +95,10 @@ class StageReplay:
         plan: PipelinePlan,
         device: torch.device | None = None,
         *,
-        whole: Callable[[Any], Any] = lambda value: value,
+        parts: TensorParts = WHOLE,
     ) -> None:
         self.root = root
-        self.whole = whole
+        self.parts = parts
         self.plan = plan
         self.units = {name: root.get_submodule(name) for name in plan.trace.unit_names}
         self.device = device
@@ -285,11 +302,10 @@ class _Run:
         recorded = self.plan.trace.calls[index].output
         versions = argument_versions((args, kwargs))
         result = forward(*args, **kwargs)
-        if any(value.call == index for value in self.replay.needed):
-            result = self.replay.whole(result)
         unit = self.replay.units[name]
         side = tuple((a.module, a.name, attribute_of(unit, a.module, a.name)) for a in recorded.side)
         output, leaves = describe_output(result, (args, kwargs), versions, side)
+        output, leaves = self._in_parts(output, leaves)
         self.done.outputs.append(output)
         for position, leaf in enumerate(leaves):
             value = Value(index, position)
@@ -304,6 +320,16 @@ class _Run:
                 )
             self.done.values[value] = leaf.clone() if value in self.plan.trace.mutated else leaf
         return result
+
+    def _in_parts(self, output: Output, leaves: list[Any]) -> tuple[Output, list[Any]]:
+        """Tensors that this rank has a part of as these parts, which travel to the same rank of the next stage."""
+        described, own = list(output.leaves), list(leaves)
+        for position, (leaf, tensor) in enumerate(zip(described, leaves, strict=True)):
+            if isinstance(leaf, TensorLeaf):
+                own[position], split = self.replay.parts.take(tensor)
+                if split is not None:
+                    described[position] = leaf.split_by(split)
+        return replace(output, leaves=tuple(described)), own
 
     def _stub(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self.done.outputs[index]
@@ -331,8 +357,11 @@ class _Run:
         if tensor is None:
             overwritten = value in self.plan.trace.mutated
             return self.replay.stub_of(leaf, overwritten=overwritten) if isinstance(leaf, TensorLeaf) else None
-        # In-place operators are not allowed on a leaf that requires grad.
-        return tensor.clone() if value in self.plan.trace.mutated else tensor
+        if value in self.plan.trace.mutated:
+            # In-place operators are not allowed on a leaf that requires grad.
+            tensor = tensor.clone()
+        split = leaf.split if isinstance(leaf, TensorLeaf) else None
+        return tensor if split is None else self.replay.parts.join(tensor, split)
 
     def _reseed(self, position: int) -> None:
         if self.seed is not None:

@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_pardist.compat import pytree
+from lightning_pardist.compat.fake_tensors import FakeTensor
 from lightning_pardist.engines.tensor.calls import plain_name
 from lightning_pardist.engines.tensor.dispatch import TensorRuntime
-from lightning_pardist.engines.tensor.layout import parted
+from lightning_pardist.engines.tensor.layout import Layout, parted
 
 _LOOK_UPS = frozenset([F.embedding])
 _LAYERS = frozenset([F.linear, F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm])
@@ -56,6 +57,7 @@ class ContextRuntime(TensorRuntime):
 
     Attributes:
         entries: Where whole tensors were taken apart since the start, and the extent of the latest.
+        taken_over: Number of dims and split dim of what came in parts from another stage of a pipeline, and the extent.
     """
 
     context = True
@@ -66,6 +68,7 @@ class ContextRuntime(TensorRuntime):
         super().__init__(mesh)
         self.sequence_dim = sequence_dim
         self.entries: dict[Entry, int] = {}
+        self.taken_over: dict[tuple[int, int], int] = {}
         self._extents: frozenset[int] = frozenset()
         self._first: tuple[tuple[int, ...], int] | None = None
         #: How many custom autograd functions are running, forward or backward: their tensors stay whole.
@@ -118,13 +121,24 @@ class ContextRuntime(TensorRuntime):
             " every step."
         )
 
+    @override
+    def of_part(self, part: Tensor, layout: Layout) -> Tensor:
+        split = super().of_part(part, layout)
+        if self._first is None:
+            self._first = tuple(split.shape), layout.dim
+        self.taken_over[len(split.shape), layout.dim] = split.shape[layout.dim]
+        return split
+
     def outside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function on whole tensors, or take its input apart first."""
         looks_up = func in _LOOK_UPS
         if self._in_custom or (not looks_up and func not in _LAYERS):
             return func(*args, **kwargs)
         source = args[0] if args else kwargs.get("input")
-        if not isinstance(source, Tensor) or isinstance(source, DTensor) or source.layout is not torch.strided:
+        if not isinstance(source, Tensor) or isinstance(source, (DTensor, FakeTensor)):
+            # What another stage of a pipeline computes has no values to take apart here.
+            return func(*args, **kwargs)
+        if source.layout is not torch.strided:
             return func(*args, **kwargs)
         shape = tuple(source.shape)
         dim = self._sequence_of_ids(shape) if looks_up else self._sequence_of_features(shape)
@@ -139,17 +153,26 @@ class ContextRuntime(TensorRuntime):
         return self.call(func, args, {**kwargs, "input": split})
 
     def summary(self) -> str:
-        """What was taken apart, sent and put together since the counts were reset, in lines. Not collective."""
+        """What was taken apart, sent and put together since the counts were reset, in lines; empty if nothing was.
+
+        Not collective.
+        """
         size = self.group.size
-        found = "; ".join(
+        entries = [
+            f"dim {dim} of {dims} of what the stage before sends, {extent:,} long"
+            for (dims, dim), extent in self.taken_over.items()
+        ]
+        entries += [
             f"dim {entry.dim} of the {entry.dims} of {entry.operator}'s input, {extent:,} long"
             for entry, extent in self.entries.items()
-        )
+        ]
+        if not entries:
+            return ""
         sent = ", ".join(
             f"{count} {kind} of {self.group.bytes[kind] / 1e6:.2f} MB in all"
             for kind, count in sorted(self.group.calls.items())
         )
-        lines = [f"Sequences over {size} context ranks: {found}. A forward: {sent or 'nothing sent'}."]
+        lines = [f"Sequences over {size} context ranks: {'; '.join(entries)}. A forward: {sent or 'nothing sent'}."]
         lines += [
             f"On whole tensors: {name}, {item.calls} times, {item.bytes_gathered / 1e6:.2f} MB put together"
             f" ({item.reason})."

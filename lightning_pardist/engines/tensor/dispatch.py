@@ -166,6 +166,21 @@ class TensorRuntime:
         opened = self._open(tensor)
         return self.gather(opened) if isinstance(opened, SplitTensor) else opened
 
+    def part_of(self, tensor: Tensor) -> tuple[Tensor, Layout | None] | None:
+        """This rank's part of a split tensor or parameter, with its history, and how it is split.
+
+        Returns:
+            A plain tensor, and None as its layout if it is whole; None for what is neither.
+        """
+        if isinstance(tensor, DTensor):
+            tensor = self._open(tensor)
+            return (tensor.local, tensor.split_layout) if isinstance(tensor, SplitTensor) else (tensor, None)
+        return (tensor.local, tensor.split_layout) if isinstance(tensor, SplitTensor) else None
+
+    def of_part(self, part: Tensor, layout: Layout) -> Tensor:
+        """The split tensor of which this rank has ``part``: the opposite of :meth:`part_of`. Not collective."""
+        return SplitTensor(part, layout, self)
+
     def meet(self, kind: Literal["step", "call"], first: int = 0, second: int = 0) -> Tensor:
         """Make sure that all ranks are about to do the same, and exchange two numbers. Collective; one small gather.
 
