@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.differential.families import Family, families, without_dropout
+from lightning_pardist import HybridStrategy
 
 STEPS = 3
 ACCUMULATE = 2
@@ -50,12 +52,24 @@ class Samples(pl.LightningDataModule):
         return DataLoader(self.dataset, batch_size=BATCH // kwargs["num_replicas"], sampler=sampler)
 
 
+#: Short forms of degrees: ``cp2_tp2`` is a HybridStrategy of two context and two tensor ranks.
+_AXES = {"pp": "pipeline", "tp": "tensor", "cp": "context", "ep": "expert"}
+
+
+def degrees_of(strategy: str) -> dict[str, int]:
+    """Arguments of a HybridStrategy that is named by its degrees; none for a registered name."""
+    parts = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in strategy.split("_")]
+    if not all(part and part[1] in _AXES for part in parts):
+        return {}
+    return {f"{_AXES[part[1]]}_parallel_size": int(part[2]) for part in parts if part}
+
+
 def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> dict[str, Any]:
     """Three optimizer steps with accumulation, clipping and a checkpoint after the second.
 
     Args:
         name: Of the family.
-        strategy: Registered name; ``"auto"`` for one process.
+        strategy: Registered name, or degrees; ``"auto"`` for one process.
         devices: Ranks.
         folder: Where the checkpoint is saved.
         double: Train in fp64.
@@ -71,7 +85,7 @@ def train(name: str, strategy: str, devices: int, folder: str, double: bool) -> 
     save = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=2, filename="half")
     trainer = pl.Trainer(
         accelerator="cpu",
-        strategy=strategy,
+        strategy=HybridStrategy(**degrees) if (degrees := degrees_of(strategy)) else strategy,  # type: ignore[arg-type]
         devices=devices,
         precision="64-true" if double else "32-true",
         max_epochs=1,

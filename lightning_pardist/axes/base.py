@@ -254,19 +254,22 @@ class RunContext:
 
     def part_of(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """What this rank holds of a tensor, and for :meth:`of_part` how; None if it holds all of it. Not collective."""
+        how: list[tuple[str, Any]] = []
         for axis in self.axes:
             if (found := axis.part_of(tensor)) is not None:
-                part, split = found
-                return part, None if split is None else (axis.name, split)
-        return tensor, None
+                tensor, split = found
+                how += [] if split is None else [(axis.name, split)]
+        return tensor, tuple(how) or None
 
-    def of_part(self, part: Tensor, how: tuple[str, Any]) -> Tensor:
+    def of_part(self, part: Tensor, how: Sequence[tuple[str, Any]]) -> Tensor:
         """The tensor of which this rank holds a part, as :meth:`part_of` said on a rank in the same place.
 
         Not collective.
         """
-        name, split = how
-        return next(axis for axis in self.axes if axis.name == name).of_part(part, split)
+        axes = {axis.name: axis for axis in self.axes}
+        for name, split in reversed(how):
+            part = axes[name].of_part(part, split)
+        return part
 
     def narrower_groups(self, module: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
         """Parameters whose gradients are summed over fewer ranks than the gradient mesh, and over which."""

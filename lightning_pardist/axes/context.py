@@ -51,15 +51,6 @@ class ContextAxis(SharedBatchAxis):
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
         return {"context_parallel": self.context_parallel_size}
 
-    @override
-    def check(self, trainer: pl.Trainer) -> None:
-        dims = self.context.dims
-        if dims.tensor_parallel > 1:
-            raise ValueError(
-                f"context_parallel_size={dims.context_parallel} and tensor_parallel_size={dims.tensor_parallel} are not"
-                " available together yet. Set one of them to 1."
-            )
-
     # --- the module ---------------------------------------------------------------------------------------------
 
     @override
@@ -68,7 +59,12 @@ class ContextAxis(SharedBatchAxis):
             return
         mesh = self.context.mesh["context_parallel"]
         self._share_random_state(mesh.get_group())
-        self.runtime = ContextRuntime(mesh, sequence_dim=self.sequence_dim)
+        self.runtime = runtime = ContextRuntime(mesh, sequence_dim=self.sequence_dim)
+        for axis in self.context.axes:
+            if isinstance(axis, SharedBatchAxis) and axis is not self and axis.runtime is not None:
+                # Tensor ranks take a tensor apart first.
+                axis.runtime.nest()
+                runtime.nest()
         self._wrap_reports(module)
 
     # --- steps --------------------------------------------------------------------------------------------------

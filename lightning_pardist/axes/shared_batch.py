@@ -168,7 +168,7 @@ class SharedBatchAxis(ParallelAxis):
         original = getattr(owner, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.plain((args, kwargs))
+            args, kwargs = self.context.plain((args, kwargs))
             return original(*args, **kwargs)
 
         self._replace(owner, name, wrapped)

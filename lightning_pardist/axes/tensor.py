@@ -105,6 +105,11 @@ class TensorAxis(SharedBatchAxis):
         refuse_pruning(trainer)
         refuse_averages_in_shards(trainer, self.context)
         module = self.context.module
+        if self.sequence_parallel and (context_size := self.context.dims.context_parallel) > 1:
+            raise ValueError(
+                f"sequence_parallel=True and context_parallel_size={context_size} both split the sequence. Leave"
+                " sequence_parallel out: context ranks have parts of sequences everywhere."
+            )
         if module is not None and on_meta(module) and self.context.dims.pipeline_parallel > 1:
             raise ValueError(
                 f"{type(module).__name__} was built on the meta device, and {name} creates its values either stage by"

@@ -1,4 +1,4 @@
-"""Strategy for any product of data, tensor and pipeline parallelism, with context or experts."""
+"""Strategy for any product of data, tensor, context and pipeline parallelism, with experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Size = int | Literal["auto", "machine"]
 
 
 class HybridStrategy(PardistStrategy):
-    """Hybrid (3D): any product of pipeline, tensor and data parallelism, with context or experts.
+    """Hybrid (3D): any product of pipeline, tensor, context and data parallelism, with experts.
 
     The single-axis strategies are this one with the other degrees at 1. Axes, outermost first: pipeline, data, tensor,
     so that tensor groups, which talk most, are neighbours inside a node.
@@ -30,8 +30,7 @@ class HybridStrategy(PardistStrategy):
             ``"machine"`` to choose by nodes and devices (see
             :func:`~lightning_pardist.mesh.degrees_of_machine`).
         tensor_parallel_size: Ranks that each layer is split over, or one of the same words.
-        context_parallel_size: Ranks that the sequence of each batch is split over, or ``"auto"``. For now together
-            with data and expert ranks.
+        context_parallel_size: Ranks that the sequence of each batch is split over, or ``"auto"``.
         expert_parallel_size: Ranks that hold the experts of each layer together, each with samples of its own, or
             ``"auto"``.
         data_parallel: What the remaining ranks do, which see different samples: ``"ddp"`` replicates, ``"zero1"``,

@@ -641,6 +641,8 @@ class PardistStrategy(ParallelStrategy):
         with in_step(), ExitStack() as around:
             for axis in self.axes:
                 step = partial(axis.run_step, step)
+            for axis in reversed(self.axes):
+                # What takes tensors apart first is asked first: the last to be entered.
                 around.enter_context(axis.running())
             return step(*args, **kwargs)
 

@@ -257,14 +257,16 @@ def test_a_module_without_a_sequence_is_refused_before_it_trains():
         run_ranks(2, _refused)
 
 
-def _refused_with_tensor():
-    strategy = HybridStrategy(context_parallel_size=2, tensor_parallel_size=2)
+def _refused_with_sequence_parallel():
+    strategy = HybridStrategy(
+        context_parallel_size=2, tensor_parallel_size=2, tensor_settings={"sequence_parallel": True}
+    )
     quiet_trainer(strategy=strategy, devices=4, use_distributed_sampler=False).fit(Reader(), datamodule=Data())
 
 
-def test_other_axes_that_split_layers_are_refused():
-    with pytest.raises(RankFailed, match="context_parallel_size=2 and tensor_parallel_size=2 are not available"):
-        run_ranks(4, _refused_with_tensor)
+def test_two_ways_to_split_the_sequence_are_refused():
+    with pytest.raises(RankFailed, match="sequence_parallel=True and context_parallel_size=2 both split the sequence"):
+        run_ranks(4, _refused_with_sequence_parallel)
     with pytest.raises(ValueError, match="context_parallel_size=0 is not positive"):
         ContextAxis(context_parallel_size=0)
 

@@ -24,9 +24,11 @@ from typing_extensions import override
 
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.fake_tensors import FakeTensor
+from lightning_pardist.compat.tensors import gradient_hooks_of
 from lightning_pardist.engines.tensor.calls import plain_name
-from lightning_pardist.engines.tensor.dispatch import TensorRuntime
+from lightning_pardist.engines.tensor.dispatch import TensorRuntime, opened_parameter
 from lightning_pardist.engines.tensor.layout import Layout, parted
+from lightning_pardist.engines.tensor.split_tensor import SequenceTensor
 
 _LOOK_UPS = frozenset([F.embedding])
 _LAYERS = frozenset([F.linear, F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm])
@@ -60,6 +62,8 @@ class ContextRuntime(TensorRuntime):
         taken_over: Number of dims and split dim of what came in parts from another stage of a pipeline, and the extent.
     """
 
+    kind = SequenceTensor
+    kinds: tuple[type, ...] = (SequenceTensor, DTensor)
     context = True
     remedy = "Write into a new tensor (x = x * y, not x *= y), or use pardist_tp, pardist_ddp or pardist_zero3."
     split_over = "context"
@@ -67,12 +71,19 @@ class ContextRuntime(TensorRuntime):
     def __init__(self, mesh: DeviceMesh, *, sequence_dim: int | None = None) -> None:
         super().__init__(mesh)
         self.sequence_dim = sequence_dim
+        #: Whether tensor ranks take tensors apart before.
+        self.is_inside = False
         self.entries: dict[Entry, int] = {}
         self.taken_over: dict[tuple[int, int], int] = {}
         self._extents: frozenset[int] = frozenset()
         self._first: tuple[tuple[int, ...], int] | None = None
         #: How many custom autograd functions are running, forward or backward: their tensors stay whole.
         self._in_custom = 0
+
+    def nest(self) -> None:
+        """Split parts of tensors, of which tensor ranks have one each, and leave parameters to these."""
+        self.is_inside = True
+        self.kinds = (SequenceTensor,)
 
     def expect(self, batch: Any) -> None:
         """A step is about to run on ``batch``: its tensors tell how long sequences may be. Not collective."""
@@ -112,6 +123,8 @@ class ContextRuntime(TensorRuntime):
     def _enter(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             return self.group.parameter(tensor)
+        if self.is_inside and (parameter := opened_parameter(tensor)) is not None:
+            return self.group.parameter(tensor, hooked=bool(gradient_hooks_of(parameter)))
         return self.group.copy(tensor)
 
     def _open(self, parameter: DTensor) -> Tensor:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +46,12 @@ from lightning_pardist.engines.tensor.calls import (
     plain_name,
 )
 from lightning_pardist.engines.tensor.layout import Layout, from_placement, to_placement
+from lightning_pardist.engines.tensor.nested import NestedGroup
 from lightning_pardist.engines.tensor.regions import PlainFunction, TensorGroup
 from lightning_pardist.engines.tensor.rng import apart
 from lightning_pardist.engines.tensor.rules_elementwise import lookup
 from lightning_pardist.engines.tensor.rules_matmul import scattered
-from lightning_pardist.engines.tensor.split_tensor import SplitTensor
+from lightning_pardist.engines.tensor.split_tensor import PartedTensor, SplitTensor, innermost
 
 #: Functions whose result shares memory with their argument.
 _VIEWS = frozenset([
@@ -95,6 +96,9 @@ class TensorRuntime:
         fallbacks: Operators that ran on whole tensors since the start, by name.
     """
 
+    #: Of the tensors that it takes apart, and all kinds that it looks at.
+    kind: ClassVar[type[PartedTensor]] = SplitTensor
+    kinds: tuple[type, ...] = (SplitTensor, DTensor)
     #: Whether activations are split and parameters whole.
     context = False
     #: What to do about a write into a split tensor.
@@ -102,16 +106,23 @@ class TensorRuntime:
     split_over = "tensor"
 
     def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
-        self.group = TensorGroup(mesh)
+        self.group: TensorGroup = TensorGroup(mesh)
         self.sequence_parallel = sequence_parallel
         self.fallbacks: dict[str, Fallback] = {}
         # Both sides of views that became copies, by storage, until the step ends: the memory, and that of the others.
         self._copied_views: dict[int, tuple[Tensor, set[int]]] = {}
         # What the rules answered, by call: they depend on shapes, layouts and plain values alone.
         self._known: dict[Any, Outcome] = {}
+        #: Whether the history of a parameter's part says which parameter it is of, see :func:`opened_parameter`.
+        self._notes_parameters = False
         self._depth = 0
         self._called: tuple[nn.Module, ExitStack] | None = None
         self._handles: list[RemovableHandle] = []
+
+    def nest(self) -> None:
+        """Let tensors' parts be split once more, along the sequence over context ranks. Before the first step."""
+        self.group = NestedGroup(self.group.mesh)
+        self._notes_parameters = True
 
     def __deepcopy__(self, memo: Any) -> TensorRuntime:
         """The same: copies of a module, which users make at any time, live on the same ranks."""
@@ -151,20 +162,20 @@ class TensorRuntime:
 
     def whole(self, tree: Any) -> Any:
         """The same with every split tensor gathered. Collective over the tensor group if there are any."""
-        return pytree.tree_map_only(SplitTensor, self.gather, tree)
+        return pytree.tree_map_only(self.kind, self.gather, tree)
 
     def plain(self, tree: Any) -> Any:
         """The same with every split tensor and every parameter as a plain whole tensor, for code that knows no other.
 
         Collective over the tensor group if there are any.
         """
-        return pytree.tree_map_only((SplitTensor, DTensor), self._as_plain, tree)
+        return pytree.tree_map_only((self.kind, DTensor), self._as_plain, tree)
 
-    def _as_plain(self, tensor: SplitTensor | DTensor) -> Tensor:
-        if isinstance(tensor, SplitTensor):
+    def _as_plain(self, tensor: PartedTensor | DTensor) -> Tensor:
+        if isinstance(tensor, self.kind):
             return self.gather(tensor)
-        opened = self._open(tensor)
-        return self.gather(opened) if isinstance(opened, SplitTensor) else opened
+        opened = self._open(tensor)  # type: ignore[arg-type]
+        return self.gather(opened) if isinstance(opened, self.kind) else opened
 
     def part_of(self, tensor: Tensor) -> tuple[Tensor, Layout | None] | None:
         """This rank's part of a split tensor or parameter, with its history, and how it is split.
@@ -174,12 +185,12 @@ class TensorRuntime:
         """
         if isinstance(tensor, DTensor):
             tensor = self._open(tensor)
-            return (tensor.local, tensor.split_layout) if isinstance(tensor, SplitTensor) else (tensor, None)
-        return (tensor.local, tensor.split_layout) if isinstance(tensor, SplitTensor) else None
+            return (tensor.local, tensor.split_layout) if isinstance(tensor, self.kind) else (tensor, None)
+        return (tensor.local, tensor.split_layout) if isinstance(tensor, self.kind) else None
 
     def of_part(self, part: Tensor, layout: Layout) -> Tensor:
         """The split tensor of which this rank has ``part``: the opposite of :meth:`part_of`. Not collective."""
-        return SplitTensor(part, layout, self)
+        return self.kind(part, layout, self)
 
     def meet(self, kind: Literal["step", "call"], first: int = 0, second: int = 0) -> Tensor:
         """Make sure that all ranks are about to do the same, and exchange two numbers. Collective; one small gather.
@@ -240,14 +251,14 @@ class TensorRuntime:
         A function that calls layers may return split tensors. Autograd then hangs the function on the wrapper, which
         nothing reads: no gradient would reach what is before it. Collective over the group if there are any.
         """
-        return pytree.tree_map_only(SplitTensor, self._of_custom_function, apply(*args, **kwargs))
+        return pytree.tree_map_only(self.kind, self._of_custom_function, apply(*args, **kwargs))
 
-    def _of_custom_function(self, tensor: SplitTensor) -> Tensor:
+    def _of_custom_function(self, tensor: PartedTensor) -> Tensor:
         with below_torch_functions():
             attached = tensor.grad_fn is not None
         return _Unwrap.run(tensor) if attached else tensor
 
-    def gather(self, tensor: SplitTensor) -> Tensor:
+    def gather(self, tensor: PartedTensor) -> Tensor:
         """A split tensor as a whole one, with autograd. Collective over the tensor group."""
         return self.group.gather(tensor.local, tensor.split_layout)
 
@@ -258,9 +269,9 @@ class TensorRuntime:
             with below_subclasses():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if name in LOCAL_PROPERTIES and isinstance(first, SplitTensor):
+        if name in LOCAL_PROPERTIES and isinstance(first, self.kind):
             return func(first.local, *args[1:], **kwargs)
-        if name == "register_hook" and isinstance(first, SplitTensor):
+        if name == "register_hook" and isinstance(first, self.kind):
             return self._register_hook(first, *args[1:], **kwargs)
         if isinstance(first, DTensor) and (
             inplace or name in PARAMETER_METHODS or name.startswith(("set:", "delete:"))
@@ -268,19 +279,19 @@ class TensorRuntime:
             return self._on_parameters(func, args, kwargs)
         if _only_states(leaves_of((args, kwargs))):
             return func(*args, **kwargs)
-        if name == "repr" and isinstance(first, SplitTensor):
-            return SplitTensor.__repr__(first)
+        if name == "repr" and isinstance(first, self.kind):
+            return PartedTensor.__repr__(first)
         args, kwargs = map_only(DTensor, self._open, (args, kwargs))
-        if not any(isinstance(leaf, SplitTensor) for leaf in leaves_of((args, kwargs))):
+        if not any(isinstance(leaf, self.kind) for leaf in leaves_of((args, kwargs))):
             return func(*args, **kwargs)
         return self._on_parts(func, name, inplace, args, kwargs)
 
-    def _register_hook(self, tensor: SplitTensor, hook: Callable[[Any], Any]) -> Any:
+    def _register_hook(self, tensor: PartedTensor, hook: Callable[[Any], Any]) -> Any:
         """The user's hook sees a split gradient, as split as the tensor."""
 
         def seen(grad: Tensor) -> Any:
-            result = hook(SplitTensor(grad, tensor.split_layout, self))
-            return result.local if isinstance(result, SplitTensor) else result
+            result = hook(self.kind(grad, tensor.split_layout, self))
+            return result.local if isinstance(result, self.kind) else result
 
         return tensor.local.register_hook(seen)
 
@@ -295,18 +306,21 @@ class TensorRuntime:
             parameter = _gathered(parameter)
         layout = from_placement(parameter.placements[-1], parameter.ndim)
         local = _Open.run(parameter)
-        return local if layout is None else SplitTensor(local, layout, self)
+        node: Any = local.grad_fn
+        if self._notes_parameters and node is not None:
+            node.metadata[_PARAMETER] = parameter
+        return local if layout is None else self.kind(local, layout, self)
 
     def _on_parameters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In-place changes and properties of parameters are DTensor's own business."""
 
-        def close(tensor: SplitTensor) -> DTensor:
+        def close(tensor: PartedTensor) -> DTensor:
             placement = to_placement(tensor.split_layout)
             return DTensor.from_local(
                 tensor.local, self.group.mesh, [placement], run_check=False, shape=tensor.shape, stride=_strides(tensor)
             )
 
-        args, kwargs = map_only(SplitTensor, close, (args, kwargs))
+        args, kwargs = map_only(self.kind, close, (args, kwargs))
         if plain_name(func)[0] == "set:data":
             with below_torch_functions():
                 return assign(*args)
@@ -317,7 +331,8 @@ class TensorRuntime:
     ) -> Any:
         tensors: list[Tensor] = []
         try:
-            key = (func, describe(args, tensors), describe(kwargs, tensors) if kwargs else None)
+            kind = self.kind
+            key = (func, describe(args, tensors, kind), describe(kwargs, tensors, kind) if kwargs else None)
             known = self._known.get(key)
         except TypeError:
             # Something among the arguments that has no value to compare.
@@ -344,7 +359,11 @@ class TensorRuntime:
         rule = lookup(name)
         if rule is None:
             raise NoRule("no sharding rule")
-        call_args, call_kwargs = map_only(Tensor, lambda tensor: _operand(tensor, next(numbers)), (args, kwargs))
+
+        def operand(tensor: Tensor) -> Operand:
+            return _operand(tensor, next(numbers), self.kind)
+
+        call_args, call_kwargs = map_only(Tensor, operand, (args, kwargs))
         return rule(
             Call(
                 func,
@@ -385,13 +404,13 @@ class TensorRuntime:
             if outcome.reduce == "mean":
                 result = result / group.size
             if layout is not None:
-                wrapped = SplitTensor(result, layout, self)
+                wrapped = self.kind(result, layout, self)
                 return wrapped if outcome.after is None else self._after(outcome, wrapped, after)
         if outcome.after is not None:
             result = outcome.after(result, *after)
         return self._wrap(result, outcome.out)
 
-    def _after(self, outcome: Outcome, result: SplitTensor, after: tuple[Tensor, ...]) -> Any:
+    def _after(self, outcome: Outcome, result: PartedTensor, after: tuple[Tensor, ...]) -> Any:
         # On tensors split along the sequence the bias meets parts: its gradient is summed over ranks.
         with _Mode(self):
             return outcome.after(result, *after) if outcome.after is not None else result
@@ -401,11 +420,11 @@ class TensorRuntime:
             return self._enter(tensor)
         if need.how == "part" and need.layout is not None:
             return self.group.scatter(tensor, need.layout)
-        if need.how == "gather" and isinstance(tensor, SplitTensor):
+        if need.how == "gather" and isinstance(tensor, self.kind):
             return self.group.gather_into_split(tensor.local, tensor.split_layout)
         if need.how == "move" and need.layout is not None:
             return self.group.move(tensor.local, tensor.split_layout, need.layout)
-        return tensor.local if isinstance(tensor, SplitTensor) else tensor
+        return tensor.local if isinstance(tensor, self.kind) else tensor
 
     def _enter(self, tensor: Tensor) -> Tensor:
         """A whole tensor in a computation that is split."""
@@ -423,7 +442,7 @@ class TensorRuntime:
             raise RuntimeError("A sharding rule for one result was used on several. Please report the operator.")
         if out is None or not isinstance(result, Tensor):
             return result
-        return SplitTensor(result, out, self)
+        return self.kind(result, out, self)
 
     def _on_whole(
         self,
@@ -435,7 +454,7 @@ class TensorRuntime:
         reason: str,
     ) -> Any:
         """The net under everything: gather, run as on one process, remember that it happened."""
-        if isinstance(kwargs.get("out"), SplitTensor):
+        if isinstance(kwargs.get("out"), self.kind):
             raise RuntimeError(
                 f"{name}(out=...) writes into a tensor that is split over the {self.split_over} ranks. {self.remedy}"
             )
@@ -443,7 +462,7 @@ class TensorRuntime:
         first = args[0] if args else None
         args, kwargs = self.whole((args, kwargs))
         result = func(*args, **kwargs)
-        if inplace and isinstance(first, SplitTensor):
+        if inplace and isinstance(first, self.kind):
             # Written into the part that was there, so that views of it change as they should.
             first.local.copy_(self.group.scatter(args[0], first.split_layout))
             return first
@@ -452,8 +471,9 @@ class TensorRuntime:
 
     def _note_copies(self, name: str, first: Any, result: Any) -> None:
         """Remember what shares memory on one process and does not here, see :meth:`check_overwrite`."""
-        if name in _VIEWS and isinstance(first, SplitTensor):
-            tensors = (first.local, *(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)))
+        if name in _VIEWS and isinstance(first, self.kind):
+            leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+            tensors = map(innermost, (first, *leaves))
             # Tensors of our own, by which others can be told from them.
             sides = {storage_key(tensor): tensor.detach() for tensor in tensors}
             for key, side in sides.items():
@@ -466,7 +486,7 @@ class TensorRuntime:
         Raises:
             RuntimeError: If a view of ``tensor``, or what it is a view of, was gathered in this step and is used still.
         """
-        local = tensor.local if isinstance(tensor, SplitTensor) else tensor
+        local = innermost(tensor) if isinstance(tensor, self.kind) else tensor
         if isinstance(local, DTensor) or not isinstance(local, Tensor):
             return
         # Views of views share memory on one process as well.
@@ -486,7 +506,7 @@ class TensorRuntime:
         fallback = self.fallbacks.setdefault(name, Fallback(reason))
         fallback.calls += 1
         for leaf in pytree.tree_leaves(tree):
-            if isinstance(leaf, SplitTensor):
+            if isinstance(leaf, self.kind):
                 fallback.bytes_gathered += leaf.local.numel() * leaf.local.element_size() * self.group.size
 
 
@@ -531,11 +551,21 @@ class _Open(PlainFunction):
         return DTensor(grad, spec, requires_grad=False)
 
 
+#: Under which a node of the graph keeps the parameter that it opens.
+_PARAMETER = "pardist_parameter"
+
+
+def opened_parameter(tensor: Tensor) -> DTensor | None:
+    """The parameter of which a tensor is this rank's part, as it was opened; None if it is something else."""
+    node: Any = tensor.grad_fn
+    return None if node is None else node.metadata.get(_PARAMETER)
+
+
 class _Unwrap(PlainFunction):
     """A split tensor whose history is the wrapper's, and not its part's, as a whole tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: SplitTensor) -> Tensor:
+    def forward(ctx: Any, tensor: PartedTensor) -> Tensor:
         return tensor.runtime.group.put_together(tensor.local, tensor.split_layout)
 
     @staticmethod
@@ -562,7 +592,8 @@ class _Mode(TorchFunctionMode):
             name, inplace = plain_name(func)
             if inplace:
                 self.runtime.check_overwrite(args[0], name)
-        if _concerned(args) or (kwargs and _concerned(kwargs.values())):
+        kinds = self.runtime.kinds
+        if _concerned(args, kinds) or (kwargs and _concerned(kwargs.values(), kinds)):
             return self.runtime.call(func, args, kwargs)
         return self.runtime.outside(func, args, kwargs)
 
@@ -581,7 +612,7 @@ def _whole_outputs(
     """
     position = _ENGINE_CALLS[func]
     inputs = args[position] if len(args) > position else kwargs.get("inputs")
-    if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves(inputs)):
+    if any(isinstance(leaf, runtime.kind) for leaf in pytree.tree_leaves(inputs)):
         raise RuntimeError(
             f"Gradients of a tensor that is split over the {runtime.split_over} ranks were asked for by name (inputs=)."
             " Ask for those of what it is computed from."
@@ -597,11 +628,11 @@ def _inside_engine(mode: _Mode) -> Iterator[None]:
         yield
 
 
-def _concerned(values: Any) -> bool:
+def _concerned(values: Any, kinds: tuple[type, ...]) -> bool:
     for value in values:
-        if isinstance(value, (SplitTensor, DTensor)):
+        if isinstance(value, kinds):
             return True
-        if isinstance(value, (tuple, list)) and value and _concerned(value):
+        if isinstance(value, (tuple, list)) and value and _concerned(value, kinds):
             return True
     return False
 
@@ -611,7 +642,7 @@ def _only_states(leaves: list[Any]) -> bool:
     grad = torch.is_grad_enabled()
     found = False
     for leaf in leaves:
-        if isinstance(leaf, SplitTensor):
+        if isinstance(leaf, PartedTensor):
             return False
         if isinstance(leaf, DTensor):
             if grad and leaf.requires_grad:
@@ -622,9 +653,11 @@ def _only_states(leaves: list[Any]) -> bool:
     return found
 
 
-def _operand(tensor: Tensor, number: int) -> Operand:
-    if isinstance(tensor, SplitTensor):
+def _operand(tensor: Tensor, number: int, kind: type[PartedTensor]) -> Operand:
+    if isinstance(tensor, kind):
         return Operand(tensor.global_shape, tensor.split_layout, tensor.local.dtype, number)
+    if isinstance(tensor, PartedTensor):
+        return Operand(tensor.global_shape, None, innermost(tensor).dtype, number)
     return Operand(tuple(tensor.shape), None, tensor.dtype, number)
 
 
@@ -635,7 +668,7 @@ _VALUES = frozenset([
 ])  # fmt: skip
 
 
-def describe(tree: Any, tensors: list[Tensor]) -> Any:
+def describe(tree: Any, tensors: list[Tensor], kind_of_parts: type[PartedTensor] = SplitTensor) -> Any:
     """All of an argument that a sharding rule can see, to tell calls apart; tensors are collected in order.
 
     Raises:
@@ -647,13 +680,15 @@ def describe(tree: Any, tensors: list[Tensor]) -> Any:
         return tree if kind is int or kind is str else (kind, tree)
     if isinstance(tree, Tensor):
         tensors.append(tree)
-        if isinstance(tree, SplitTensor):
+        if isinstance(tree, kind_of_parts):
             return Tensor, tree.global_shape, tree.split_layout, tree.local.dtype
+        if isinstance(tree, PartedTensor):
+            return Tensor, tree.global_shape, None, innermost(tree).dtype
         return Tensor, tree.shape, None, tree.dtype
     if isinstance(tree, (tuple, list)):
-        return (kind, *[describe(item, tensors) for item in tree])
+        return (kind, *[describe(item, tensors, kind_of_parts) for item in tree])
     if kind is dict:
-        return (dict, *[(key, describe(item, tensors)) for key, item in tree.items()])
+        return (dict, *[(key, describe(item, tensors, kind_of_parts)) for key, item in tree.items()])
     if kind is slice and {type(tree.start), type(tree.stop), type(tree.step)} <= {int, type(None)}:
         return slice, tree.start, tree.stop, tree.step
     raise TypeError(f"{kind.__name__} has no value to compare")
@@ -683,14 +718,14 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> AbstractCon
     """Custom autograd functions are no torch functions: without this their input would lose its history."""
 
     def call(cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if cls.__module__.startswith("torch.distributed.fsdp") and _concerned(args):
+        if cls.__module__.startswith("torch.distributed.fsdp") and _concerned(args, runtime.kinds):
             return _on_locals(lambda *parts: apply(*parts, **kwargs), args, runtime)
         # DTensor's own functions know what they are given.
         if cls.__module__.startswith("torch.distributed.") or only_keeps_inputs(cls):
             return apply(*args, **kwargs)
-        if _concerned(args):
+        if _concerned(args, runtime.kinds):
             opened = map_only(DTensor, runtime._open, args)
-            if any(isinstance(leaf, SplitTensor) for leaf in pytree.tree_leaves(opened)):
+            if any(isinstance(leaf, runtime.kind) for leaf in pytree.tree_leaves(opened)):
                 runtime._remember(cls.__name__, "custom autograd function", opened)
             args = runtime.whole(opened)
         return runtime.custom_function(apply, args, kwargs)
@@ -700,13 +735,13 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> AbstractCon
 
 def _on_locals(apply: Callable[..., Any], args: tuple[Any, ...], runtime: TensorRuntime) -> Any:
     """A function that hands its tensors through to add hooks to their history, on the parts of split ones."""
-    layouts = [arg.split_layout if isinstance(arg, SplitTensor) else None for arg in args]
-    results = apply(*(arg.local if isinstance(arg, SplitTensor) else arg for arg in args))
+    layouts = [arg.split_layout if isinstance(arg, runtime.kind) else None for arg in args]
+    results = apply(*(arg.local if isinstance(arg, runtime.kind) else arg for arg in args))
     if not isinstance(results, tuple):
         return results
     layouts = layouts[len(layouts) - len(results) :]
     return tuple(
-        result if layout is None else SplitTensor(result, layout, runtime)
+        result if layout is None else runtime.kind(result, layout, runtime)
         for result, layout in zip(results, layouts, strict=True)
     )
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -215,7 +215,17 @@ class TensorGroup:
         result: Tensor = _Move.run(local, source, target, self)
         return result
 
-    def parameter(self, parameter: Tensor) -> Tensor:
+    def by_row(self, run: Callable[..., Tensor], rows: Tensor, of_rows: Tensor) -> Tensor:
+        """What ``run`` computes of each row of a split tensor by itself.
+
+        Args:
+            run: Makes of local rows ``[..., columns]``, and of something for each of them ``[...]``, ``[...]``.
+            rows: Split along the last dim.
+            of_rows: Whole.
+        """
+        return run(rows, of_rows)
+
+    def parameter(self, parameter: Tensor, *, hooked: bool | None = None) -> Tensor:
         """A whole parameter into a computation that is split, its gradients to be averaged over ranks later.
 
         As :meth:`copy` without traffic: each rank's part of the gradient is multiplied by the number of ranks, so that
@@ -224,7 +234,8 @@ class TensorGroup:
         """
         if not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
-        result: Tensor = _Parts.run(parameter, self, bool(gradient_hooks_of(parameter)))
+        hooked = bool(gradient_hooks_of(parameter)) if hooked is None else hooked
+        result: Tensor = _Parts.run(parameter, self, hooked)
         return result
 
     def _count(self, kind: str, tensor: Tensor) -> None:

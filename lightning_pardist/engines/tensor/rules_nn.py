@@ -231,7 +231,12 @@ def split_cross_entropy(
         logits = logits.float()
     counted = target != ignored
     check_range(target.masked_fill(~counted, 0), logits.shape[-1] * group.size, "a target is out of bounds")
-    losses: Tensor = _SplitCrossEntropy.run(logits, target, group, smoothing)
+
+    def of_rows(logits: Tensor, target: Tensor) -> Tensor:
+        found: Tensor = _SplitCrossEntropy.run(logits, target, group, smoothing)
+        return found
+
+    losses = group.by_row(of_rows, logits, target)
     return losses.masked_fill(~counted, 0.0), counted
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_pardist.compat.tensors import make_wrapper
 from lightning_pardist.engines.tensor.layout import Layout
@@ -20,17 +21,21 @@ class Dispatcher(Protocol):
         """The tensor ranks."""
         ...
 
+    def gather(self, tensor: Any) -> Tensor:
+        """A split tensor as a whole one. Collective over the ranks."""
+        ...
+
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one function. Collective over the tensor group where its rule says so."""
         ...
 
 
-class SplitTensor(Tensor):
-    """An activation of global shape, sharded over the tensor ranks.
+class PartedTensor(Tensor):
+    """An activation of global shape, of which each rank of one axis has a part.
 
     [Note: why not DTensor] Parameters are DTensors; activations are not. A DTensor sits below autograd, so the
     backward of every operator needs a sharding rule too, and one that is missing fails inside the autograd engine,
-    where nothing can step in. A SplitTensor sits above: it is taken apart at the call of a torch function, the
+    where nothing can step in. A parted tensor sits above: it is taken apart at the call of a torch function, the
     autograd graph is made of plain local tensors and the collectives of
     :mod:`~lightning_pardist.engines.tensor.regions`, and backward needs nothing but them. It also sends what
     the rules say and nothing else.
@@ -48,10 +53,10 @@ class SplitTensor(Tensor):
     runtime: Dispatcher
 
     @staticmethod
-    def __new__(cls, local: Tensor, layout: Layout, runtime: Dispatcher) -> SplitTensor:
+    def __new__(cls, local: Tensor, layout: Layout, runtime: Dispatcher) -> Self:
         """Wrap this rank's part."""
         shape = layout.global_shape(local.shape, runtime.group.size)
-        self: SplitTensor = make_wrapper(cls, shape, dtype=local.dtype, device=local.device)
+        self: Self = make_wrapper(cls, shape, dtype=local.dtype, device=local.device)
         self.local = local
         self.global_shape = shape
         self.split_layout = layout
@@ -82,16 +87,36 @@ class SplitTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The part, and how it is split; not collective, so that a debugger on one rank does not hang the others."""
-        return f"SplitTensor(shape={tuple(self.shape)}, {self.split_layout.describe()}, local={self.local!r})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, {self.split_layout.describe()}, local={self.local!r})"
+
+
+class SplitTensor(PartedTensor):
+    """An activation that is sharded over tensor ranks. Its part may be split again, over context ranks."""
+
+
+class SequenceTensor(PartedTensor):
+    """An activation that is sharded over context ranks, whose part is an ordinary tensor."""
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """The ordinary tensor in which a part, or a part of a part, has its values."""
+    while isinstance(tensor, PartedTensor):
+        tensor = tensor.local
+    return tensor
 
 
 def _runtime_of(tree: Any) -> Dispatcher:
-    if isinstance(tree, SplitTensor):
-        return tree.runtime
+    """That of the axis which is taken apart first."""
+    found = list(_runtimes(tree))
+    if not found:
+        raise LookupError("no split tensor among the arguments")
+    return next((runtime for kind, runtime in found if kind is SplitTensor), found[0][1])
+
+
+def _runtimes(tree: Any) -> Iterator[tuple[type, Dispatcher]]:
+    if isinstance(tree, PartedTensor):
+        yield type(tree), tree.runtime
+        return
     items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
     for item in items:
-        try:
-            return _runtime_of(item)
-        except LookupError:
-            continue
-    raise LookupError("no split tensor among the arguments")
+        yield from _runtimes(item)

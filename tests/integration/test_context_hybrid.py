@@ -1,4 +1,4 @@
-"""Context parallelism in the stages of a pipeline: numbers, what travels, evaluation and checkpoints."""
+"""Context beside tensor parallelism and in pipeline stages: numbers, what travels, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -139,6 +139,20 @@ _SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
+    ("tensor", "stages", "data_parallel", "module"),
+    [
+        (2, 1, "ddp", {"tied": True}),
+        pytest.param(2, 1, "zero3", {"heads": 4}, marks=_SLOW),
+        pytest.param(2, 1, "zero2", {"heads": 1}, marks=_SLOW),
+        pytest.param(2, 2, "ddp", {"heads": 4}, marks=_SLOW),
+    ],
+)
+def test_tensor_ranks_that_split_sequences_train_like_one_process(tensor, stages, data_parallel, module):
+    strategy = functools.partial(_strategy, data_parallel, stages=stages, tensor_parallel_size=tensor)
+    _assert_trains_like_one_process(strategy, ranks=2 * tensor * stages, module=module)
+
+
+@pytest.mark.parametrize(
     ("data_parallel", "schedule", "module"),
     [
         ("ddp", "1f1b", {"tied": True}),
@@ -166,6 +180,18 @@ def test_checkpointed_blocks():
 @_SLOW
 def test_data_ranks_beside_stages_and_context():
     _assert_trains_like_one_process(functools.partial(_strategy, "zero1"), ranks=8)
+
+
+def _islands(context):
+    strategy = functools.partial(_strategy, context=context, stages=1, outer_parallel_size=2, sync_every=2)
+    return _fit(strategy, 2 * context)[0]
+
+
+@_SLOW
+def test_islands_that_split_sequences_are_as_islands_of_one_rank():
+    expected = run_ranks(2, _islands, 1)[0]
+    for weights in run_ranks(4, _islands, 2):
+        assert_close(weights, expected, rtol=1e-9)
 
 
 class _Describe(pl.Callback):

@@ -1,0 +1,85 @@
+"""Tensor parallelism around context parallelism: parts of tensors that are themselves split along the sequence.
+
+A rank of both axes has a part of the features (heads, classes) of a part of the sequence. The tensor runtime takes the
+outer part apart and calls torch on what is inside, which the context runtime takes apart in turn. Collectives of tensor
+ranks run on the ordinary tensors in the middle: tensor ranks of one context rank have the same part of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_pardist.engines.tensor.layout import Layout
+from lightning_pardist.engines.tensor.regions import TensorGroup
+from lightning_pardist.engines.tensor.split_tensor import PartedTensor
+
+
+class NestedGroup(TensorGroup):
+    """Tensor ranks whose tensors may be split over context ranks.
+
+    Where both would split the same dim, the sequence is put together first.
+    """
+
+    def _inside(self, run: Callable[[Tensor], Tensor], tensor: Tensor, *dims: int) -> Tensor:
+        if not isinstance(tensor, PartedTensor):
+            return run(tensor)
+        if tensor.split_layout.dim in dims:
+            return run(tensor.runtime.gather(tensor))
+        return type(tensor)(run(tensor.local), tensor.split_layout, tensor.runtime)
+
+    @override
+    def copy(self, tensor: Tensor) -> Tensor:
+        return self._inside(super().copy, tensor)
+
+    @override
+    def reduce(self, partial: Tensor) -> Tensor:
+        return self._inside(super().reduce, partial)
+
+    @override
+    def scatter(self, tensor: Tensor, layout: Layout) -> Tensor:
+        scatter = super().scatter
+        return self._inside(lambda part: scatter(part, layout), tensor, layout.dim)
+
+    @override
+    def gather(self, local: Tensor, layout: Layout) -> Tensor:
+        gather = super().gather
+        return self._inside(lambda part: gather(part, layout), local, layout.dim)
+
+    @override
+    def gather_into_split(self, local: Tensor, layout: Layout) -> Tensor:
+        gather = super().gather_into_split
+        return self._inside(lambda part: gather(part, layout), local, layout.dim)
+
+    @override
+    def reduce_into_split(self, partial: Tensor, layout: Layout) -> Tensor:
+        reduce = super().reduce_into_split
+        return self._inside(lambda part: reduce(part, layout), partial, layout.dim)
+
+    @override
+    def move(self, local: Tensor, source: Layout, target: Layout) -> Tensor:
+        move = super().move
+        return self._inside(lambda part: move(part, source, target), local, source.dim, target.dim)
+
+    @override
+    def put_together(self, local: Tensor, layout: Layout) -> Tensor:
+        put_together = super().put_together
+        return self._inside(lambda part: put_together(part, layout), local, layout.dim)
+
+    @override
+    def by_row(self, run: Callable[..., Tensor], rows: Tensor, of_rows: Tensor) -> Tensor:
+        if not isinstance(rows, PartedTensor):
+            whole = of_rows.runtime.gather(of_rows) if isinstance(of_rows, PartedTensor) else of_rows
+            return super().by_row(run, rows, whole)
+        layout = rows.split_layout
+        if layout.dim == rows.dim() - 1:
+            return self.by_row(run, rows.runtime.gather(rows), of_rows)
+        if not isinstance(of_rows, PartedTensor):
+            part = layout.take(of_rows, rows.runtime.group.rank, rows.runtime.group.size)
+        elif of_rows.split_layout == layout:
+            part = of_rows.local
+        else:
+            return self.by_row(run, rows, of_rows.runtime.gather(of_rows))
+        return type(rows)(super().by_row(run, rows.local, part), layout, rows.runtime)
