@@ -368,6 +368,76 @@ def _sequence_dim(sequence_dim):
     return errors, {entry.dim for entry in runtime.entries}
 
 
+class Windows(nn.Module):
+    """Layers that look along the sequence, each over the result of the one before."""
+
+    def __init__(self, layers, length=23):
+        super().__init__()
+        torch.manual_seed(1)
+        self.length = length
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(make() for make in layers)
+
+    def batch(self, seed):
+        return torch.randn(2, self.length, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def loss(self, batch):
+        x = self.first(batch).transpose(1, 2)
+        for layer in self.layers:
+            moved = layer(x)
+            x = moved + x if moved.shape == x.shape else moved
+        return self.last(x.transpose(1, 2)).square().mean()
+
+
+class Causal(nn.Conv1d):
+    def forward(self, x):
+        return super().forward(F.pad(x, (self.kernel_size[0] - 1, 0)))
+
+
+class Mamba(nn.Conv1d):
+    """Pads on both sides, and leaves out what looks ahead."""
+
+    def forward(self, x):
+        return super().forward(x)[..., : x.shape[-1]]
+
+
+CONVOLUTIONS = {
+    "same": [lambda: nn.Conv1d(8, 8, 3, padding=1), lambda: nn.Conv1d(8, 8, 4, padding="same")],
+    "strides": [lambda: nn.Conv1d(8, 8, 5, stride=2, padding=1), lambda: nn.Conv1d(8, 8, 2, stride=1)],
+    "dilated": [lambda: nn.Conv1d(8, 8, 3, dilation=4, padding=4), lambda: nn.Conv1d(8, 8, 3, groups=8, padding=2)],
+    "wide": [lambda: nn.Conv1d(8, 8, 17, padding=8)],
+    "causal": [lambda: Causal(8, 8, 4), lambda: Mamba(8, 8, 4, groups=8, padding=3), lambda: nn.Conv1d(8, 8, 1)],
+}
+
+
+def _windows(name):
+    reference = Windows(CONVOLUTIONS[name]).double()
+    runtime = make_runtime()
+    return run_beside_one_process(reference, reference.batch(0), runtime), dict(runtime.fallbacks)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_windows_fetch_what_they_reach_of_other_ranks(name, ranks):
+    for (loss, gradients), whole in run_ranks(ranks, _windows, name):
+        assert loss < 1e-12
+        assert gradients < 1e-9
+        assert not whole
+
+
+def _halo():
+    reference = Windows(CONVOLUTIONS["same"][:1]).double()
+    runtime = make_runtime()
+    with runtime.step():
+        reference.loss(reference.batch(0))
+    return runtime.group.bytes["all_to_all"]
+
+
+def test_a_rank_sends_the_rows_that_windows_of_others_reach():
+    # One row of two samples and eight channels to the rank beside it.
+    assert run_ranks(2, _halo) == [2 * 8 * 8] * 2
+
+
 def test_any_dim_may_be_split():
     for setting, dim in ((0, 0), (1, 1), (None, 0)):
         for errors, dims in run_ranks(2, _sequence_dim, setting):

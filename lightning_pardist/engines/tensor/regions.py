@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,6 +136,64 @@ class TensorGroup:
         parts = [part.view(shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
         return source.join(parts)
 
+    def fetch_rows(self, local: Tensor, layout: Layout, wanted: Sequence[tuple[int, int]]) -> Tensor:
+        """Rows of a split tensor that this rank wants, wherever they are, without autograd. Collective.
+
+        Args:
+            local: This rank's part.
+            layout: In one segment.
+            wanted: First row, and the one behind the last, that each rank wants, in the order of ranks.
+        """
+        runs = self._runs(local, layout)
+        outgoing = [_overlap(runs[self.rank], other) for other in wanted]
+        incoming = [_overlap(run, wanted[self.rank]) for run in runs]
+        start = runs[self.rank][0]
+        pieces = [local.narrow(layout.dim, first - start if count else 0, count) for first, count in outgoing]
+        shapes = [(*local.shape[: layout.dim], count, *local.shape[layout.dim + 1 :]) for _, count in incoming]
+        return torch.cat(self._exchange_pieces(pieces, shapes), layout.dim)
+
+    def return_rows(self, rows: Tensor, layout: Layout, wanted: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
+        """The opposite of :meth:`fetch_rows`: what all ranks have of this rank's rows, added up. Collective.
+
+        Args:
+            rows: That this rank wanted.
+            layout: Of the split tensor.
+            wanted: As for :meth:`fetch_rows`.
+            like: Of the shape of this rank's part.
+        """
+        runs = self._runs(like, layout)
+        outgoing = [_overlap(run, wanted[self.rank]) for run in runs]
+        incoming = [_overlap(runs[self.rank], other) for other in wanted]
+        first_wanted, start = wanted[self.rank][0], runs[self.rank][0]
+        pieces = [rows.narrow(layout.dim, first - first_wanted if count else 0, count) for first, count in outgoing]
+        shapes = [(*like.shape[: layout.dim], count, *like.shape[layout.dim + 1 :]) for _, count in incoming]
+        result = rows.new_zeros(like.shape)
+        for (first, count), piece in zip(incoming, self._exchange_pieces(pieces, shapes), strict=True):
+            if count:
+                result.narrow(layout.dim, first - start, count).add_(piece)
+        return result
+
+    def _runs(self, local: Tensor, layout: Layout) -> list[tuple[int, int]]:
+        extent = layout.global_shape(local.shape, self.size)[layout.dim]
+        return [layout.run(extent, rank, self.size) for rank in range(self.size)]
+
+    def _exchange_pieces(self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Send each rank its piece, and receive one of each; the own one stays where it is."""
+        sent = [pieces[0].new_empty(0) if rank == self.rank else p.reshape(-1) for rank, p in enumerate(pieces)]
+        sizes = [0 if rank == self.rank else math.prod(shape) for rank, shape in enumerate(shapes)]
+        message, received = torch.cat(sent), pieces[0].new_empty(sum(sizes))
+        self._count("all_to_all", message)
+        width = message.element_size()
+        dist.all_to_all_single(
+            as_bytes(received),
+            as_bytes(message),
+            [size * width for size in sizes],
+            [piece.numel() * width for piece in sent],
+            group=self.process_group,
+        )
+        found = received.split(sizes)
+        return [pieces[r] if r == self.rank else found[r].view(tuple(shape)) for r, shape in enumerate(shapes)]
+
     def reduce_scatter(self, tensor: Tensor, layout: Layout) -> Tensor:
         """This rank's part of the sum over ranks. Collective."""
         self._count("reduce_scatter", tensor)
@@ -213,6 +271,11 @@ class TensorGroup:
         if source == target:
             return local
         result: Tensor = _Move.run(local, source, target, self)
+        return result
+
+    def rows(self, local: Tensor, layout: Layout, wanted: Sequence[tuple[int, int]]) -> Tensor:
+        """Rows of a split tensor that this rank wants, see :meth:`fetch_rows`."""
+        result: Tensor = _Rows.run(local, layout, tuple(wanted), self)
         return result
 
     def by_row(self, run: Callable[..., Tensor], rows: Tensor, of_rows: Tensor) -> Tensor:
@@ -315,6 +378,38 @@ class _Move(PlainFunction):
         return ctx.group.move_parts(grads[0], ctx.target, ctx.source), None, None, None
 
 
+class _Rows(PlainFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, layout: Layout, wanted: tuple[tuple[int, int], ...], group: TensorGroup
+    ) -> Tensor:
+        ctx.layout, ctx.wanted, ctx.group = layout, wanted, group
+        ctx.like = torch.empty(local.shape, device="meta")
+        return group.fetch_rows(local.detach(), layout, wanted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        given = grads[0], ctx.layout, ctx.wanted, ctx.like
+        if torch.is_grad_enabled():
+            return _RowsBack.run(*given, ctx.group), None, None, None
+        return ctx.group.return_rows(*given), None, None, None
+
+
+class _RowsBack(PlainFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, layout: Layout, wanted: tuple[tuple[int, int], ...], like: Tensor, group: TensorGroup
+    ) -> Tensor:
+        ctx.layout, ctx.wanted, ctx.group = layout, wanted, group
+        return group.return_rows(rows.detach(), layout, wanted, like)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _Rows.run(grads[0], ctx.layout, ctx.wanted, ctx.group), None, None, None, None
+        return ctx.group.fetch_rows(grads[0], ctx.layout, ctx.wanted), None, None, None, None
+
+
 class _Scatter(PlainFunction):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
@@ -365,3 +460,9 @@ class _ReduceScatter(PlainFunction):
         if torch.is_grad_enabled():
             return _GatherCopy.run(grads[0], ctx.layout, ctx.group), None, None
         return ctx.group.put_together(grads[0], ctx.layout), None, None
+
+
+def _overlap(run: tuple[int, int], wanted: tuple[int, int]) -> tuple[int, int]:
+    """Where what two runs of rows have in common begins, and how many rows that is."""
+    first = max(run[0], wanted[0])
+    return first, max(min(run[1], wanted[1]) - first, 0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_pardist.engines.tensor.calls import Call, NoRule, Operand, Outcome, find_rule, map_only, rule
 from lightning_pardist.engines.tensor.layout import Layout
+from lightning_pardist.engines.tensor.rules_windows import zeros_along_split_dim
 
 #: Elementwise functions of Python's surface that are not tagged so among ATen's operators.
 _ELEMENTWISE = frozenset([
@@ -293,6 +294,9 @@ def pad(call: Call) -> Outcome:
     widths = call.arg(1, "pad")
     if not isinstance(widths, (tuple, list)):
         raise NoRule("unusual arguments")
+    x = call.only_split()
+    if call.context and x is call.args[0] and x.layout is not None and x.layout.dim >= x.ndim - len(widths) // 2:
+        return zeros_along_split_dim(call, x, widths)
     return beyond(call, len(widths) // 2)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_pardist.engines.tensor.calls import Call, Need, NoRule, Operand, Outcome, rule
 from lightning_pardist.engines.tensor.layout import Layout
+from lightning_pardist.engines.tensor.rules_windows import windows_along_split_dim
 
 #: An operand and the index of each of its dims.
 Indexed = tuple[Operand, Sequence[str]]
@@ -262,6 +263,8 @@ def convolution(call: Call) -> Outcome:
     spatial = [f"s{dim}" for dim in range(weight.ndim - 2)]
     batch = batch_letters(x.ndim - weight.ndim + 1)
     groups = settings[3]
+    if call.context and _is_along_windows(x, weight, settings):
+        return windows_along_split_dim(call, x, weight, bias)
     _not_along_windows(x, weight, settings)
 
     def run(group: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
@@ -281,16 +284,20 @@ def convolution(call: Call) -> Outcome:
     return Outcome(tuple(needs), out=split, run=run)
 
 
-def _not_along_windows(x: Operand, weight: Operand, settings: Sequence[Any]) -> None:
-    """Windows reach into the parts of other ranks."""
+def _is_along_windows(x: Operand, weight: Operand, settings: Sequence[Any]) -> bool:
+    """Whether windows reach into the parts of other ranks."""
     windows = weight.ndim - 2
     if x.layout is None or x.layout.dim < x.ndim - windows:
-        return
-    if (
+        return False
+    return (
         math.prod(weight.shape[2:]) > 1
         or settings[0] not in (1, (1,) * windows)
         or settings[1] not in (0, (0,) * windows)
-    ):
+    )
+
+
+def _not_along_windows(x: Operand, weight: Operand, settings: Sequence[Any]) -> None:
+    if _is_along_windows(x, weight, settings):
         raise NoRule("windows along the split dim", [x])
 
 
