@@ -345,11 +345,16 @@ def kept_for_backward(model, batch):
     return found
 
 
-def _kept(mask):
-    model = Reader(length=256, mask=mask)
-    batch = model.batch(0).repeat(1, 4)[:, :256].clamp(min=1)
-    model.places = nn.Embedding(256, WIDTH)
-    one = kept_for_backward(model, batch)
+def _long(length, mask):
+    model = Reader(length=length, mask=mask)
+    model.places = nn.Embedding(length, WIDTH)
+    return model, model.batch(0).clamp(min=1)
+
+
+def _kept(mask, times=1):
+    """What a rank keeps of a sequence ``times`` as long, beside what one process keeps."""
+    one = kept_for_backward(*_long(256, mask))
+    model, batch = _long(256 * times, mask)
     runtime = make_runtime()
     runtime.expect(batch)
     with runtime.step():
@@ -359,6 +364,12 @@ def _kept(mask):
 def test_a_rank_keeps_its_part_of_the_activations():
     for share in run_ranks(2, _kept, "causal"):
         assert share < 1.15 / 2
+
+
+@pytest.mark.slow
+def test_four_ranks_take_a_sequence_four_times_as_long():
+    for share in run_ranks(4, _kept, "causal", 4):
+        assert share < 1.15
 
 
 def _sequence_dim(sequence_dim):
