@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import lightning.pytorch as pl
@@ -271,6 +271,14 @@ class RunContext:
             part = axes[name].of_part(part, split)
         return part
 
+    @contextmanager
+    def on_wholes(self) -> Iterator[None]:
+        """Around a part of a step that an axis runs on whole tensors, see :meth:`ParallelAxis.on_wholes`."""
+        with ExitStack() as around:
+            for axis in self.axes:
+                around.enter_context(axis.on_wholes())
+            yield
+
     def narrower_groups(self, module: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
         """Parameters whose gradients are summed over fewer ranks than the gradient mesh, and over which."""
         return {
@@ -532,6 +540,10 @@ class ParallelAxis:
             TypeError: If the axis splits no tensors.
         """
         raise TypeError(f"The {self.name} axis has been given a part of a tensor, and splits none.")
+
+    def on_wholes(self) -> AbstractContextManager[None]:
+        """Around a part of a step that another axis runs on whole tensors: this one splits none inside."""
+        return nullcontext()
 
     def start_evaluation(self) -> None:
         """Validation, test or predict begins on this rank. Not collective: a rank without samples skips predict."""

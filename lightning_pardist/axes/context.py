@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pardist.axes.shared_batch import SharedBatchAxis
+from lightning_pardist.compat.tensors import below_torch_functions
 from lightning_pardist.engines.tensor import ContextRuntime
 from lightning_pardist.mesh import Degree
 from lightning_pardist.settings import one_of
@@ -66,6 +68,14 @@ class ContextAxis(SharedBatchAxis):
                 axis.runtime.nest()
                 runtime.nest()
         self._wrap_reports(module)
+
+    @override
+    def on_wholes(self) -> AbstractContextManager[None]:
+        runtime = self.runtime
+        if not isinstance(runtime, ContextRuntime):
+            return nullcontext()
+        # Tensor ranks take parameters apart by the same means, and go on doing so.
+        return runtime.suspended() if runtime.is_inside else below_torch_functions()
 
     # --- steps --------------------------------------------------------------------------------------------------
 

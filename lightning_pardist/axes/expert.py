@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -24,7 +24,6 @@ from lightning_pardist.axes.together import raise_together
 from lightning_pardist.axes.zero import ZeroAxis
 from lightning_pardist.checkpoint.tensors import shared_entries
 from lightning_pardist.compat.fsdp2 import is_sharded
-from lightning_pardist.compat.tensors import below_torch_functions
 from lightning_pardist.engines.common.meta_init import on_meta
 from lightning_pardist.engines.common.update_scope import has_parameters
 from lightning_pardist.engines.common.whole_updates import updates_of
@@ -198,8 +197,11 @@ class ExpertAxis(ParallelAxis):
         (layers, choices), self._planned = self._planned, ([], [])
         self.held = HeldExperts(module, layers, mesh, self._sharding())
         # What is taken apart along the sequence would be so inside of experts; of layers that are split, weights are.
-        aside = below_torch_functions if self.context.dims.context_parallel > 1 else nullcontext
-        ways: dict[str, Any] = {"whole": self.context.plain, "aside": aside, "even": self.context.is_plan}
+        ways: dict[str, Any] = {
+            "whole": self.context.plain,
+            "aside": self.context.on_wholes,
+            "even": self.context.is_plan,
+        }
         self.runtime = ExpertRuntime(module, layers, choices, self.held, mesh.get_group(), **ways)
 
     def _sharding(self) -> ExpertSharding | None:

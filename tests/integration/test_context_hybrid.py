@@ -182,6 +182,67 @@ def test_data_ranks_beside_stages_and_context():
     _assert_trains_like_one_process(functools.partial(_strategy, "zero1"), ranks=8)
 
 
+class Trimmed(Decoder):
+    """Leaves out what all samples of a micro-batch have filled up: of 14 or 13 tokens the first rank has seven."""
+
+    def loss(self, batch):
+        (ids,) = batch
+        return super().loss((ids[:, : int((ids != 0).sum(1).max())],))
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class Step(nn.Module):
+    """Hands its second argument on, as blocks do that keep a sum in another precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, first):
+        return self.mix(self.norm(x)), first.to(x.dtype)
+
+
+class Carried(Decoder):
+    """What every step is given comes from the first, and code between them adds it up over the sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Step() for _ in range(4))
+
+    def forward(self, ids):
+        x = first = self.embed(ids)
+        for block in self.blocks:
+            x, first = block(x + (x + first).mean(1, keepdim=True), first)
+        return self.head(self.norm(x + first))
+
+
+def _batches(kind):
+    ids = torch.randint(1, TOKENS, (24, LENGTH), generator=torch.Generator().manual_seed(7))
+    if kind is Trimmed:
+        for start in range(0, 24, 4):
+            ids[start : start + 4, 14 - start // 4 % 3 // 2 :] = 0
+    return DataLoader(TensorDataset(ids), batch_size=8)
+
+
+def _fit_kind(kind, strategy="auto", devices=1):
+    module = kind()
+    strategy = strategy() if callable(strategy) else strategy
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False, precision="64-true")
+    trainer.fit(module, _batches(kind))
+    return snapshot(module)
+
+
+@pytest.mark.parametrize("kind", [Trimmed, Carried])
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=_SLOW)])
+def test_what_travels_is_as_the_step_has_it(kind, tensor):
+    expected = _fit_kind(kind)
+    ranks = 4 * tensor
+    for weights in run_ranks(ranks, _fit_kind, kind, functools.partial(_strategy, tensor_parallel_size=tensor), ranks):
+        assert_close(weights, expected, rtol=1e-9)
+
+
 def _islands(context):
     strategy = functools.partial(_strategy, context=context, stages=1, outer_parallel_size=2, sync_every=2)
     return _fit(strategy, 2 * context)[0]

@@ -35,6 +35,13 @@ def _strategy(beside="tensor", data_parallel="ddp", experts=2, ranks=2, **settin
     )
 
 
+@_SLOW
+@pytest.mark.parametrize("layer", ["listed", "stacked"])
+def test_experts_beside_tensor_and_context_ranks_train_like_one_process(layer):
+    strategy = functools.partial(_strategy, context_parallel_size=2)
+    assert_trains_like_one_process(strategy, 1 / 2, busy_module(layer), ranks=8, **BUSY)
+
+
 @pytest.mark.parametrize(
     ("beside", "layer", "data_parallel"),
     [

@@ -63,7 +63,7 @@ class _Known:
 
     def commit(self) -> None:
         for key, seen in self._learned.items():
-            shapes = [_wire_shapes(leaves) for _, leaves in seen]
+            shapes = [_shapes(*each) for each in seen]
             if key in self._known or any(other != shapes[0] for other in shapes):
                 # Shapes differ under one signature: from now on every message has its header.
                 self._changing.add(key)
@@ -123,7 +123,7 @@ class StageP2P:
         tag *= _TAGS_PER_MESSAGE
         leaves = tuple(TensorLeaf.of(tensor) for tensor in tensors)
         known = self._sent.get(key)
-        if known is not None and _wire_shapes(known[1]) == _wire_shapes(leaves):
+        if known is not None and _shapes(*known) == _shapes(outputs, leaves):
             if not self.trust:
                 self._send(torch.zeros(1, dtype=torch.int64), peer, tag)
             for index, (tensor, leaf) in enumerate(zip(tensors, known[1], strict=True)):
@@ -288,8 +288,10 @@ class StageP2P:
         return irecv(tensor, peer, group=self.group, tag=tag)
 
 
-def _wire_shapes(leaves: Sequence[TensorLeaf]) -> list[tuple[Any, ...]]:
-    return [(leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves]
+def _shapes(outputs: Sequence[Output], leaves: Sequence[TensorLeaf]) -> list[tuple[Any, ...]]:
+    """What a message says of shapes. This rank's part of a tensor may stay the same where the whole has changed."""
+    described = [leaf for output in outputs for leaf in output.leaves if isinstance(leaf, TensorLeaf)]
+    return [(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.split) for leaf in (*leaves, *described)]
 
 
 def _order(leaf: TensorLeaf) -> list[int]:

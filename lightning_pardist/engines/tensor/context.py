@@ -10,7 +10,8 @@ Which dim is taken apart decides about cost alone: whatever it is, the sharding 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,13 +78,22 @@ class ContextRuntime(TensorRuntime):
         self.taken_over: dict[tuple[int, int], int] = {}
         self._extents: frozenset[int] = frozenset()
         self._first: tuple[tuple[int, ...], int] | None = None
-        #: How many custom autograd functions are running, forward or backward: their tensors stay whole.
+        #: How much is running of what stays whole: custom autograd functions, forward or backward, layers of experts.
         self._in_custom = 0
 
     def nest(self) -> None:
         """Split parts of tensors, of which tensor ranks have one each, and leave parameters to these."""
         self.is_inside = True
         self.kinds = (SequenceTensor,)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Around code that runs on whole tensors: nothing is taken apart inside."""
+        self._in_custom += 1
+        try:
+            yield
+        finally:
+            self._in_custom -= 1
 
     def expect(self, batch: Any) -> None:
         """A step is about to run on ``batch``: its tensors tell how long sequences may be. Not collective."""
@@ -104,11 +114,8 @@ class ContextRuntime(TensorRuntime):
 
         What a function saves for its backward, and what that computes again, are leaves of a graph of their own.
         """
-        self._in_custom += 1
-        try:
+        with self.suspended():
             result = apply(*args, **kwargs)
-        finally:
-            self._in_custom -= 1
         for leaf in pytree.tree_leaves(result):
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
             if isinstance(node, BackwardCFunction):
@@ -223,6 +230,10 @@ class ContextRuntime(TensorRuntime):
     def _among(self, shape: tuple[int, ...], dims: range, length: int | None) -> int:
         if self.sequence_dim is not None and -len(shape) <= self.sequence_dim < len(shape):
             return self.sequence_dim % len(shape)
+        first = self._first
+        if first and len(shape) == len(first[0]) and first[1] in dims and shape[first[1]] == length:
+            # What runs again in backward is taken apart as it was the first time.
+            return first[1]
         if length is not None and length in (shape[dim] for dim in dims):
             return next(dim for dim in dims if shape[dim] == length)
         longest = max(shape[dim] for dim in dims)

@@ -24,6 +24,7 @@ import lightning_pardist.engines.tensor.rules_shape  # noqa: F401  (rules regist
 from lightning_pardist.compat import patches, pytree
 from lightning_pardist.compat.autograd import only_keeps_inputs
 from lightning_pardist.compat.dtensor import local_tensor_of, spec_of
+from lightning_pardist.compat.fake_tensors import FakeTensor
 from lightning_pardist.compat.tensors import (
     below_subclasses,
     below_torch_functions,
@@ -397,6 +398,13 @@ class TensorRuntime:
             result = func(*args, **kwargs) if outcome.run is None else outcome.run(group, *args, **kwargs)
         if inplace:
             return tensors[0]
+        if isinstance(result, FakeTensor):
+            return self._stub_of(result, outcome)
+        if isinstance(outcome.out, Layout):
+            for operand in tensors:
+                if isinstance(operand, self.kind) and operand.local is result and operand.split_layout == outcome.out:
+                    # As torch does where there is nothing to do (contiguous, a cast to the same dtype).
+                    return operand
         if outcome.reduce:
             layout = scattered(name, result.shape, group.size) if self.sequence_parallel else None
             result = group.reduce(result) if layout is None else group.reduce_into_split(result, layout)
@@ -409,6 +417,11 @@ class TensorRuntime:
         if outcome.after is not None:
             result = outcome.after(result, *after)
         return self._wrap(result, outcome.out)
+
+    def _stub_of(self, local: Tensor, outcome: Outcome) -> Tensor:
+        """A tensor without values of the global shape: part of it was computed with what another stage has."""
+        layout = outcome.out if isinstance(outcome.out, Layout) else None
+        return local if layout is None else local.new_empty(layout.global_shape(local.shape, self.group.size))
 
     def _after(self, outcome: Outcome, result: PartedTensor, after: tuple[Tensor, ...]) -> Any:
         # On tensors split along the sequence the bias meets parts: its gradient is summed over ranks.

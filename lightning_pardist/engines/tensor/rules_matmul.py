@@ -140,10 +140,11 @@ def _with_bias(call: Call, operands: list[Indexed], bias: Operand | None, out: l
         raise NoRule("features split in several ways")
     if split and bias.layout is None:
         needs, layout, reduce = contract(operands, out, sequence=call.sequence, context=call.context)
-        trailing = len(out) - position - 1
+        # A view of a parameter would be no parameter to context ranks, which average its gradient later.
+        shape = [-1, *[1] * trailing] if (trailing := len(out) - position - 1) else []
         return Outcome(
             (*needs, None), out=layout, reduce=reduce, run=run,
-            after=lambda result, value: result + value.reshape(-1, *[1] * trailing).to(result.dtype),
+            after=lambda result, value: result + (value.reshape(shape) if shape else value).to(result.dtype),
             after_needs=(Need(bias, "raw", None),),
         )  # fmt: skip
     needs, layout, reduce = contract([*operands, (bias, ["o"])], out, sequence=call.sequence, context=call.context)
