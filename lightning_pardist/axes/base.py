@@ -628,6 +628,12 @@ class ParallelAxis:
         It is called only where as many ranks see different samples as when the state was saved.
         """
 
+    def saved_loops(self, loops: dict[str, Any]) -> None:
+        """Change in place what a checkpoint keeps of the Trainer's loops, where others would not understand it.
+
+        Not collective.
+        """
+
     def shards(self) -> dict[str, Shards]:
         """What a checkpoint keeps of an axis that :attr:`diverges`, beside module and optimizers. Not collective.
 

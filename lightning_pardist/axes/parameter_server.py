@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,9 +32,11 @@ from lightning_pardist.mesh import Degree, ParallelDims
 from lightning_pardist.settings import positive
 from lightning_pardist.trainer.layer_sync import converts
 from lightning_pardist.trainer.ranks_apart import outcome_of
+from lightning_pardist.trainer.shared_epochs import SharedEpochs
+from lightning_pardist.trainer.uneven_inputs import leaving_no_trace
 
 #: What the end of a worker means.
-LostWorkers = Literal["end", "report"]
+LostWorkers = Literal["end", "report", "share"]
 #: A server waits for its workers' requests for as long as they live; a worker's own waits have the user's bound.
 _WHILE_THEY_LIVE = timedelta(days=30)
 #: A worker that fails takes so long to tell its servers.
@@ -81,7 +85,7 @@ class ParameterServerAxis(ParallelAxis):
         self.max_staleness, self.num_servers = max_staleness, num_servers
         self.ranks_apart = self.dedicated_servers = dedicated_servers
         self.in_lockstep = max_staleness == 0
-        self.workers_apart = lost_workers != "end"
+        self.workers_apart, self._shares = lost_workers != "end", lost_workers == "share"
         self.update_log = update_log
         self._log_to: Path | None = None
         self._worker: Worker | None = None
@@ -93,6 +97,10 @@ class ParameterServerAxis(ParallelAxis):
         #: Meetings of this worker, where each comes to them by itself, and whether training has ended.
         self._met: Counter[tuple[Purpose, int]] = Counter()
         self._is_ending = False
+        #: Who was gone at the latest meeting.
+        self._gone: Mapping[int, tuple[int, int]] = {}
+        #: With ``lost_workers="share"``, what gives this worker the batches of others.
+        self._shared: SharedEpochs | None = None
 
     @override
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
@@ -163,6 +171,20 @@ class ParameterServerAxis(ParallelAxis):
         self._updates = [ServedUpdates(optimizer, roles=roles, rank=rank, **ways) for optimizer in optimizers]
         if self.update_log is not None and not self.context.distributed.is_apart:
             self._log_to = self.context.broadcast(next_run(self.update_log))
+        if self._shares and not self.context.distributed.is_apart:
+            self._share_epochs(trainer)
+
+    def _share_epochs(self, trainer: pl.Trainer) -> None:
+        distributed = self.context.distributed
+        self._shared = SharedEpochs(
+            trainer,
+            self.context.name,
+            workers=range(distributed.worlds),
+            rank=distributed.global_rank,
+            meet=self._meet_for_shares,
+        )
+        self._shared.attach()
+        self.context.batch_counts = partial(getattr, self._shared, "counts", None)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -183,7 +205,7 @@ class ParameterServerAxis(ParallelAxis):
             rest=self._rest if self.workers_apart else tuple,
         )
         self._met.clear()
-        self._is_ending = False
+        self._is_ending, self._gone = False, {}
         self._worker.start()
 
     @override
@@ -222,7 +244,7 @@ class ParameterServerAxis(ParallelAxis):
         heard: dict[str, Any] = {}
         if watchdog is not None:
             heard = {"gone": lambda: dict(watchdog.lost), "lose": watchdog.lose}
-        outcome: dict[str, Any] | None = serve(updates, **self._conversation(), **heard)
+        outcome: dict[str, Any] | None = serve(updates, **self._conversation(), **heard, is_shared=self._shares)
         if self.workers_apart:
             self.context.distributed.served()
         return outcome
@@ -239,7 +261,8 @@ class ParameterServerAxis(ParallelAxis):
         is_here = counts is None or counts() is not False
         self._has_gradients = is_here or (self._has_gradients and not self._has_stepped)
         self._has_stepped = False
-        output = step(*args, **kwargs)
+        with nullcontext() if self._shared is None or self._shared.counts else leaving_no_trace(module):
+            output = step(*args, **kwargs)
         if worker.staleness is not None:
             module.log("staleness", float(worker.staleness), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         return output
@@ -259,24 +282,33 @@ class ParameterServerAxis(ParallelAxis):
 
     @override
     def synchronize(self, *, evaluation: bool = False) -> None:
+        self._meet(Purpose.EVALUATION if evaluation else Purpose.CHECKPOINT)
+
+    def _meet_for_shares(self) -> Mapping[int, tuple[int, int]]:
+        """Meet the workers that are left behind the batches of an epoch; tells who is gone. Collective over them."""
+        self._meet(Purpose.SHARE)
+        return self._gone
+
+    def _meet(self, purpose: Purpose) -> None:
         if self._worker is None or self.context.module is None:
             return
         self.context.before_collective()
         if self.workers_apart:
             _refuse_own_monitors(self.context.module.trainer, self.context.name)
-        self._worker.meet(self._place(evaluation), with_state=not evaluation)
+        self._worker.meet(self._place(purpose), with_state=purpose == Purpose.CHECKPOINT)
+        self._gone = dict(self._worker.gone)
         if self.in_lockstep or self.workers_apart:
             return
         with torch.no_grad():
             average_tensors(self._rest(), group=self.context.batch_group)
 
-    def _place(self, evaluation: bool) -> Place:
+    def _place(self, purpose: Purpose) -> Place:
         """Which meeting comes now, where no collective would find workers at different ones."""
         if not self.workers_apart or self.context.module is None:
             return ANYWHERE
         if self._is_ending:
             return Place(Purpose.END)
-        purpose, epoch = Purpose.EVALUATION if evaluation else Purpose.CHECKPOINT, self.context.module.current_epoch
+        epoch = self.context.module.current_epoch
         self._met[purpose, epoch] += 1
         return Place(purpose, epoch, self._met[purpose, epoch])
 
@@ -284,6 +316,22 @@ class ParameterServerAxis(ParallelAxis):
     def show_state(self) -> None:
         if self._worker is not None and not self._worker.shows_state:
             self.synchronize()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._shared is None else self._shared.state(self._gone)
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._shared is not None:
+            self._shared.load_state(state)
+
+    @override
+    def saved_loops(self, loops: dict[str, Any]) -> None:
+        if self._shared is not None:
+            self._shared.saved_loops(loops, self._gone)
 
     # --- for people, and the end --------------------------------------------------------------------------------
 
@@ -306,6 +354,7 @@ class ParameterServerAxis(ParallelAxis):
         text = f"Parameter servers, asynchronous: {ranks} workers, {who}; workers {bound}"
         if self.workers_apart:
             text += "; one that is gone is left out, unless it is the first"
+            text += ", and its share of the data goes to the others" if self._shares else ""
         return text if self.update_log is None else f"{text}; order of updates in {self._log_to}"
 
     @override
@@ -314,6 +363,8 @@ class ParameterServerAxis(ParallelAxis):
             # Without batches no training has begun, which servers wait for.
             self.start_training()
         worker, self._worker, self._updates, self._is_awaited = self._worker, None, [], False
+        if self._shared is not None:
+            self._shared.detach()
         if worker is None:
             return
         module, stopping = self.context.module, self.context.stopping

@@ -115,6 +115,7 @@ EVALUATION_STEP = "_evaluation_step"
 GET_MONITOR_VALUE = "_get_monitor_value"
 SIGTERM_NOTIFIER = "_sigterm_notifier_fn"
 BROADCAST_SIGTERM = "_broadcast_sigterm_tensor"
+SHOULD_ACCUMULATE = "_should_accumulate"
 
 DataFetcher = _DataFetcher
 IteratorFetcher = _DataLoaderIterDataFetcher

@@ -48,8 +48,10 @@ class ParameterServerStrategy(PardistStrategy):
             :func:`~lightning_pardist.engines.servers.replay.replay` repeats the run in one process.
         lost_workers: What the end of a worker means, other than the first, by a signal or the loss of its host, or
             that the others wait for it for longer than ``timeout_s``. ``"end"`` ends the job. ``"report"`` lets the
-            others go on without it, and says which batches are not trained on; it needs ``dedicated_servers``,
-            asynchronous updates and one host whose ranks the script starts, and makes each worker a world of its own.
+            others go on without it, and says which batches are not trained on; ``"share"`` gives these to the others,
+            at the end of the epoch, and divides later epochs over them. Both need ``dedicated_servers``, asynchronous
+            updates and one host whose ranks the script starts, and make each worker a world of its own; ``"share"``
+            needs a loader whose batches every worker can tell, by a ``DistributedSampler``.
         bucket_size_mb: In the synchronous form, gradients and parameters travel in buckets of this many MiB.
         **kwargs: See :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
 

@@ -199,6 +199,8 @@ class Checkpoints:
             added = axis.whole_values(added)
         # Hooks may have kept the Trainer's own.
         checkpoint = {**checkpoint, **added}
+        for axis in self.context.axes:
+            axis.saved_loops(checkpoint.get("loops", {}))
         if state := self.loader_state.state(world_coordinator()):
             checkpoint[ABOUT] = {**state, "about": self._about(checkpoint)}
         diverged: dict[str, Shards] = {}

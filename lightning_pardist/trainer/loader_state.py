@@ -242,8 +242,12 @@ class LoaderState:
         return None if layout is None else ParallelDims.from_layout(layout)
 
     def _load_axes(self) -> None:
-        """Give every axis its state of a rank with the same samples, if there are as many shares of them."""
-        states = dict(self._own("axes") or {})
+        """Give every axis its state of a rank with the same samples, if there are as many shares of them.
+
+        Of worlds side by side the first one saves, for all of them and however many there are.
+        """
+        alike = any(axis.workers_apart for axis in self.context.axes)
+        states = dict((self._of_samples().get("axes") if alike else self._own("axes")) or {})
         if (position := self._own("pipeline")) is not None:
             # Before 0.1.0.
             states["pipeline"] = {"random_position": position}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -54,6 +54,7 @@ class Order:
 
     Attributes:
         started: The random state with which the order of this epoch was drawn, the sampler's own one included.
+        instead: What comes in place of the sampler's indices while it is set.
     """
 
     def __init__(
@@ -64,13 +65,14 @@ class Order:
         rng: Mapping[str, Any] | None,
     ) -> None:
         self._loader = loader
-        self._sampler = index_sampler(loader)
+        self._sampler = self._own = index_sampler(loader)
         self._owners = _owners(loader)
         self._before = [_plain_values(owner) for owner in self._owners]
         self._skip = skip
         self._resumed_from = started
         self._rng = rng
         self.started: dict[str, Any] = {}
+        self.instead: Sequence[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "_sampler":
@@ -84,7 +86,16 @@ class Order:
 
     def detach(self) -> None:
         """Give the sampler its place back."""
-        self._loader.__dict__[index_sampler_name(self._loader)] = self._sampler
+        self._loader.__dict__[index_sampler_name(self._loader)] = self._own
+
+    @property
+    def own(self) -> Any:
+        """The loader's own sampler."""
+        return self._own
+
+    def divide(self, sampler: Any) -> None:
+        """Let the indices of another sampler come from now on; those of the loader's own if None."""
+        self._sampler = self._own if sampler is None else sampler
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -92,6 +103,11 @@ class Order:
     def __iter__(self) -> Iterator[Any]:
         skip, self._skip = self._skip, 0
         started, self._resumed_from = self._resumed_from, None
+        if self.instead is not None:
+            if skip and self._rng:
+                set_rng_state(self._rng)
+            yield from self.instead
+            return
         if skip and started:
             set_rng_state(started["rng"])
             for owner, state in zip(self._owners, started.get("samplers", ()), strict=False):

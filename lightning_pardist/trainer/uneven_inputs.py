@@ -9,13 +9,14 @@ the same batches must have equally many: where one's loader ends before the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -88,6 +89,19 @@ class EvenFetcher(PrefetchFetcher):
         self.done = self.fetched >= self._steps if self._steps is not None else not self._agree(not is_through)
 
 
+@contextmanager
+def leaving_no_trace(module: nn.Module) -> Generator[None, None, None]:
+    """Around a step whose batch does not count: metrics and buffers are afterwards what they were."""
+    metrics = [ModuleSnapshot(each) for each in module.modules() if isinstance(each, Metric)]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    yield
+    for metric in metrics:
+        metric.restore()
+    with torch.no_grad():
+        for buffer, values in buffers:
+            buffer.copy_(values)
+
+
 class EvenSteps:
     """While attached, the Trainer's epochs have equally many steps on all ranks.
 
@@ -139,18 +153,8 @@ class EvenSteps:
     @contextmanager
     def leaving_no_trace(self) -> Generator[None, None, None]:
         """Around a step whose batch does not count: metrics and buffers are afterwards what they were."""
-        module = self._trainer.lightning_module
-        if self.counts is not False:
+        with nullcontext() if self.counts is not False else leaving_no_trace(self._trainer.lightning_module):
             yield
-            return
-        metrics = [ModuleSnapshot(each) for each in module.modules() if isinstance(each, Metric)]
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        yield
-        for metric in metrics:
-            metric.restore()
-        with torch.no_grad():
-            for buffer, values in buffers:
-                buffer.copy_(values)
 
     def _make_even(self) -> None:
         loop: Any = self._trainer.fit_loop

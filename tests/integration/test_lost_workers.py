@@ -134,7 +134,8 @@ def test_a_signal_stops_all_workers_with_one_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lost_workers": "share"}, "lost_workers='share'"),
+        ({"lost_workers": "shared"}, "lost_workers='shared'"),
+        ({"lost_workers": "share"}, "lost_workers='share' with max_staleness=0"),
         ({"dedicated_servers": 1}, "with max_staleness=0 and dedicated_servers=1"),
         ({"max_staleness": 2}, "with max_staleness=2 and dedicated_servers=0"),
     ],

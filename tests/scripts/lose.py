@@ -1,7 +1,8 @@
 """Train with servers, and end a rank on the way.
 
-``python lose.py FOLDER DEVICES FAULT RANK [MAX_STALENESS [SERVERS]]``, with ``LOSE_STEPS``, ``LOSE_EPOCHS`` and
-``LOSE_FROM``, a checkpoint, in the environment.
+``python lose.py FOLDER DEVICES FAULT RANK [MAX_STALENESS [SERVERS]]``, with ``LOSE_STEPS``, ``LOSE_EPOCHS``,
+``LOSE_FROM``, a checkpoint, and more in the environment. With ``LOSE_SHARE`` others get what a lost worker leaves, and
+``samplesRANK.jsonl`` in the folder says for each step that a worker has begun which samples it was with.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import lightning_pardist  # isort: skip
 import lightning.pytorch as pl
@@ -19,6 +21,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BATCH, STEPS, EPOCHS = 4, int(os.environ.get("LOSE_STEPS", "20")), int(os.environ.get("LOSE_EPOCHS", "2"))
 FAULT_STEP = int(os.environ.get("LOSE_AT", "7"))
+SHARE, SHUFFLE = "LOSE_SHARE" in os.environ, "LOSE_SHUFFLE" in os.environ
+SAVES = ["every step"] if "LOSE_SAVE" in os.environ else []
+#: Further faults of other ranks: ``RANK:STEP`` with commas between.
+MORE = [tuple(map(int, each.split(":"))) for each in os.environ.get("LOSE_MORE", "").split(",") if each]
 
 
 class Module(pl.LightningModule):
@@ -45,7 +51,11 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         self.times.append(time.monotonic())
+        if SHARE:
+            self.note_samples(batch[0], batch_idx)
         time.sleep(0.02)
+        if (self.global_rank, batch_idx) in MORE and self.current_epoch == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         if (self.global_rank, self.current_epoch, batch_idx) == (self.fault_rank, 0, FAULT_STEP):
             if self.fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -60,6 +70,13 @@ class Module(pl.LightningModule):
         loss = self.loss(*batch)
         self.log("loss", loss)
         return loss
+
+    def note_samples(self, x, batch_idx):
+        step = {"epoch": self.current_epoch, "batch": batch_idx, "turn": self.global_step}
+        step["counts"] = self.trainer.strategy.context.batch_counts()
+        step["samples"] = [self.trainer.datamodule.numbers[float(value)] for value in x[:, 0]]
+        with (Path(self.trainer.default_root_dir) / f"samples{self.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps(step) + "\n")
 
     def loss(self, x, y):
         return F.cross_entropy(self.net(x), y)
@@ -84,7 +101,13 @@ def dataset(size):
 class Data(pl.LightningDataModule):
     def train_dataloader(self):
         kwargs = self.trainer.distributed_sampler_kwargs
-        data = dataset(BATCH * STEPS * kwargs["num_replicas"])
+        size = int(os.environ.get("LOSE_SIZE", str(BATCH * STEPS * kwargs["num_replicas"])))
+        data = dataset(size)
+        self.numbers = {float(value): number for number, value in enumerate(data.tensors[0][:, 0])}
+        workers = int(os.environ.get("LOSE_LOADERS", "0"))
+        if SHUFFLE:
+            # The Trainer's sampler.
+            return DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
         if self.trainer.lightning_module.fault == "uneven":
             data = torch.utils.data.Subset(data, range(BATCH * (STEPS - kwargs["rank"])))
             return DataLoader(data, batch_size=BATCH)
@@ -103,7 +126,7 @@ def make_trainer():
     strategy = lightning_pardist.ParameterServerStrategy(
         max_staleness=None if staleness == "None" else int(staleness),
         dedicated_servers=servers,
-        lost_workers="end" if fault == "end" else "report",
+        lost_workers="share" if SHARE else "end" if fault == "end" else "report",
         update_log=f"{folder}/updates",
         timeout_s=6.0 if fault == "hang" else 60.0,
         heartbeat_timeout_s=5.0 if fault == "stop" else 60.0,
@@ -115,11 +138,13 @@ def make_trainer():
         max_epochs=EPOCHS,
         default_root_dir=folder,
         use_distributed_sampler=fault != "uneven",
+        accumulate_grad_batches=int(os.environ.get("LOSE_ACCUMULATE", "1")),
         logger=False,
         callbacks=[
+            *(pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1) for _ in SAVES),
             pl.callbacks.ModelCheckpoint(
                 folder, monitor="loss" if fault == "monitor" else "val", save_top_k=-1, save_last=True
-            )
+            ),
         ],
         enable_progress_bar=False,
         enable_model_summary=False,

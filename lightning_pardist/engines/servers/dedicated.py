@@ -37,6 +37,7 @@ def serve(
     timeout_s: float,
     gone: Callable[[], Mapping[int, str]] = dict,
     lose: Callable[[int, str], object] = lambda worker, why: None,
+    is_shared: bool = False,
 ) -> Any:
     """Serve until all workers have left. Values and state come from the worker that keeps them for checkpoints.
 
@@ -51,6 +52,7 @@ def serve(
         timeout_s: Bound on every wait of a worker.
         gone: Gives the workers that were seen to be gone, by others than this server, and why.
         lose: Told of each that is.
+        is_shared: Whether the others get the data of each that is.
 
     Returns:
         What the workers have left behind, None if nothing.
@@ -73,7 +75,7 @@ def serve(
     )
     threads = WorkerThreads(server, group, tags, timeout_s)
     threads.start()
-    told = _Told(server, gone, lose, rank=rank if rank == roles.servers[0] else None)
+    told = _Told(server, gone, lose, rank=rank if rank == roles.servers[0] else None, is_shared=is_shared)
     try:
         while not threads.join(0.0):
             server.check()
@@ -97,6 +99,7 @@ class _Told:
         gone: As :func:`serve` has it.
         lose: As :func:`serve` has it.
         rank: Of this server, if it tells people.
+        is_shared: As :func:`serve` has it.
     """
 
     def __init__(
@@ -106,8 +109,9 @@ class _Told:
         lose: Callable[[int, str], object],
         *,
         rank: int | None,
+        is_shared: bool,
     ) -> None:
-        self._server, self._gone, self._lose, self._rank = server, gone, lose, rank
+        self._server, self._gone, self._lose, self._rank, self._is_shared = server, gone, lose, rank, is_shared
         self._seen: dict[int, float] = {}
         self._told: set[int] = set()
 
@@ -127,7 +131,7 @@ class _Told:
             self._told.add(loss.worker)
             self._lose(loss.worker, loss.why)
             if self._rank is not None:
-                text = loss.describe(gone.get(loss.worker))
+                text = loss.describe(gone.get(loss.worker), is_shared=self._is_shared)
                 print(f"[rank {self._rank}] {text}", file=sys.stderr, flush=True)
 
 

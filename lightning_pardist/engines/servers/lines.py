@@ -23,7 +23,7 @@ from lightning_pardist.engines.servers.messages import (
     unpack_parts,
 )
 from lightning_pardist.engines.servers.plain_values import pack_plain, unpack_plain
-from lightning_pardist.engines.servers.server import Changes, LeftOutError, ParameterServer, Place
+from lightning_pardist.engines.servers.server import ANYWHERE, Changes, LeftOutError, ParameterServer, Place
 from lightning_pardist.engines.servers.share import Share
 
 #: For as long as both sides live.
@@ -126,10 +126,13 @@ class WorkerThreads:
     def _answer(self, worker: int, message: Message, answers: Line) -> None:
         server, index = self._server, message.optimizer
         if message.kind == Kind.MEET:
-            _, dtype, *place = message.numbers
-            rest = None if message.payload is None else message.payload.view(REST_DTYPES[dtype])
-            server.meet(worker, rest, Place(*place))
+            _, dtype, *where = message.numbers
+            rest, place = None if message.payload is None else message.payload.view(REST_DTYPES[dtype]), Place(*where)
+            server.meet(worker, rest, place)
             try:
+                if place != ANYWHERE:
+                    gone = {loss.worker: (loss.position or (-1, 0))[:2] for loss in server.gone}
+                    answers.send(Message(Kind.GONE, payload=pack_plain(gone)))
                 if (rest := server.rest) is not None:
                     answers.send(Message(Kind.REST, payload=as_bytes(rest)))
                 for number in range(len(server.shares)):
@@ -225,6 +228,15 @@ class RemoteServer:
         if message.kind == Kind.FAILED:
             raise RuntimeError(f"The parameter server on rank {self.rank} failed: {reason_of(message)}")
         return message
+
+    def gone(self) -> dict[int, tuple[int, int]]:
+        """In front of everything else of a meeting, workers that are gone, each with its epoch and its batches in it.
+
+        Raises:
+            RuntimeError: If the server is gone, or failed, with its reason.
+        """
+        found: dict[int, tuple[int, int]] = unpack_plain(self._received().payload)
+        return found
 
     def rest(self, dtype: torch.dtype) -> Tensor:
         """In front of the new values of a meeting, the mean of what workers have brought, flat.

@@ -42,6 +42,7 @@ class Kind(enum.IntEnum):
     OUTCOME = 9
     REST = 10
     WAIT = 11
+    GONE = 12
 
 
 #: On an exception: it is of a line, whose other side is gone, or did not listen in time.

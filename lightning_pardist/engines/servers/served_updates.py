@@ -116,6 +116,8 @@ class Worker:
 
     Attributes:
         staleness: Of the latest update; None before the first.
+        gone: Workers that were gone at the latest meeting at a place, each with the epoch of its latest turn and the
+            batches of its share that were behind it then, as the first server has it.
         shows_state: Whether optimizers have the state of a meeting, which training has not gone on from.
         sent_bytes: To servers on other ranks, so far.
         received_bytes: From them.
@@ -139,6 +141,7 @@ class Worker:
         self.rank = group.rank()
         self.staleness: int | None = None
         self.sent_bytes = self.received_bytes = 0
+        self.gone: dict[int, tuple[int, int]] = {}
         self._updates = list(updates)
         self._params = [each.params for each in updates]
         self._numbers = [GroupNumbers(each.optimizer) for each in updates]
@@ -328,6 +331,10 @@ class Worker:
             self.sent_bytes += server.ask(Message(Kind.MEET, numbers=numbers, payload=payload))
         if self.server is not None:
             self.server.meet(self.rank)
+        if place != ANYWHERE:
+            # Servers may differ in what they have seen of a worker that is gone: the first one's word counts.
+            told = [server.gone() for server in self._remote]
+            self.gone = told[0]
         if rest:
             mean = self._remote[0].rest(dtype)
             for each, part in zip(rest, mean.split([each.numel() for each in rest]), strict=True):

@@ -42,19 +42,23 @@ class Loss:
     position: tuple[int, int, int] | None
     why: str
 
-    def describe(self, why: str | None = None) -> str:
+    def describe(self, why: str | None = None, *, is_shared: bool = False) -> str:
         """What this means, in a sentence.
 
         Args:
             why: What somebody else has seen of it, if anybody has.
+            is_shared: Whether the others get its share of the data.
         """
         text = f"Worker {self.worker} has gone after {self.updates} updates ({(why or self.why).rstrip('.')});"
-        text += " the others go on without it, and its share of the data"
+        text += " the others go on without it, and "
+        if is_shared:
+            # How much that is they know when they meet: what others have left may have come to it.
+            return f"{text}get what it has left of its share of the data."
+        text += "its share of the data is not trained on"
         if self.position is None:
-            return f"{text} is not trained on."
+            return f"{text}."
         epoch, done, batches = self.position
-        rest = f"{batches - done} of {batches} batches"
-        return f"{text} is not trained on: {rest} in epoch {epoch}, and all of later epochs."
+        return f"{text}: {batches - done} of {batches} batches in epoch {epoch}, and all of later epochs."
 
 
 class Purpose(enum.IntEnum):
@@ -64,6 +68,7 @@ class Purpose(enum.IntEnum):
     EVALUATION = 1
     CHECKPOINT = 2
     END = 3
+    SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,8 @@ class ParameterServer:
         self._meetings = 0
         #: Who still reads what there was at the last meeting.
         self._reading: set[int] = set()
+        #: Who was gone at the last meeting.
+        self._gone: list[Loss] = []
         #: Since when the first worker, which writes for all, is done.
         self._ended: float | None = None
         #: What workers have of tensors that no optimizer updates, and their mean at the last meeting.
@@ -295,6 +302,12 @@ class ParameterServer:
         with self._changed:
             return self._rest
 
+    @property
+    def gone(self) -> list[Loss]:
+        """Behind :meth:`meet`, who was gone when it came about: the same for everybody who was there."""
+        with self._changed:
+            return list(self._gone)
+
     def take_all(self, worker: int, optimizer: int, read: Callable[[Changes], Tensor | None]) -> Tensor | None:
         """As :meth:`take_turn`, behind :meth:`meet`."""
         with self._changed:
@@ -362,6 +375,7 @@ class ParameterServer:
         if self._waiting and len(here) == len(self.workers):
             self._meetings += 1
             self._reading = set(self._waiting)
+            self._gone = list(self.losses)
             for worker in self._reading:
                 self._hear(worker)
             self._waiting.clear()

@@ -245,6 +245,25 @@ def test_what_no_optimizer_updates_is_averaged_over_who_meets():
     assert server.rest.tolist() == [5.0, 7.0]
 
 
+def test_everybody_at_a_meeting_hears_of_the_same_losses():
+    server = _server(may_go=[1])
+    first = threading.Thread(target=server.meet, args=(0,))
+    first.start()
+    server.meet(1)
+    first.join(5)
+    # Behind the meeting, before the first worker has asked.
+    server.lose(1, "it was killed")
+    assert server.gone == []
+    server.release(0)
+    server.meet(0)
+    assert [loss.worker for loss in server.gone] == [1]
+    text = server.losses[0].describe("it has ended", is_shared=True)
+    assert text == (
+        "Worker 1 has gone after 0 updates (it has ended); the others go on without it, and get what it has left of"
+        " its share of the data."
+    )
+
+
 def test_a_worker_that_asks_now_and_then_is_not_gone():
     server = _server(timeout_s=0.4, may_go=[1])
     numbers, words = server.shares[0].numbers.read(), []

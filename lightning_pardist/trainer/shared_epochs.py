@@ -1,0 +1,388 @@
+"""Epochs in which workers that are left train on what others have not come to.
+
+The Trainer's loop ends an epoch with the last batch of its loader. Here workers meet behind that batch, so that all
+know alike who is gone and how far each had come. What is left of these shares is dealt to those who are here, whose
+loops go on with it; then they meet again, until nobody else is gone. The next epoch is divided over who is here.
+
+[Note: the end of an epoch] A step is made with the last batch of a loader, whatever is accumulated, before it is known
+whether there are others. What comes behind the step (schedulers of epochs, validation) waits for that: workers meet
+between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from typing_extensions import override
+
+from lightning_pardist.compat.lightning_functions import Stateful
+from lightning_pardist.compat.lightning_loops import (
+    SHOULD_ACCUMULATE,
+    DataFetcher,
+    IteratorFetcher,
+    PrefetchFetcher,
+    combined_loader,
+    method,
+    set_train_fetcher,
+    train_fetcher,
+)
+from lightning_pardist.compat.loaders import index_sampler
+from lightning_pardist.engines.servers.dealt_batches import Batch, DealtBatches
+from lightning_pardist.trainer.patch_stack import Patch, PatchStack
+from lightning_pardist.trainer.resumable_loaders import Order
+
+#: Workers that are gone, each with an epoch and how many of its batches are behind it.
+Gone = Mapping[int, tuple[int, int]]
+
+
+class SharingFetcher(PrefetchFetcher):
+    """Goes on behind the last batch of an epoch where it is told to.
+
+    Args:
+        inner: The Trainer's, whose loader it fetches from.
+
+    Attributes:
+        is_filler: Whether the latest batch stands in for one that this worker does not have.
+    """
+
+    def __init__(self, inner: DataFetcher) -> None:
+        super().__init__(getattr(inner, "prefetch_batches", 0))
+        self.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "prefetch_batches"})
+        self._forget()
+
+    def _forget(self) -> None:
+        self.is_filler = False
+        self._latest: Any = None
+        #: Of the loader, and of those how many count; None where all of its batches do.
+        self._to_load: int | None = None
+        self._to_count = 0
+
+    @override
+    def __iter__(self) -> SharingFetcher:
+        super().__iter__()
+        self._forget()
+        return self
+
+    def go_on(self, turns: int, *, loaded: int, counted: int) -> None:
+        """So many more batches come.
+
+        Args:
+            turns: How many.
+            loaded: So many the loader gives, asked anew; the last of them comes again and again behind these.
+            counted: So many of these are trained on.
+        """
+        if loaded:
+            self.iterator = iter(self.combined_loader)
+        self._to_load, self._to_count = loaded, counted
+        self.end_at(max(self.fetched, self.length or 0) + turns)
+
+    def end_at(self, length: int) -> None:
+        """An epoch has so many batches."""
+        self.length = length
+        self.done = self.fetched >= length
+
+    @override
+    def __next__(self) -> Any:
+        if self.length is not None and self.fetched >= self.length:
+            self.done = True
+            raise StopIteration
+        if self._to_load is None:
+            self._latest = super().__next__()
+            return self._latest
+        self.is_filler, self._to_count = self._to_count <= 0, self._to_count - 1
+        if self._to_load > 0:
+            self._to_load -= 1
+            self._latest = super().__next__()
+        else:
+            self.fetched += 1
+            self.done = self.length is not None and self.fetched >= self.length
+        return self._latest
+
+
+class SharedEpochs:
+    """While attached, the Trainer's epochs have the batches of workers that are gone.
+
+    Args:
+        trainer: It runs ``fit``; its loaders are not made yet, or set up anew.
+        name: Of the strategy, for messages.
+        workers: All of them.
+        rank: This one.
+        meet: Waits for all workers that are left, and tells who is gone. Collective over them.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, name: str, *, workers: Sequence[int], rank: int, meet: Callable[[], Gone]
+    ) -> None:
+        self._trainer, self._name = trainer, name
+        self._workers, self._rank, self._meet = tuple(workers), rank, meet
+        self._attached = PatchStack()
+        self._fetcher: SharingFetcher | None = None
+        self._loader: DataLoader[Any] | None = None
+        self._dealt: DealtBatches | None = None
+        self._epoch = -1
+        #: Batches of this epoch that were behind this worker when the run began, and of an epoch that nobody left.
+        self._least = self._whole = 0
+        #: Batches with which a step was made because no other seemed to come.
+        self._ends: set[int] = set()
+        self._resumed_from: Mapping[str, Any] | None = None
+
+    def attach(self) -> None:
+        """Change the loops from now on. Not collective."""
+        loop = self._trainer.fit_loop
+        epoch_loop = loop.epoch_loop
+        progress = epoch_loop.batch_progress
+        processed = progress.increment_processed
+        setup_data, begin, accumulates = loop.setup_data, loop.on_advance_start, method(epoch_loop, SHOULD_ACCUMULATE)
+
+        def set_up() -> None:
+            setup_data()
+            self._adopt()
+
+        def on_advance_start() -> None:
+            if self._dealt is not None and self._epoch != self._trainer.current_epoch:
+                self._begin(self._dealt.here)
+            begin()
+
+        def increment_processed() -> None:
+            processed()
+            if self._is_through and not (0 <= self._trainer.max_steps <= self._trainer.global_step):
+                self._go_on()
+
+        def should_accumulate() -> bool:
+            return epoch_loop.batch_progress.current.ready not in self._ends and bool(accumulates())
+
+        self._attached.attach(Patch(loop, "setup_data", set_up))
+        self._attached.attach(Patch(loop, "on_advance_start", on_advance_start))
+        self._attached.attach(Patch(progress, "increment_processed", increment_processed))
+        self._attached.attach(Patch(epoch_loop, SHOULD_ACCUMULATE, should_accumulate))
+
+    def detach(self) -> None:
+        """Leave the loops as they were. Not collective."""
+        self._attached.detach()
+
+    @property
+    def counts(self) -> bool:
+        """Whether this worker trains on the batch of the present step."""
+        return self._fetcher is None or not self._fetcher.is_filler
+
+    @property
+    def _done(self) -> int:
+        """Batches of this epoch that are behind this worker, as the loop counts them."""
+        current: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        return int(current.processed)
+
+    # --- an epoch -------------------------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Fetch batches of loaders that were just made."""
+        trainer, fetcher = self._trainer, train_fetcher(self._trainer)
+        if fetcher is None or isinstance(fetcher, SharingFetcher):
+            return
+        self._loader = self._only_loader(fetcher)
+        self._fetcher = SharingFetcher(fetcher)
+        set_train_fetcher(trainer, self._fetcher)
+        is_first = self._dealt is None
+        # As made they are for all workers.
+        self._whole = int(trainer.fit_loop.max_batches)
+        self._begin(self._workers if self._dealt is None else self._dealt.here)
+        if is_first and trainer.fit_loop.restarting:
+            self._least = int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
+            self._go_on_from(self._resumed_from)
+
+    def _begin(self, workers: Sequence[int]) -> None:
+        """Divide an epoch over workers."""
+        loop, loader, order = self._trainer.fit_loop, self._loader, self._order
+        if loader is None or order is None or self._fetcher is None:
+            return
+        self._least, self._epoch = 0, self._trainer.current_epoch
+        order.instead = None
+        is_whole = len(workers) == len(self._workers)
+        order.divide(None if is_whole else self._batches(workers.index(self._rank), len(workers)))
+        batches, limit = len(loader), self._trainer.limit_train_batches
+        batches = min(batches, limit) if isinstance(limit, int) else max(1, int(batches * limit))
+        combined_loader(loop).limits = [batches]
+        self._have(batches)
+        if self._fetcher.fetched == 0:
+            self._fetcher.end_at(batches)
+        self._ends.clear()
+        self._dealt = DealtBatches(workers, self._share_of, own=batches)
+
+    def _have(self, batches: int) -> None:
+        """An epoch has so many batches, as everybody who asks the Trainer is told."""
+        trainer = self._trainer
+        trainer.fit_loop.max_batches = batches
+        if isinstance(trainer.val_check_interval, float) and isinstance(trainer.val_check_batch, int):
+            trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
+
+    def _batches(self, number: int, of: int, size: int | None = None) -> BatchSampler:
+        """The share with a number of this epoch, by the order of the loader's own sampler."""
+        batches = self._order.own
+        own = batches.sampler
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            own.dataset, num_replicas=of, rank=number, shuffle=own.shuffle, seed=own.seed, drop_last=own.drop_last
+        )
+        sampler.set_epoch(self._epoch)
+        return BatchSampler(sampler, size or batches.batch_size, batches.drop_last)
+
+    def _share_of(self, number: int, of: int, *, size: int | None = None) -> list[Batch]:
+        return list(self._batches(number, of, size))
+
+    @property
+    def _order(self) -> Any:
+        return None if self._loader is None else index_sampler(self._loader)
+
+    # --- what others have left ------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Take in who is gone. Collective over workers."""
+        dealt, gone = self._dealt, self._meet()
+        if dealt is None or self._fetcher is None:
+            return
+        behind = self._behind(gone)
+        new = [worker for worker in dealt.here if worker in behind]
+        before = len(dealt.given_to(self._rank))
+        left = dealt.count_left(behind, self._done)
+        turns = dealt.deal(behind)
+        if not new:
+            return
+        who, others = f"worker{'s' * (len(new) > 1)} {', '.join(map(str, new))}", len(dealt.here)
+        text = f"Epochs behind epoch {self._epoch} are divided over {others} workers, without {who}."
+        if left:
+            text += (
+                f" The {left} batches that were left of its share in this one are given to them, in {turns} more steps"
+                " each."
+            )
+        rank_zero_info(text)
+        if not turns:
+            return
+        self._ends.add(self._done)
+        self._give(dealt.given_to(self._rank)[before:])
+        self._have(self._done + turns)
+        self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
+        bar = self._trainer.progress_bar_callback
+        if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
+            bar.train_progress_bar.total = self._done + turns
+
+    def _behind(self, gone: Gone) -> dict[int, int]:
+        """How many batches of this epoch are behind each worker that is gone."""
+        return {worker: max(done if epoch == self._epoch else 0, self._least) for worker, (epoch, done) in gone.items()}
+
+    def _give(self, turns: Sequence[Batch | None], otherwise: Batch | None = None) -> None:
+        """Let the loader give this worker's batches, and in front of none another one that does not count."""
+        batches = [batch for batch in turns if batch is not None]
+        counted = len(batches)
+        if not batches and otherwise is not None:
+            batches = [otherwise]
+        if self._fetcher is not None:
+            self._order.instead = batches
+            self._fetcher.go_on(len(turns), loaded=len(batches), counted=counted)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state(self, gone: Gone) -> dict[str, Any]:
+        """What a run goes on from that begins within this epoch; empty if shares say enough. Not collective.
+
+        Args:
+            gone: Who is, as the latest meeting has told.
+        """
+        dealt, behind = self._dealt, self._behind(gone)
+        if dealt is None or self._is_through or not self._is_uneven(dealt, behind):
+            return {}
+        return {"epoch": self._epoch, "batch_size": self._order.batch_size, "dealt": dealt.state(behind, self._done)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state when loaders are made. Not collective."""
+        self._resumed_from = state or None
+
+    def saved_loops(self, loops: dict[str, Any], gone: Gone) -> None:
+        """Let a checkpoint count the batches of this epoch as one does from which nobody has gone. Not collective.
+
+        An epoch that is through has as many as any, and another one as many to come as it has left.
+
+        Args:
+            loops: The state of the Trainer's; changed in place.
+            gone: Who is, as the latest meeting has told.
+        """
+        dealt, behind = self._dealt, self._behind(gone)
+        counts = loops.get("fit_loop", {}).get("epoch_loop.batch_progress", {}).get("current")
+        if dealt is None or counts is None or not self._is_uneven(dealt, behind):
+            return
+        done = self._whole
+        if not self._is_through:
+            turns = -(-dealt.count_left(behind, self._done) // len(self._workers))
+            done = max(1, min(self._whole - turns, self._whole - 1))
+        further = done - counts["ready"]
+        counts.update({name: count + further for name, count in counts.items()})
+
+    def _is_uneven(self, dealt: DealtBatches, behind: Mapping[int, int]) -> bool:
+        return not dealt.is_plain or dealt.workers != self._workers or any(worker in behind for worker in dealt.here)
+
+    @property
+    def _is_through(self) -> bool:
+        return self._done >= self._trainer.fit_loop.max_batches
+
+    def _go_on_from(self, state: Mapping[str, Any] | None) -> None:
+        """Begin within an epoch that other workers have begun."""
+        self._resumed_from = None
+        if state is None or state["epoch"] != self._epoch:
+            return
+        share_of = partial(self._share_of, size=state["batch_size"])
+        self._dealt = DealtBatches.of_rest(self._workers, share_of, state=state["dealt"], begun=self._least)
+        turns = self._dealt.given_to(self._rank)
+        if self._fetcher is not None:
+            self._fetcher.end_at(self._least)
+            self._give(turns, otherwise=next(iter(self._dealt.given_to(self._workers[0])), None))
+        self._have(self._least + len(turns))
+
+    # --- refusals -------------------------------------------------------------------------------------------------
+
+    def _only_loader(self, fetcher: DataFetcher) -> DataLoader[Any]:
+        """The loader, if the batches of each worker's share can be told of it.
+
+        Raises:
+            ValueError: If not.
+        """
+        loaders = combined_loader(self._trainer.fit_loop).flattened
+        found = self._why_not(loaders[0]) if len(loaders) == 1 else f"there are {len(loaders)} training loaders"
+        if isinstance(fetcher, IteratorFetcher):
+            found = "training_step takes batches from dataloader_iter by itself"
+        if found is None:
+            only: DataLoader[Any] = loaders[0]
+            return only
+        raise ValueError(
+            f"lost_workers='share' of {self._name} gives the batches of a worker that is gone to the others, which"
+            f" have to know them, and {found}. Train with one DataLoader of a map-style dataset that has batch_size and"
+            " the sampler that the Trainer puts in (shuffle=True or False), or a DistributedSampler by"
+            " trainer.distributed_sampler_kwargs; or set lost_workers='report'."
+        )
+
+    def _why_not(self, loader: Any) -> str | None:
+        """What nobody could tell another worker's batches of a loader by; None if all can."""
+        if not isinstance(loader, DataLoader) or isinstance(loader, Stateful):
+            return f"the training loader is a {type(loader).__name__}, which has an order of its own"
+        if isinstance(loader.dataset, IterableDataset):
+            return f"{type(loader.dataset).__name__} is an iterable dataset, whose samples have no numbers"
+        order = index_sampler(loader)
+        if not isinstance(order, Order):
+            return f"the training loader is in the order of a {type(order).__name__}"
+        batches = order.own
+        if loader.batch_sampler is None:
+            return "the training loader has no batch_size"
+        if type(batches) is not BatchSampler:
+            return f"the training loader's batches are those of a {type(batches).__name__}"
+        sampler: Any = batches.sampler
+        if type(sampler) is not DistributedSampler:
+            return f"the training loader's samples are in the order of a {type(sampler).__name__}"
+        place, workers = self._workers.index(self._rank), len(self._workers)
+        if (sampler.rank, sampler.num_replicas) != (place, workers):
+            return (
+                f"the training loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, where"
+                f" this worker's is rank {place} of {workers}"
+            )
+        return None
