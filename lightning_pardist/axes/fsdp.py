@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -37,6 +37,7 @@ from lightning_pardist.engines.common.coded_exchange import Remainders
 from lightning_pardist.engines.common.meta_init import InitFunction, on_meta
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.ddp.set_parameters import differing_values
+from lightning_pardist.engines.ddp.sparse import sparse_parameters
 from lightning_pardist.engines.fsdp import FullySharded, ShardedDataEngine, find_fsdp_units, shard
 from lightning_pardist.engines.fsdp.comm import UnitCodes
 from lightning_pardist.engines.fsdp.fsdp_units import MIN_UNIT_BYTES, UnitPolicy
@@ -230,7 +231,14 @@ class FSDPAxis(DataParallelAxis):
             self._sharded.reset()
             self._sharded.sequencer.active = self.allow_divergent_forward
         else:
+            sparse = dict.fromkeys(sparse_parameters(module))
+            names = [name for name, param in module.named_parameters() if param in sparse and param.requires_grad]
             self._sharded = self._shard(module)
+            if names and trainer.state.fn == TrainerFn.FITTING:
+                rank_zero_info(
+                    f"{type(trainer.strategy).__name__} sends slices of gradients, which sparse ones do not have: those"
+                    f" of {', '.join(names)} (sparse=True) are made dense, with the same numbers."
+                )
         before = {sharded.module: sharded for sharded in self._copies}
         for sharded in before.values():
             sharded.reset()

@@ -49,7 +49,8 @@ class GradientAccess:
         self._attached.attach(Patch(plugin, "clip_grad_by_norm", self._clip_by_norm))
         self._attached.attach(Patch(plugin, "clip_grad_by_value", self._clip_by_value))
         self._attached.attach(Patch(self.module, "zero_grad", self._zero_grad_after(self.module.zero_grad)))
-        self._attached.attach(JobWideGradients(self.module, self.engine, context.model_axes))
+        stages = context.dims.pipeline_parallel > 1
+        self._attached.attach(JobWideGradients(self.module, self.engine, context.model_axes, stages=stages))
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None:
             self._attached.attach(

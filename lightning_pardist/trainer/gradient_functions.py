@@ -8,7 +8,7 @@ where gradients are sharded, and would be wrong without a word; or stands for sl
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,34 +18,50 @@ from torch import Tensor, nn
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat.lightning_patches import replace_grad_norm
 from lightning_pardist.compat.patches import cell_of
-from lightning_pardist.engines.common.gradient_norm import NormAxis, clip_grad_norm, clip_grad_value, grad_norms
+from lightning_pardist.engines.common.gradient_norm import (
+    NormAxis,
+    clip_grad_norm,
+    clip_grad_value,
+    grad_norms,
+    total_norm,
+)
 from lightning_pardist.engines.data_engine import DataEngine
 
 
 class JobWideGradients:
     """While attached, torch's ``clip_grad_norm_``, ``clip_grad_value_`` and Lightning's ``grad_norm`` reach all ranks.
 
-    All become collective for parameters of the module, as any clipping by a norm over several ranks has to be. Those
-    of other modules are treated as always.
+    So does ``get_total_norm`` where ranks hold stages. All become collective for parameters of the module, as any
+    clipping by a norm over several ranks has to be. Those of other modules are treated as always.
 
     Args:
         module: Whose parameters are meant.
         engine: Of its data axis.
         axes: Tensor and pipeline axes, of those that there are.
+        stages: Whether other ranks hold other parameters, whose ``grad`` is None here.
     """
 
-    def __init__(self, module: nn.Module, engine: DataEngine, axes: Iterable[NormAxis]) -> None:
+    def __init__(
+        self, module: nn.Module, engine: DataEngine, axes: Iterable[NormAxis], *, stages: bool = False
+    ) -> None:
         self.module = module
         self.engine = engine
         self.axes = list(axes)
+        self.stages = stages
+        #: Whether torch's own function for others' parameters runs, which asks for the total norm of their gradients.
+        self._of_others = False
         self._originals: list[tuple[types.CellType, Callable[..., Any]]] = []
 
     def attach(self) -> None:
         """Take the functions over. Not collective."""
-        for function, replace in (
+        replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
             (nn.utils.clip_grad_norm_, self._norm),
             (nn.utils.clip_grad_value_, self._value),
-        ):
+        ]
+        if self.stages:
+            # Elsewhere each rank has all gradients, or parts of all that torch's function knows for parts.
+            replaced.append((nn.utils.get_total_norm, self._total))
+        for function, replace in replaced:
             cell = cell_of(function)
             self._originals.append((cell, cell.cell_contents))
             cell.cell_contents = replace(cell.cell_contents)
@@ -93,7 +109,11 @@ class JobWideGradients:
         ) -> Tensor:
             ours, others = self._divide(parameters)
             if not ours:
-                return original(others, max_norm, norm_type, error_if_nonfinite, foreach)
+                self._of_others = True
+                try:
+                    return original(others, max_norm, norm_type, error_if_nonfinite, foreach)
+                finally:
+                    self._of_others = False
             return clip_grad_norm(
                 self.engine,
                 ours,
@@ -104,6 +124,47 @@ class JobWideGradients:
             )
 
         return clip_grad_norm_
+
+    def _total(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def get_total_norm(
+            tensors: Tensor | Iterable[Tensor | None],
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = False,
+            foreach: bool | None = None,
+        ) -> Tensor:
+            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            ours = None if isinstance(tensors, Tensor) or self._of_others else self._parameters_of(given)
+            if ours is None:
+                return original(given, norm_type, error_if_nonfinite, foreach)
+            return total_norm(
+                self.engine,
+                ours,
+                float(norm_type),
+                axes=self.axes,
+                among=self.module.parameters(),
+                error_if_nonfinite=error_if_nonfinite,
+            )
+
+        return get_total_norm
+
+    def _parameters_of(self, given: Sequence[Tensor | None]) -> list[nn.Parameter] | None:
+        """Whose gradients these are, of the module's; None where other ranks have none to add to them.
+
+        [Note: gradients of some stages]
+        A list of all gradients is one of this rank's stage, with None for the others' or without them, and empty where
+        a rank has none. What was asked for by name is in one list of one: it is taken for all of a stage only where
+        this stage has no more.
+        """
+        known: dict[Hashable, nn.Parameter] = {}
+        for param in self.module.parameters():
+            if param.grad is not None:
+                known |= dict.fromkeys(_keys(param.grad), param)
+        own = [each for each in given if each is not None]
+        found = [known.get(next((key for key in _keys(each) if key in known), None)) for each in own]
+        ours = list(dict.fromkeys(param for param in found if param is not None))
+        if len(own) == len(given) == 1 and len(set(known.values())) > 1:
+            return None
+        return ours if ours or not own else None
 
     def _value(self, original: Callable[..., None]) -> Callable[..., None]:
         def clip_grad_value_(
@@ -129,6 +190,12 @@ class JobWideGradients:
                 " Clip them in two: the module's are spread over ranks."
             )
         return ours, []
+
+
+def _keys(grad: Tensor) -> list[Hashable]:
+    """What tells a gradient, the same one detached as well."""
+    plain = type(grad) is Tensor and grad.layout is torch.strided and grad.numel() > 0
+    return [id(grad), *([(grad.data_ptr(), grad.shape)] if plain else [])]
 
 
 #: Those that are attached now, latest last.

@@ -444,6 +444,41 @@ def test_a_weight_that_evaluation_reads_by_itself():
         assert_close(of_rank, weights)
 
 
+class SparseTables(pl.LightningModule):
+    """Tables whose gradients are sparse, and an optimizer that takes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(50, 8, sparse=True)
+        self.bag = torch.nn.EmbeddingBag(50, 8, sparse=True)
+        self.last = torch.nn.Linear(8, 3)
+
+    def training_step(self, batch, batch_idx):
+        words, y = batch
+        return F.cross_entropy(self.last(self.words(words).mean(1) + self.bag(words)), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.5, momentum=0.9)
+
+    @staticmethod
+    def dataset(size):
+        draw = torch.Generator().manual_seed(3)
+        words, y = torch.randint(0, 50, (size, 5), generator=draw), torch.randint(0, 3, (size,), generator=draw)
+        return torch.utils.data.TensorDataset(words, y)
+
+
+def _sparse(strategy, devices):
+    module, _ = fit(SparseTables, strategy, devices, 2, accumulate_grad_batches=2)
+    return snapshot(module)
+
+
+@pytest.mark.parametrize("accumulate", ["sharded", "unsharded"])
+def test_sparse_gradients_are_made_dense(accumulate):
+    want = _sparse("auto", 1)
+    for of_rank in run_ranks(2, _sparse, sharded(accumulate=accumulate), 2):
+        assert_close(of_rank, want)
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 

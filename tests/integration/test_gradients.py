@@ -78,6 +78,38 @@ def test_changed_by_hand_beside_other_axes(row):
         assert_close(got, want)
 
 
+class Totals(Plain):
+    """Clips in two steps, by the norm of all gradients; with those of other ranks, which are None, or without."""
+
+    def on_before_optimizer_step(self, optimizer):
+        params = list(self.parameters())
+        total = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        largest = nn.utils.get_total_norm((p.grad for p in params), float("inf"))
+        own = [nn.utils.get_total_norm([p.grad]) for p in params if p.grad is not None]
+        assert max(own) <= total
+        nn.utils.clip_grads_with_norm_(params, 0.05, total)
+        self.norms = [*getattr(self, "norms", ()), total + largest]
+
+
+def _totals(strategy):
+    torch.manual_seed(11)
+    module = Totals()
+    devices = 1 if strategy == "auto" else dist.get_world_size()
+    trainer = quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False)
+    trainer.fit(module, datamodule=Data(points(BATCH * STEPS)))
+    return {"norms": torch.tensor(module.norms)}, snapshot(module)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("pardist_pp", 2), ("pardist_mp", 2), (SPLIT["pp-4"][0], 4)], ids=["pp", "mp", "pp-4"]
+)
+def test_norms_of_all_gradients_where_ranks_hold_stages(strategy, ranks):
+    wanted = _totals("auto")
+    for of_rank in run_ranks(ranks, _totals, strategy if isinstance(strategy, str) else strategy()):
+        for got, want in zip(of_rank, wanted, strict=True):
+            assert_close(got, want)
+
+
 class Asks(Plain):
     """Looks whether there are gradients, of what shape, and at their norms; zeroes in every way there is."""
 

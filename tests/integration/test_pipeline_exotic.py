@@ -320,6 +320,25 @@ class WholeBatch(Base):
         return super().training_step((batch[0].flip(0)[torch.arange(7, -1, -1)], batch[1]), batch_idx)
 
 
+class Adapts(Base):
+    """Meta-learning: a step of descent inside of the step (MAML, arXiv 1703.03400)."""
+
+    def training_step(self, batch, batch_idx):
+        names, params = zip(*self.net.named_parameters(), strict=True)
+        grads = torch.autograd.grad(F.cross_entropy(self.net(batch[0]), batch[1]), params, create_graph=True)
+        return self.adapted({name: p - 0.1 * g for name, p, g in zip(names, params, grads, strict=True)}, batch)
+
+    def adapted(self, params, batch):
+        return F.cross_entropy(torch.func.functional_call(self.net, params, (batch[0],)), batch[1])
+
+
+class AdaptsByFunction(Adapts):
+    def training_step(self, batch, batch_idx):
+        params = dict(self.net.named_parameters())
+        grads = torch.func.grad(self.adapted)(params, batch)
+        return self.adapted({name: param - 0.1 * grads[name] for name, param in params.items()}, batch)
+
+
 def _fit(kind, strategy="auto", devices=1):
     torch.manual_seed(3)
     module = kind()
@@ -343,6 +362,19 @@ def test_same_numbers(kind):
 def test_parameters_of_other_stages_are_not_used_in_hooks(strategy, devices):
     with pytest.raises(RankFailed, match=r"wants the values of 'net\.\d.*which rank \d of the pipeline holds"):
         run_ranks(devices, _fit, MovingTeacher, strategy, devices)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [
+        (Adapts, r"training_step asks torch.autograd.grad for gradients of 'net\.0\.\w+'"),
+        (AdaptsByFunction, r"calls 'net\.0' inside of a transform of torch.func"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["pardist_pp", "pardist_mp"])
+def test_gradients_that_a_step_computes_with_are_refused(kind, pattern, strategy):
+    with pytest.raises(RankFailed, match=pattern):
+        run_ranks(2, _fit, kind, strategy, 2)
 
 
 @pytest.mark.slow

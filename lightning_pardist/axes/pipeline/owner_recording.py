@@ -12,6 +12,7 @@ from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings
 from lightning_pardist.axes.pipeline.spanning_functions import SpanningFunctions
 from lightning_pardist.engines.common.parameter_write_guard import ParameterWriteGuard
 from lightning_pardist.engines.pipeline import CannotPipelineError, PipelinePlan, StepRecord, record_step
+from lightning_pardist.engines.pipeline.errors import asks_for_gradients, calls_in_transforms
 from lightning_pardist.engines.pipeline.owner_plan import plan_owners
 from lightning_pardist.trainer import trial_run
 
@@ -48,7 +49,7 @@ def record_for_owners(
     Raises:
         Exception: What the first step raises. Others that fail tell nothing.
         CannotPipelineError: If the first step calls fewer layers than there are ranks, or a custom autograd function
-            calls several.
+            calls several, or it runs layers or asks for gradients of parameters in ways that one rank cannot follow.
     """
     module = trainer.lightning_module
     records: list[StepRecord] = []
@@ -69,6 +70,11 @@ def record_for_owners(
             continue
         if training:
             functions.refuse(record.unit_names)
+            inner = sorted(each for each in record.differentiated if record.parameters[each].unit is not None)
+            if inner:
+                raise asks_for_gradients(name, inner[0])
+            if record.transformed is not None:
+                raise calls_in_transforms(name, record.transformed)
     if not records[0].calls:
         raise CannotPipelineError("The step calls no module that holds parameters, so there is nothing to distribute.")
     return plan_owners(records, num_ranks, split=settings.split)

@@ -54,7 +54,7 @@ from lightning_pardist.engines.pipeline import (
     plan_stages,
     record_step,
 )
-from lightning_pardist.engines.pipeline.errors import ALTERNATIVES
+from lightning_pardist.engines.pipeline.errors import ALTERNATIVES, asks_for_gradients
 from lightning_pardist.engines.pipeline.interception import intercepted, undisturbed
 from lightning_pardist.engines.pipeline.loss_seeds import LossMakeup, common_ratios, part_weight
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy, weighted_mean
@@ -259,6 +259,7 @@ class StepRecorder:
         main = self._plan(recorded, also=list(found.values()))
         if first.stage == RunningStage.TRAINING:
             self._refuse_shared_buffers(main, written)
+            self._refuse_inner_gradients(main)
         plans = {first.key: main, **{key: main.adapt(other) for key, other in found.items()}}
         self._try(first, main)
         for sample in others:
@@ -294,6 +295,16 @@ class StepRecorder:
                     f" and each call changes {name!r}: a rank would have the changes of its own calls alone.",
                     ("pardist_mp", *ALTERNATIVES),
                 )
+
+    def _refuse_inner_gradients(self, made: PipelinePlan) -> None:
+        """Refuse a step that differentiates by parameters: there is a graph of them in their own stages alone.
+
+        Raises:
+            CannotPipelineError: With the name of one that is not in the stage of the loss.
+        """
+        for name in sorted(made.trace.differentiated):
+            if set(made.parameter_stages[name]) != {made.num_stages - 1}:
+                raise asks_for_gradients("training_step", name)
 
     def _why_whole(self, sample: _Sample, rules: Mapping[StepKey, Rules]) -> str | None:
         """Why a batch is not to be cut, where nobody has said into how many parts; None if it may be."""

@@ -55,12 +55,42 @@ def clip_grad_norm(
         RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is set.
     """
     params = list(params)
-    norm = _norms(engine, [params], norm_type, axes)[0]
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(f"The gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped.")
+    norm = total_norm(engine, params, norm_type, axes=axes, among=params, error_if_nonfinite=error_if_nonfinite)
     # As torch.nn.utils.clip_grad_norm_ does.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     scale_(engine.local_grads(params), factor)
+    return norm
+
+
+@torch.no_grad()
+def total_norm(
+    engine: DataEngine,
+    params: Sequence[nn.Parameter],
+    norm_type: float = 2.0,
+    *,
+    axes: Sequence[NormAxis] = (),
+    among: Iterable[nn.Parameter],
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """The norm of gradients over the whole job. Collective over all axes.
+
+    Args:
+        engine: Of the data axis.
+        params: Parameters of the module, all of those that are meant that this rank holds, or more.
+        norm_type: The p of the p-norm, ``inf`` included.
+        axes: Tensor and pipeline axes, of those that there are.
+        among: The same on all ranks, with the parameters among them.
+        error_if_nonfinite: Refuse a norm that is not finite, on every rank alike.
+
+    Returns:
+        A scalar, equal on every rank.
+
+    Raises:
+        RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    norm = _norms(engine, [params], norm_type, axes, among)[0]
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(f"The gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped.")
     return norm
 
 
@@ -85,7 +115,7 @@ def grad_norms(
     Returns:
         For each parameter a scalar, equal on every rank, or None if it has no gradient on any rank.
     """
-    norms = _norms(engine, [[param] for param in params], norm_type, axes)
+    norms = _norms(engine, [[param] for param in params], norm_type, axes, params)
     has_grad = torch.tensor([bool(engine.local_grads([param])) for param in params], dtype=torch.uint8)
     has_grad = has_grad.to(norms.device)
     dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=world)
@@ -93,7 +123,11 @@ def grad_norms(
 
 
 def _norms(
-    engine: DataEngine, sets: Sequence[Sequence[nn.Parameter]], norm_type: float, axes: Sequence[NormAxis]
+    engine: DataEngine,
+    sets: Sequence[Sequence[nn.Parameter]],
+    norm_type: float,
+    axes: Sequence[NormAxis],
+    among: Iterable[nn.Parameter],
 ) -> Tensor:
     """The norm of each set of gradients. Collective over all axes."""
 
@@ -101,9 +135,7 @@ def _norms(
         return all(axis.counts(param) for axis in axes)
 
     # A rank may hold gradients of the narrower dtypes only.
-    widest = functools.reduce(
-        torch.promote_types, (param.dtype.to_real() for params in sets for param in params), torch.float32
-    )
+    widest = functools.reduce(torch.promote_types, (param.dtype.to_real() for param in among), torch.float32)
     powers = torch.stack([engine.grad_power(params, norm_type, counts if axes else None).to(widest) for params in sets])
     largest = math.isinf(norm_type)
     for axis in axes:

@@ -644,11 +644,20 @@ def _run_hooks_of(shard: Any, whole: nn.Parameter, *, before: Callable[[], None]
 
 
 def _when_gradient_arrives(parameter: nn.Parameter, act: Callable[[], None]) -> RemovableHandle | None:
-    """Call ``act`` in every backward that reaches the parameter, also if it is frozen now and is not later."""
+    """Call ``act`` in every backward that reaches the parameter, also if it is frozen now and is not later.
+
+    A sparse gradient (of embeddings with ``sparse=True``) is made dense before: it would have no slices to send.
+    """
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return None
+
+    def arrived(whole: torch.Tensor) -> None:
+        if whole.grad is not None and whole.grad.is_sparse:
+            whole.grad = whole.grad.to_dense()
+        act()
+
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(lambda _: act())
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)
     parameter.requires_grad_(not frozen)
     return handle

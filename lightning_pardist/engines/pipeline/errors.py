@@ -24,5 +24,34 @@ class CannotPipelineError(RuntimeError):
         return type(self), (self.reason, self.alternatives)
 
 
+def asks_for_gradients(step: str, parameter: str) -> CannotPipelineError:
+    """What is raised of a step that differentiates by parameters of other ranks, as meta-learning does.
+
+    Args:
+        step: Name of the step function.
+        parameter: One that it differentiates by.
+    """
+    return CannotPipelineError(
+        f"{step} asks torch.autograd.grad for gradients of {parameter!r}, and each rank has the graph of its own layers"
+        " alone. With pardist_tp every rank differentiates whole batches; with pardist_ddp and pardist_zero3 each by"
+        " its own samples.",
+        (),
+    )
+
+
+def calls_in_transforms(step: str, unit: str) -> CannotPipelineError:
+    """What is raised of a step that runs layers inside of a transform of ``torch.func`` and fails in stages.
+
+    Args:
+        step: Name of the step function.
+        unit: One of the layers.
+    """
+    return CannotPipelineError(
+        f"{step} calls {unit!r} inside of a transform of torch.func (grad, vjp, vmap, jacrev), which knows nothing of"
+        " layers on other ranks.",
+        ("pardist_ddp", "pardist_zero3"),
+    )
+
+
 class PipelineTimeoutError(RuntimeError):
     """A message from another stage did not come within the time allowed."""

@@ -205,6 +205,8 @@ class StepRecord:
         sample_buffers: Buffers of units that change by the batch's values, such as code books that follow averages.
             The statistics of normalization layers are not among them.
         writers: Units that write to their arguments in place.
+        differentiated: Parameters for whose gradients the step itself asks ``torch.autograd.grad``.
+        transformed: A unit that is called inside of a transform of ``torch.func``, if any is.
     """
 
     calls: tuple[UnitCall, ...]
@@ -221,6 +223,8 @@ class StepRecord:
     steady_buffers: frozenset[str] = frozenset()
     sample_buffers: frozenset[str] = frozenset()
     writers: frozenset[str] = frozenset()
+    differentiated: frozenset[str] = frozenset()
+    transformed: str | None = None
 
     def leaf(self, value: Value) -> Leaf:
         """The recorded leaf of a value."""

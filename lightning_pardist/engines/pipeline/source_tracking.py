@@ -52,6 +52,7 @@ class SourceTracker(TorchDispatchMode):
         #: Whether the step has called for gradients, whose computation is no part of what it does with values.
         self.in_backward = False
         self.free_parameters: set[str] = set()
+        self.differentiated: set[str] = set()
         self.buffers_written: set[int] = set()
         self.written_in_units: set[int] = set()
         self._from_batch: set[int] = set()
@@ -94,6 +95,12 @@ class SourceTracker(TorchDispatchMode):
         inside = _NOTHING if self.call is None else frozenset({Escape(self.call)})
         for tensor in made:
             self._taint[self.storage_of(tensor)] = found if self.call is None else inside
+
+    def note_differentiated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The step asks for gradients of these, parameters perhaps."""
+        own = (self.storage_of(tensor) for tensor in tensors)
+        found = _NOTHING.union(*(self._taint[key] for key in own if key in self._parameter_keys))
+        self.differentiated |= {source for source in found if isinstance(source, str)}
 
     def begin_call(self) -> int:
         """A unit is entered; the index of the call."""
@@ -214,6 +221,8 @@ class LookWatcher(TorchFunctionMode):
         finally:
             self.tracker.asked, self.tracker.in_backward = before
         if func is torch.autograd.grad:
+            inputs = (kwargs or {}).get("inputs", args[1] if len(args) > 1 else ())
+            self.tracker.note_differentiated(tensors_of(inputs))
             self.tracker.derive(tensors_of(result), tensors_of((args, kwargs or {})))
         return result
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pardist.compat.modules import NormBase, own_buffers
-from lightning_pardist.compat.tensors import version_of
+from lightning_pardist.compat.tensors import in_transform, version_of
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
 from lightning_pardist.engines.pipeline.interception import intercepted, undisturbed
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy
@@ -148,6 +148,7 @@ class _Recording:
         self.calls: list[UnitCall] = []
         self.writers: set[str] = set()
         self.without_graph: list[tuple[str, torch.Tensor]] = []
+        self.transformed: str | None = None
 
     def run(self, step: Step, batch: Any, grad: bool, loss_of: Callable[[Any], torch.Tensor | None]) -> StepRecord:
         given, before = fresh_copy(batch), dict(self.root.named_buffers())
@@ -173,10 +174,13 @@ class _Recording:
             steady_buffers=steady,
             sample_buffers=of_samples,
             writers=frozenset(self.writers),
+            differentiated=frozenset(self.tracker.differentiated),
+            transformed=self.transformed,
         )
 
     def _call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tracker, unit = self.tracker, self.units[name]
+        self.transformed = self.transformed or (name if in_transform() else None)
         free_flops, versions = tracker.flops, argument_versions((args, kwargs))
         index = tracker.begin_call()
         result = forward(*args, **kwargs)

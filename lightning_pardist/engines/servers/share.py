@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pardist.checkpoint.tensors import restore_shared, shared_state
+from lightning_pardist.compat.compilation import apart_from_compiling
 from lightning_pardist.engines.common.elementwise import marked, marks_of, own_copy, own_step, twin_of_groups
 from lightning_pardist.engines.common.update_scope import FoundScope, group_settings
 
@@ -121,7 +122,9 @@ class Share:
                 before[index] = param.detach().clone()
         try:
             if self._found.steps_on_none or any(grad is not None for grad in grads):
-                own_step(self.optimizer)(self.optimizer)
+                # Beside the thread of a worker, which may compile its step.
+                with apart_from_compiling():
+                    own_step(self.optimizer)(self.optimizer)
         finally:
             for param in self.params:
                 param.grad = None

@@ -71,6 +71,30 @@ def test_workers_get_the_rows_that_changed():
     assert torch.equal(bias, share.params[1])
 
 
+def test_updates_wait_for_a_compiler_in_another_thread():
+    """Optimizers ask whether something is compiled, in any thread, and then make their corrections in fp32."""
+    grads = torch.randn(3, 8, dtype=torch.float64)
+
+    def share():
+        values = torch.linspace(0, 1, 8, dtype=torch.float64)
+        return _share(torch.optim.AdamW([nn.Parameter(values)], lr=0.1, eps=1e-3))
+
+    want, got = share(), share()
+    for grad in grads:
+        want.update([grad.clone()], want.numbers.read())
+        thread = threading.Thread(target=got.update, args=([grad.clone()], got.numbers.read()))
+
+        def backend(graph, inputs, thread=thread):
+            thread.start()
+            thread.join(0.2)
+            return graph
+
+        torch.compiler.reset()
+        torch.compile(torch.sin, backend=backend)(torch.ones(3))
+        thread.join()
+    assert torch.equal(got.params[0], want.params[0])
+
+
 def test_each_update_has_the_settings_of_its_worker():
     def made():
         return torch.optim.Adam([nn.Parameter(torch.zeros(2))], lr=0.1, betas=(0.9, 0.99))
