@@ -45,6 +45,8 @@ ELEMENTWISE |= {"Expand", "LeakyRelu", "MseLoss", "SmoothL1Loss", "HuberLoss", "
 PICKED = {"Index", "MaskedSelect"}
 #: Operations that look samples up in a parameter: their indices are no inputs of the graph.
 LOOK_UPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
+#: Those by which ranks that share samples put parts of a result together.
+_OF_PARTS = {"_Gather", "_GatherCopy", "_Gathered"}
 
 
 class BatchDims:
@@ -174,6 +176,45 @@ class BatchDims:
         if other_operands and sizes and sizes != shape_of(best_child):
             return self._by_shape(node)
         return best
+
+
+class GatheredResults:
+    """Finds results of one graph whose samples are those of all ranks: each was gathered before anything was computed.
+
+    Args:
+        dims: Of the same graph.
+    """
+
+    def __init__(self, dims: BatchDims) -> None:
+        self._dims = dims
+        self._known: dict[Node, bool | None] = {}
+
+    def has(self, node: Node) -> bool:
+        """Whether every rank has the same result, as all that it was computed from is gathered."""
+        return self._state(node, REACH) is True
+
+    def _state(self, node: Node, left: int) -> bool | None:
+        """True as in :meth:`has`, False with samples of this rank's alone, None for results without samples."""
+        if node in self._known:
+            return self._known[node]
+        children = [child for child in inputs_of(node) if child is not None]
+        if not left or not children:
+            return None if self._dims.of(node) == CONSTANT else False
+        kind = kind_of(node)
+        if "Gather" in kind and kind not in LOOK_UPS | _OF_PARTS:
+            found = None if all(self._dims.of(child) == CONSTANT for child in children) else True
+        else:
+            found = None
+            for child in children:
+                state = self._state(child, left - 1)
+                found = state if state is not None else found
+                if state is False:
+                    break
+            if found is None and self._dims.of(node) != CONSTANT:
+                found = False
+        # What was cut off is no further from the loss on the next way, as a rule.
+        self._known[node] = found
+        return found
 
 
 def reduced_dims(node: Node, sizes: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -53,6 +53,7 @@ from lightning_pardist.engines.common.batch_dim import (
     SAME,
     STATISTICS,
     BatchDims,
+    GatheredResults,
     reduced_dims,
 )
 
@@ -124,17 +125,18 @@ _NOTHING = "nothing"
 SMALL = 2**22
 
 
-def find_terms(loss: Tensor, *, samples: int | None = None) -> list[Term]:
+def find_terms(loss: Tensor, *, samples: int | None = None, gathers: bool = False) -> list[Term]:
     """The summands of a loss, in an order that the code of the step determines. Not collective.
 
     Args:
         loss: A tensor of one element that requires a gradient.
         samples: Samples in the batch, to tell its dim by; by order of dims if None.
+        gathers: Whether a gather brings the samples of all parts together, so that what is made of them is the whole's.
 
     Returns:
         One term for each reduction over the batch that the loss depends on.
     """
-    return [] if loss.grad_fn is None else _Walk(samples).terms(loss.grad_fn)
+    return [] if loss.grad_fn is None else _Walk(samples, gathers).terms(loss.grad_fn)
 
 
 def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
@@ -281,9 +283,11 @@ class _At:
 class _Walk:
     """One look at a graph."""
 
-    def __init__(self, samples: int | None) -> None:
+    def __init__(self, samples: int | None, gathers: bool) -> None:
         self.samples = samples
-        self.batch_dim = BatchDims(samples).of
+        dims = BatchDims(samples)
+        self.batch_dim = dims.of
+        self._gathered = GatheredResults(dims) if gathers else None
 
     def terms(self, root: Node) -> list[Term]:
         """All terms below a node."""
@@ -359,6 +363,9 @@ class _Walk:
         """The term that ends here, or where to go on."""
         node, kind = at.node, kind_of(at.node)
         inputs = [child for child in inputs_of(node) if child is not None]
+        if self._gathered is not None and self._gathered.has(node):
+            # No count to weigh it by, and no sum that adds up: each part has all of it.
+            return at.term("other", "a result of gathered samples")
         if kind in ADDITIONS:
             lone = kind not in ("Stack", "Cat") and len(inputs) < 2
             return at.summands(with_number=lone or None in inputs_of(node))

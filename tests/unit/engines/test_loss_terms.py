@@ -162,6 +162,36 @@ def test_samples_that_are_compared():
         assert not list(couplings(loss, samples=BATCH))
 
 
+class AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return torch.cat([values, values])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[:BATCH] + grad[BATCH:]
+
+
+def test_what_is_computed_from_gathered_samples_is_the_same_on_all_ranks():
+    features = samples()
+    all_features = AllGather.apply(features)
+    scores = all_features @ all_features.t()
+    for loss in (F.cross_entropy(scores, torch.arange(2 * BATCH)), scores.logsumexp(1).sum(), scores.var().log()):
+        assert not list(couplings(loss, samples=BATCH, gathers=True))
+        assert list(couplings(loss, samples=BATCH))
+        (term,) = find_terms(loss * NET[1].bias.exp().sum() / 10, samples=BATCH, gathers=True)
+        assert (term.kind, term.nonlinear) == ("other", "")
+    own = features @ all_features.t()
+    assert not list(couplings(own.logsumexp(1).mean(), samples=BATCH, gathers=True))
+    assert list(couplings((features @ features.t() + own[:, :BATCH]).mean(), samples=BATCH, gathers=True))
+    mean, whole = find_terms(features.mean() + scores.sum(), samples=BATCH, gathers=True)
+    assert (mean.kind, whole.kind) == ("mean", "other")
+    # Parameters that are gathered hold no samples.
+    weight = AllGather.apply(NET[1].weight[:BATCH])
+    (term,) = find_terms((features[:, :WIDTH] @ weight.t()).sum(), samples=BATCH, gathers=True)
+    assert term.kind == "sum"
+
+
 def test_an_opaque_operation_goes_by_samples():
     class Opaque(torch.autograd.Function):
         @staticmethod
