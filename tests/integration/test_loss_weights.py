@@ -130,11 +130,12 @@ COUPLED = {"contrastive", "normalized", "by_rank", *(loss.__name__ for loss in G
 
 
 class Module(pl.LightningModule):
-    def __init__(self, loss="ignored", decay=0.0, weight=False):
+    def __init__(self, loss="ignored", decay=0.0, weight=False, at_points=0.0):
         super().__init__()
+        self.register_buffer("grid", torch.linspace(-1, 1, 16).view(2, 8))
         layers = nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)
         self.net = nn.Sequential(nn.Embedding(11, 8), *layers)
-        self.loss, self.decay, self.steps = LOSSES[loss], decay, []
+        self.loss, self.decay, self.at_points, self.steps = LOSSES[loss], decay, at_points, []
         self.log_weight = nn.Parameter(torch.tensor(0.2)) if weight else None
 
     def training_step(self, batch, batch_idx):
@@ -143,6 +144,8 @@ class Module(pl.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("detached", loss.detach(), on_step=False, on_epoch=True)
         loss = loss + self.decay * sum(param.square().sum() for param in self.net.parameters())
+        if self.at_points:
+            loss = loss + self.at_points * self.net[1:](self.grid).square().sum()
         return loss if self.log_weight is None else torch.exp(-self.log_weight) * (1 + loss) + self.log_weight
 
     def on_train_batch_end(self, *args):
@@ -293,6 +296,12 @@ def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2):
 def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
     said, *_ = run_ranks(2 * len(sizes), _warned, sizes, given)
     assert sum("compares samples" in each or "couples the samples" in each for each in said) == 1
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("zero3", 2), ("tp", 4), ("pp", 2)])
+def test_a_penalty_at_points_that_the_module_holds(strategy, world):
+    """It is one process's penalty on each rank, however many rows it sums."""
+    _run(strategy, world=world, sizes=(SAMPLES,) if strategy == "pp" else UNEVEN, module={"at_points": 0.1})
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

@@ -77,6 +77,7 @@ class Term:
         shared: The place of the one divisor that counts, which other sums may be divided by as well.
         items: How many items of the batch a sum adds up, by its shape.
         number: What numbers of Python's divide a sum by that were taken for constants, 1 if none do.
+        of_held: Whether a constant was computed with tensors that the module holds, by its layers perhaps.
         element: Which element of what ``node`` stands for the term is, in a row; None if it is all of it.
         edges: By which additions hand their gradient on to ``node``, as addition and place among what it adds; none if
             the term is the whole loss. What ``node`` stands for may take part in other terms as well: in
@@ -99,6 +100,7 @@ class Term:
     shared: _At | None = None
     items: int = 0
     number: float = 1.0
+    of_held: bool = False
     element: int | None = None
 
     @property
@@ -286,7 +288,7 @@ class _Walk:
     def __init__(self, samples: int | None, gathers: bool) -> None:
         self.samples = samples
         dims = BatchDims(samples)
-        self.batch_dim = dims.of
+        self.batch_dim, self._is_of_held = dims.of, dims.is_of_held
         self._gathered = GatheredResults(dims) if gathers else None
 
     def terms(self, root: Node) -> list[Term]:
@@ -370,7 +372,7 @@ class _Walk:
             lone = kind not in ("Stack", "Cat") and len(inputs) < 2
             return at.summands(with_number=lone or None in inputs_of(node))
         if self.batch_dim(node) == CONSTANT:
-            return at.term("constant", kind)
+            return replace(at.term("constant", kind), of_held=self._is_of_held(node))
         if kind in REDUCTIONS:
             return self._reduction(at, inputs[0], kind) if inputs else self._unknown(at, kind)
         if kind in LOSSES:
