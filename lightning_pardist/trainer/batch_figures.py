@@ -48,6 +48,8 @@ _PRODUCTS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__"}
 _PLACING = {"arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "linspace", "__getitem__"}
 _PLACING |= {"repeat_interleave", "narrow", "split", "pack_padded_sequence", "one_hot", "index_select", "gather"}
 _PLACING |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
+#: What may be done with figures that add up before they are brought together.
+_SUMMING = {"add", "__add__", "__radd__", "add_", "__iadd__", "sub", "__sub__", "__rsub__", "rsub", "sub_", "__isub__"}
 _ASKING = {"any", "all", "eq", "equal", "allclose", "isnan", "isinf", "isfinite", "is_nonzero", "__bool__"}
 
 
@@ -136,8 +138,14 @@ class BatchFigures(TorchFunctionMode):
             return
         is_divisor = name in _DIVISIONS and len(args) > 1 and args[1] is figure and mark.adds_up
         is_factor = name in _PRODUCTS and mark.is_over and not figure.dim()
-        if not is_divisor and not is_factor:
+        if not is_divisor and not is_factor and not (name in _SUMMING and mark.adds_up and self._are_sums(args, own)):
             self.found = mark.what
+
+    def _are_sums(self, args: tuple[Any, ...], results: Sequence[Tensor]) -> bool:
+        """Whether a figure is added to others of its kind, with a gradient: both add up to those of the batch."""
+        others = [each.grad_fn for each in _tensors(args) if each.requires_grad]
+        dims = BatchDims(self._samples)
+        return bool(results) and all(node is not None and dims.of(node) == REDUCED for node in others)
 
     def _kept(self, name: str, args: tuple[Any, ...], figure: Tensor, mark: _Mark) -> _Mark:
         """What a result without a gradient is that was computed with a figure."""

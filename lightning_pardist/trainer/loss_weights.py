@@ -37,7 +37,13 @@ from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 
 
 def weight_of_logged(
-    value: Any, others: Sequence[Any], loss: Tensor | None, terms: Sequence[Term], samples: int | None
+    value: Any,
+    others: Sequence[Any],
+    loss: Tensor | None,
+    terms: Sequence[Term],
+    samples: int | None,
+    *,
+    gathers: bool = False,
 ) -> Tensor | float | None:
     """What weighs a logged value among those of other ranks or micro-batches: a count, or None for a sum.
 
@@ -47,6 +53,7 @@ def weight_of_logged(
         loss: Of the step.
         terms: Of the loss.
         samples: In the batch.
+        gathers: Whether parts of the batch that gather samples gather those of all.
 
     Raises:
         LookupError: If that is not known.
@@ -54,7 +61,7 @@ def weight_of_logged(
     graphs = [each for each in others if isinstance(each, Tensor) and each.grad_fn is not None]
     if not _is_same(value, loss):
         same = next((each for each in graphs if _is_same(value, each)), None)
-        terms = [] if same is None else find_terms(same, samples=samples)
+        terms = [] if same is None else find_terms(same, samples=samples, gathers=gathers)
     return weight_of(terms, float(samples or 1))
 
 
@@ -211,7 +218,7 @@ class LossWeights:
 
     def _weigh(self, loss: Tensor | None, noted: list[_Logged]) -> None:
         samples = BatchCut().samples_of(self._batch)
-        terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting)
+        terms = [] if loss is None else terms_of(loss, self._batch, samples, self._setting, gathers=True)
         if loss is not None and self._group().size() > 1:
             self._tell(loss, terms)
         terms = agreed_terms(terms, self._agree, self._device)
@@ -291,7 +298,7 @@ class LossWeights:
     def _values(self, loss: Tensor | None, terms: list[Term], noted: list[_Logged]) -> list[tuple[_Logged, Value]]:
         """Of what was logged, means and sums whose weights are known."""
         found: dict[str, tuple[_Logged, Value]] = {}
-        values = [each.value for each in noted]
+        values, samples = [each.value for each in noted], BatchCut().samples_of(self._batch)
         for each in noted:
             item = self._item(each.name)
             if item is None or not item.is_tensor or (item.meta.on_epoch and not item.meta.is_mean_reduction):
@@ -300,7 +307,7 @@ class LossWeights:
                 weight = (
                     self._value_weights[each.name]
                     if self._value_weights
-                    else weight_of_logged(each.value, values, loss, terms, BatchCut().samples_of(self._batch))
+                    else weight_of_logged(each.value, values, loss, terms, samples, gathers=True)
                 )
             except LookupError:
                 continue
@@ -341,7 +348,7 @@ class LossWeights:
         if len(self._said) > 1:
             return
         reasons = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]
-        reasons += couplings(loss, samples=BatchCut().samples_of(self._batch))
+        reasons += couplings(loss, samples=BatchCut().samples_of(self._batch), gathers=True)
         if reasons:
             rank_zero_warn(coupled_samples(self._trainer.lightning_module, reasons[0]))
 

@@ -95,6 +95,27 @@ def contrastive(logits, labels):
     return F.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
 
 
+def _of_all(values):
+    return torch.cat(torch.distributed.nn.functional.all_gather(values))
+
+
+def compared_with_all(logits, labels):
+    vectors = F.normalize(_of_all(logits.mean(1)), dim=1)
+    return (vectors @ vectors.T).logsumexp(1).sum()
+
+
+def compared_with_those_of_all(logits, labels):
+    own = F.normalize(logits.mean(1), dim=1)
+    return -(own @ F.normalize(_of_all(logits.mean(1)), dim=1).T).softmax(1).square().sum(1).mean()
+
+
+def overlap_of_all(logits, labels):
+    targets = F.one_hot(labels.clamp(min=0), CLASSES)
+    both, either = (logits.sigmoid() * targets).sum((0, 1)), logits.sigmoid().sum((0, 1)) + targets.sum((0, 1))
+    both, either = (_of_all(each[None]).sum(0) for each in (both, either))
+    return 1 - (2 * both / either).mean()
+
+
 def normalized(logits, labels):
     weights = labels.clamp(min=0).double().add(1).mean(1)
     return torch.dot((weights / weights.sum()).to(logits), logits.mean((1, 2)))
@@ -103,16 +124,18 @@ def normalized(logits, labels):
 #: Of one mean or sum, so that the loss of a batch follows from those of its parts.
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, mixed]
-LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, contrastive, normalized, by_rank)}
-COUPLED = {"contrastive", "normalized", "by_rank"}
+GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
+LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *GATHERED, contrastive, normalized, by_rank)}
+COUPLED = {"contrastive", "normalized", "by_rank", *(loss.__name__ for loss in GATHERED)}
 
 
 class Module(pl.LightningModule):
-    def __init__(self, loss="ignored", decay=0.0, weight=False):
+    def __init__(self, loss="ignored", decay=0.0, weight=False, at_points=0.0):
         super().__init__()
+        self.register_buffer("grid", torch.linspace(-1, 1, 16).view(2, 8))
         layers = nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)
         self.net = nn.Sequential(nn.Embedding(11, 8), *layers)
-        self.loss, self.decay, self.steps = LOSSES[loss], decay, []
+        self.loss, self.decay, self.at_points, self.steps = LOSSES[loss], decay, at_points, []
         self.log_weight = nn.Parameter(torch.tensor(0.2)) if weight else None
 
     def training_step(self, batch, batch_idx):
@@ -121,6 +144,8 @@ class Module(pl.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("detached", loss.detach(), on_step=False, on_epoch=True)
         loss = loss + self.decay * sum(param.square().sum() for param in self.net.parameters())
+        if self.at_points:
+            loss = loss + self.at_points * self.net[1:](self.grid).square().sum()
         return loss if self.log_weight is None else torch.exp(-self.log_weight) * (1 + loss) + self.log_weight
 
     def on_train_batch_end(self, *args):
@@ -170,7 +195,7 @@ def _run(strategy, *, world=2, sizes=EVEN, module=None, given=None, **trainer_kw
     (wanted,) = run_ranks(1, _fit, "single", 1, (SAMPLES,), *arguments)
     for found in run_ranks(world, _fit, strategy, world, sizes, *arguments):
         assert_close(found["weights"], wanted["weights"])
-        if LOSSES[(module or {}).get("loss", "ignored")] in SINGLE:
+        if LOSSES[(module or {}).get("loss", "ignored")] in (*SINGLE, *GATHERED):
             assert_close(found["logged"], wanted["logged"])
             assert_close(found["steps"], wanted["steps"])
 
@@ -271,6 +296,21 @@ def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2):
 def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
     said, *_ = run_ranks(2 * len(sizes), _warned, sizes, given)
     assert sum("compares samples" in each or "couples the samples" in each for each in said) == 1
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("zero3", 2), ("tp", 4), ("pp", 2)])
+def test_a_penalty_at_points_that_the_module_holds(strategy, world):
+    """It is one process's penalty on each rank, however many rows it sums."""
+    _run(strategy, world=world, sizes=(SAMPLES,) if strategy == "pp" else UNEVEN, module={"at_points": 0.1})
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("loss", [loss.__name__ for loss in GATHERED])
+def test_samples_that_are_gathered_before_they_are_compared(loss, strategy):
+    """As warnings recommend: each rank has the whole loss, which no count weighs, and nothing is to be said."""
+    _run(strategy, sizes=UNEVEN if loss == "overlap_of_all" else EVEN, module={"loss": loss})
+    said, *_ = run_ranks(2, _warned, EVEN, {}, strategy, loss, 1)
+    assert not [each for each in said if "training is not that of one process" in each]
 
 
 @pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("zero3", 1), ("tp", 2)])

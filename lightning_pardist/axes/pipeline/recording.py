@@ -315,6 +315,8 @@ class StepRecorder:
             return "sync_batchnorm=True normalizes all samples of a batch together"
         if found.mixing is not None:
             return f"{found.mixing} mixes the samples of a batch"
+        if self._loss.is_partly_fixed and len(self._parts(sample)) > 1:
+            return "a part of the loss depends on no sample"
         coupled = self._coupled_in_whole(sample) if self._rehearsed else self._loss.coupled
         if self.loss_weight != "auto" or (not coupled if self._rehearsed else found.is_explained):
             return None

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 
 from torch.autograd.graph import Node
 
-from lightning_pardist.compat.autograd_graph import inputs_of, is_parameter, kind_of, saved, shape_of
+from lightning_pardist.compat.autograd_graph import (
+    inputs_of,
+    is_parameter,
+    is_python_number,
+    kind_of,
+    saved,
+    shape_of,
+)
+from lightning_pardist.engines.common.held_tensors import is_held
 
 #: Batch dims of results that have none: they are what the batch was reduced to, or have nothing to do with it.
 REDUCED, CONSTANT = -1, -2
@@ -45,6 +53,11 @@ ELEMENTWISE |= {"Expand", "LeakyRelu", "MseLoss", "SmoothL1Loss", "HuberLoss", "
 PICKED = {"Index", "MaskedSelect"}
 #: Operations that look samples up in a parameter: their indices are no inputs of the graph.
 LOOK_UPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
+#: Where operations keep arguments by which what is held is told from data.
+_OPERANDS = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Mv": ("self", "vec"), "Addmm": ("", "mat1", "mat2")}
+_OPERANDS |= dict.fromkeys(("Convolution", "NativeLayerNorm", "NativeGroupNorm"), ("input", "weight", "bias"))
+#: Those by which ranks that share samples put parts of a result together.
+_OF_PARTS = {"_Gather", "_GatherCopy", "_Gathered"}
 
 
 class BatchDims:
@@ -58,8 +71,14 @@ class BatchDims:
         self.samples = samples
         #: The batch dim of a node, and how far below it was looked.
         self._dims: dict[Node, tuple[int, int]] = {}
+        #: Constants that were computed from tensors which the module holds.
+        self._of_held: set[Node] = set()
         self._depth = 0
         self._cut = False
+
+    def is_of_held(self, node: Node) -> bool:
+        """Whether a constant was computed from tensors that the module holds."""
+        return self.of(node) == CONSTANT and node in self._of_held
 
     def of(self, node: Node) -> int:
         """The dim of a node's result that holds samples, or ``REDUCED``, or ``CONSTANT``."""
@@ -74,6 +93,8 @@ class BatchDims:
         self._depth += 1
         found = self._find_dim(node)
         self._depth -= 1
+        if found == CONSTANT and any(child in self._of_held for child in inputs_of(node)):
+            self._of_held.add(node)
         # What was not cut off is known for good.
         self._dims[node] = found, left if self._cut else REACH
         self._cut = cut or self._cut
@@ -116,9 +137,22 @@ class BatchDims:
             if dim < 0 or kind == "Diagonal" or sizes is None or before is None:
                 return dim if dim < 0 else self._by_shape(node)
             return dim + len(sizes) - len(before)
-        if not sides or None in sides or kind in LOOK_UPS or any(self.of(child) != CONSTANT for child in inputs):
-            return self._by_shape(node)
-        return CONSTANT
+        unknown = kind in LOOK_UPS or not sides or not self._knows_sides(node, kind, sides)
+        return self._by_shape(node) if unknown or any(self.of(child) != CONSTANT for child in inputs) else CONSTANT
+
+    def _knows_sides(self, node: Node, kind: str, sides: Sequence[Node | None]) -> bool:
+        """Whether what needs no gradient among the arguments of an operation is held by the module, if any is."""
+        missing = [place for place, side in enumerate(sides) if side is None]
+        if not missing:
+            return True
+        names = _OPERANDS.get(kind, ())
+        known = {place for place, name in enumerate(names) if place in missing and is_held(saved(node, name))}
+        # A bias is not saved, and held where the weight is.
+        known |= {0} if known and kind == "Addmm" else set()
+        if not known.issuperset(missing):
+            return False
+        self._of_held.add(node)
+        return True
 
     def _dim_after_reduction(self, node: Node, child: Node) -> int:
         dim = self.of(child)
@@ -142,7 +176,7 @@ class BatchDims:
     def _dim_of_matrix_product(self, node: Node, kind: str, sides: Sequence[Node | None]) -> int:
         # What needs no gradient is data or a constant: which, the other one decides.
         left, right = (CONSTANT if side is None else self.of(side) for side in sides)
-        both_known = None not in sides
+        both_known = self._knows_sides(node, kind, sides)
         if left == right == CONSTANT:
             return CONSTANT if both_known else self._by_shape(node)
         if kind == "Dot":
@@ -171,9 +205,53 @@ class BatchDims:
         if best >= 0:
             return best + len(sizes) - len(shape_of(best_child) or sizes)
         # What is multiplied with samples that need no gradient has them from there on.
-        if other_operands and sizes and sizes != shape_of(best_child):
+        if other_operands and sizes and (sizes != shape_of(best_child) or self._may_meet_data(node, best_child)):
             return self._by_shape(node)
         return best
+
+    def _may_meet_data(self, node: Node, child: Node) -> bool:
+        """Whether the other operand of what was computed from held tensors may be data: targets at fixed points."""
+        number = any(is_python_number(saved(node, name)) for name in ("other", "self", "exponent"))
+        return child in self._of_held and not number
+
+
+class GatheredResults:
+    """Finds results of one graph whose samples are those of all ranks: each was gathered before anything was computed.
+
+    Args:
+        dims: Of the same graph.
+    """
+
+    def __init__(self, dims: BatchDims) -> None:
+        self._dims = dims
+        self._known: dict[Node, bool | None] = {}
+
+    def has(self, node: Node) -> bool:
+        """Whether every rank has the same result, as all that it was computed from is gathered."""
+        return self._state(node, REACH) is True
+
+    def _state(self, node: Node, left: int) -> bool | None:
+        """True as in :meth:`has`, False with samples of this rank's alone, None for results without samples."""
+        if node in self._known:
+            return self._known[node]
+        children = [child for child in inputs_of(node) if child is not None]
+        if not left or not children:
+            return None if self._dims.of(node) == CONSTANT else False
+        kind = kind_of(node)
+        if "Gather" in kind and kind not in LOOK_UPS | _OF_PARTS:
+            found = None if all(self._dims.of(child) == CONSTANT for child in children) else True
+        else:
+            found = None
+            for child in children:
+                state = self._state(child, left - 1)
+                found = state if state is not None else found
+                if state is False:
+                    break
+            if found is None and self._dims.of(node) != CONSTANT:
+                found = False
+        # What was cut off is no further from the loss on the next way, as a rule.
+        self._known[node] = found
+        return found
 
 
 def reduced_dims(node: Node, sizes: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -9,35 +9,38 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_pardist.compat.autograd_graph import inputs_of, kind_of, saved, scalar, shape_of
-from lightning_pardist.engines.common.batch_dim import LOOK_UPS, BatchDims
+from lightning_pardist.engines.common.batch_dim import LOOK_UPS, BatchDims, GatheredResults
 from lightning_pardist.engines.common.loss_terms import SMALL, elements, mask_of
 
 #: Operations on a dim as a whole.
 _OVER_DIM = {"Topk", "Sort", "Kthvalue", "Softmax", "LogSoftmax", "Cumsum", "Cumprod", "Logcumsumexp"}
 
 
-def couplings(loss: Tensor, *, samples: int | None) -> Iterator[str]:
+def couplings(loss: Tensor, *, samples: int | None, gathers: bool = False) -> Iterator[str]:
     """Places in the graph where samples of a batch are compared with each other, as a contrastive loss does.
 
     Args:
         loss: A tensor that requires a gradient.
         samples: Samples in the batch.
+        gathers: Whether a gather brings all samples together that the batch's are to be compared with.
 
     Yields:
         What was found, for a message.
     """
     if loss.grad_fn is None or not samples or samples < 2:
         return
+    gathered = GatheredResults(BatchDims(samples))
     waiting: list[Node] = [loss.grad_fn]
     seen = {loss.grad_fn}
     while waiting:
         node = waiting.pop()
         kind = kind_of(node)
         inputs = [child for child in inputs_of(node) if child is not None]
-        if "Gather" in kind and kind not in LOOK_UPS:
+        if ("Gather" in kind and kind not in LOOK_UPS) or (gathers and gathered.has(node)):
             continue
         sizes = shape_of(node)
-        if kind in ("Mm", "Cdist") and sizes is not None and len(inputs) == 2 and len(sizes) == 2:
+        with_all = gathers and any(map(gathered.has, inputs))
+        if kind in ("Mm", "Cdist") and sizes is not None and len(inputs) == 2 == len(sizes) and not with_all:
             dims = BatchDims(samples)
             left, right = (dims.of(child) for child in inputs)
             if (left == 0 and right == (1 if kind == "Mm" else 0)) or (kind == "Mm" and left == 1 and right == 0):

@@ -30,7 +30,9 @@ def check_loss_weight(value: LossWeight) -> LossWeight:
     )
 
 
-def terms_of(loss: Tensor, batch: Any, samples: int | None, setting: LossWeight) -> list[Term]:
+def terms_of(
+    loss: Tensor, batch: Any, samples: int | None, setting: LossWeight, *, gathers: bool = False
+) -> list[Term]:
     """What a loss is made of, as far as a setting asks for it.
 
     Args:
@@ -38,6 +40,7 @@ def terms_of(loss: Tensor, batch: Any, samples: int | None, setting: LossWeight)
         batch: That it was computed from.
         samples: In it, if that is known.
         setting: How it is to be weighed.
+        gathers: Whether parts of the batch that gather samples gather those of all.
 
     Raises:
         ValueError: If ``"tokens"`` are to weigh a loss without any mean.
@@ -45,7 +48,7 @@ def terms_of(loss: Tensor, batch: Any, samples: int | None, setting: LossWeight)
     if loss.grad_fn is None:
         return []
     if setting == "auto":
-        return find_terms(loss, samples=samples)
+        return find_terms(loss, samples=samples, gathers=gathers)
     whole = Term("mean", loss.grad_fn, float(samples or 1), (loss.grad_fn,), "the loss")
     if setting == "ranks":
         return [replace(whole, count=1.0)]

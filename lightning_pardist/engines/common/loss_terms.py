@@ -53,6 +53,7 @@ from lightning_pardist.engines.common.batch_dim import (
     SAME,
     STATISTICS,
     BatchDims,
+    GatheredResults,
     reduced_dims,
 )
 
@@ -76,6 +77,7 @@ class Term:
         shared: The place of the one divisor that counts, which other sums may be divided by as well.
         items: How many items of the batch a sum adds up, by its shape.
         number: What numbers of Python's divide a sum by that were taken for constants, 1 if none do.
+        of_held: Whether a constant was computed with tensors that the module holds, by its layers perhaps.
         element: Which element of what ``node`` stands for the term is, in a row; None if it is all of it.
         edges: By which additions hand their gradient on to ``node``, as addition and place among what it adds; none if
             the term is the whole loss. What ``node`` stands for may take part in other terms as well: in
@@ -98,6 +100,7 @@ class Term:
     shared: _At | None = None
     items: int = 0
     number: float = 1.0
+    of_held: bool = False
     element: int | None = None
 
     @property
@@ -124,17 +127,18 @@ _NOTHING = "nothing"
 SMALL = 2**22
 
 
-def find_terms(loss: Tensor, *, samples: int | None = None) -> list[Term]:
+def find_terms(loss: Tensor, *, samples: int | None = None, gathers: bool = False) -> list[Term]:
     """The summands of a loss, in an order that the code of the step determines. Not collective.
 
     Args:
         loss: A tensor of one element that requires a gradient.
         samples: Samples in the batch, to tell its dim by; by order of dims if None.
+        gathers: Whether a gather brings the samples of all parts together, so that what is made of them is the whole's.
 
     Returns:
         One term for each reduction over the batch that the loss depends on.
     """
-    return [] if loss.grad_fn is None else _Walk(samples).terms(loss.grad_fn)
+    return [] if loss.grad_fn is None else _Walk(samples, gathers).terms(loss.grad_fn)
 
 
 def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
@@ -281,9 +285,11 @@ class _At:
 class _Walk:
     """One look at a graph."""
 
-    def __init__(self, samples: int | None) -> None:
+    def __init__(self, samples: int | None, gathers: bool) -> None:
         self.samples = samples
-        self.batch_dim = BatchDims(samples).of
+        dims = BatchDims(samples)
+        self.batch_dim, self._is_of_held = dims.of, dims.is_of_held
+        self._gathered = GatheredResults(dims) if gathers else None
 
     def terms(self, root: Node) -> list[Term]:
         """All terms below a node."""
@@ -359,11 +365,14 @@ class _Walk:
         """The term that ends here, or where to go on."""
         node, kind = at.node, kind_of(at.node)
         inputs = [child for child in inputs_of(node) if child is not None]
+        if self._gathered is not None and self._gathered.has(node):
+            # No count to weigh it by, and no sum that adds up: each part has all of it.
+            return at.term("other", "a result of gathered samples")
         if kind in ADDITIONS:
             lone = kind not in ("Stack", "Cat") and len(inputs) < 2
             return at.summands(with_number=lone or None in inputs_of(node))
         if self.batch_dim(node) == CONSTANT:
-            return at.term("constant", kind)
+            return replace(at.term("constant", kind), of_held=self._is_of_held(node))
         if kind in REDUCTIONS:
             return self._reduction(at, inputs[0], kind) if inputs else self._unknown(at, kind)
         if kind in LOSSES:

@@ -48,6 +48,8 @@ class LossMakeup:
         by_data: Whether a count depends on values of the batch, and not on its shape alone.
         several_counts: Whether its counts have to be known before the first backward, as far as one micro-batch shows.
         coupled: What makes it more than a sum over samples, in words; empty if nothing does.
+        is_partly_fixed: Whether a part of it was computed from tensors that the module holds, and from no sample. The
+            last stage cannot tell that of what other stages send.
     """
 
     terms: tuple[str, ...] = ()
@@ -55,6 +57,7 @@ class LossMakeup:
     by_data: bool = False
     several_counts: bool = False
     coupled: str = ""
+    is_partly_fixed: bool = False
 
     @classmethod
     def of(cls, loss: Tensor, batch: Any, samples: int | None, setting: LossWeight) -> LossMakeup:
@@ -73,8 +76,9 @@ class LossMakeup:
         coupled = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]
         coupled += couplings(loss, samples=samples) if setting == "auto" else []
         by_data = any(term.by_data for term in terms)
+        fixed = setting == "auto" and any(term.of_held for term in terms)
         several = common_ratios([(terms, samples or 1)]) is None or (by_data and len(varying) > 1)
-        return cls(words, is_sum, by_data, several, next(iter(coupled), ""))
+        return cls(words, is_sum, by_data, several, next(iter(coupled), ""), fixed)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Weighing:
         weights: Among themselves; each is 1 if they add up.
         is_sum: Whether they add up.
         correction: What the step's gradients are to be multiplied with, on all stages.
-        several_counts: Whether losses had several counts on any data rank.
+        several_counts: Whether losses had several counts on any data rank; one micro-batch waits for no others.
         alike: Whether they consisted of the same terms.
     """
 
@@ -208,7 +212,7 @@ class LossSeeds:
         said = (self._correction, self._several.double(), self._agreed.double())
         numbers: list[float] = torch.stack([each.reshape(()) for each in (*shares, *said)]).tolist()
         *found, correction, several, alike = numbers
-        return Weighing(tuple(found), is_sum, correction, bool(several), bool(alike))
+        return Weighing(tuple(found), is_sum, correction, bool(several) and len(self._parts) > 1, bool(alike))
 
     # --- before all counts are known ----------------------------------------------------------------------------
 

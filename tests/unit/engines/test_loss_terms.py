@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pardist.compat.autograd_graph import inputs_of, is_python_number, kind_of, saved, shape_of
+from lightning_pardist.engines.common.held_tensors import mark_held
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_terms import find_terms
 
@@ -160,6 +161,83 @@ def test_samples_that_are_compared():
     assert list(couplings((features.t() @ features / BATCH).pow(2).sum(), samples=BATCH))
     for loss in (nll(), samples().mean() + (NET[1].weight @ NET[1].weight.t()).sum()):
         assert not list(couplings(loss, samples=BATCH))
+
+
+class AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return torch.cat([values, values])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[:BATCH] + grad[BATCH:]
+
+
+def test_what_is_computed_from_gathered_samples_is_the_same_on_all_ranks():
+    features = samples()
+    all_features = AllGather.apply(features)
+    scores = all_features @ all_features.t()
+    for loss in (F.cross_entropy(scores, torch.arange(2 * BATCH)), scores.logsumexp(1).sum(), scores.var().log()):
+        assert not list(couplings(loss, samples=BATCH, gathers=True))
+        assert list(couplings(loss, samples=BATCH))
+        (term,) = find_terms(loss * NET[1].bias.exp().sum() / 10, samples=BATCH, gathers=True)
+        assert (term.kind, term.nonlinear) == ("other", "")
+    own = features @ all_features.t()
+    assert not list(couplings(own.logsumexp(1).mean(), samples=BATCH, gathers=True))
+    assert list(couplings((features @ features.t() + own[:, :BATCH]).mean(), samples=BATCH, gathers=True))
+    mean, whole = find_terms(features.mean() + scores.sum(), samples=BATCH, gathers=True)
+    assert (mean.kind, whole.kind) == ("mean", "other")
+    # Parameters that are gathered hold no samples.
+    weight = AllGather.apply(NET[1].weight[:BATCH])
+    (term,) = find_terms((features[:, :WIDTH] @ weight.t()).sum(), samples=BATCH, gathers=True)
+    assert term.kind == "sum"
+
+
+class Held(nn.Module):
+    """Computes with what it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("differences", torch.eye(BATCH) - torch.eye(BATCH).roll(1, 0))
+        self.points = torch.linspace(-1, 1, BATCH * WIDTH).view(BATCH, WIDTH)
+        self.frozen = nn.Linear(CLASSES, BATCH).requires_grad_(False)
+        self.free = nn.Linear(BATCH, BATCH)
+
+
+HELD = Held()
+mark_held(HELD)
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        lambda: 0.1 * (HELD.differences @ HELD.free.weight).pow(2).sum(),
+        lambda: (HELD.free.weight.t() @ HELD.differences @ HELD.free.weight).trace(),
+        lambda: NET(HELD.points).pow(2).sum() / 3,
+        lambda: HELD.frozen(NET(HELD.points)).tanh().sum(),
+    ],
+)
+def test_what_is_computed_from_held_tensors_alone_is_of_no_sample(penalty):
+    mean, fixed = find_terms(samples().mean() + penalty(), samples=BATCH)
+    assert (mean.kind, fixed.kind, fixed.of_held) == ("mean", "constant", True)
+
+
+def test_held_tensors_that_meet_data():
+    targets = torch.randn(BATCH, CLASSES)
+    predicted = NET(HELD.points)
+    for loss in ((predicted - targets).pow(2).sum(), F.mse_loss(predicted, targets, reduction="sum")):
+        assert [term.kind for term in find_terms(loss, samples=BATCH)] == ["sum"]
+    # Rows of a table are there for samples.
+    table = Held()
+    table.rows = torch.randn(2 * BATCH, WIDTH)
+    mark_held(table)
+    (term,) = find_terms(NET(table.rows[BATCH:]).sum(), samples=BATCH)
+    assert term.kind == "sum"
+
+
+def test_weights_that_are_computed_with_held_tensors_hold_no_samples():
+    weight = HELD.differences @ torch.linalg.matrix_exp(HELD.free.weight)
+    assert not list(couplings((samples()[:, :BATCH] @ weight.t()).sum(), samples=BATCH))
 
 
 def test_an_opaque_operation_goes_by_samples():
