@@ -56,6 +56,8 @@ LOOK_UPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take
 #: Where operations keep arguments by which what is held is told from data.
 _OPERANDS = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Mv": ("self", "vec"), "Addmm": ("", "mat1", "mat2")}
 _OPERANDS |= dict.fromkeys(("Convolution", "NativeLayerNorm", "NativeGroupNorm"), ("input", "weight", "bias"))
+#: How far below a result a gather is looked for: what compares samples comes soon behind it.
+GATHER_REACH = 16
 #: Those by which ranks that share samples put parts of a result together.
 _OF_PARTS = {"_Gather", "_GatherCopy", "_Gathered"}
 
@@ -228,14 +230,16 @@ class GatheredResults:
 
     def has(self, node: Node) -> bool:
         """Whether every rank has the same result, as all that it was computed from is gathered."""
-        return self._state(node, REACH) is True
+        return self._state(node, GATHER_REACH) is True
 
     def _state(self, node: Node, left: int) -> bool | None:
         """True as in :meth:`has`, False with samples of this rank's alone, None for results without samples."""
         if node in self._known:
             return self._known[node]
+        if not left:
+            return False
         children = [child for child in inputs_of(node) if child is not None]
-        if not left or not children:
+        if not children:
             return None if self._dims.of(node) == CONSTANT else False
         kind = kind_of(node)
         if "Gather" in kind and kind not in LOOK_UPS | _OF_PARTS:
