@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lightning_pardist.engines.tensor import ContextRuntime
 from tests.helpers.ranks import cpu_mesh, run_ranks
@@ -377,6 +378,34 @@ def _sequence_dim(sequence_dim):
     net = Losses("masked mean").double()
     errors = run_beside_one_process(net, net.batch(0).repeat(8, 1), runtime)
     return errors, {entry.dim for entry in runtime.entries}
+
+
+def _flexible():
+    tokens = torch.randn(2, 24, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.manual_seed(0)
+    first = nn.Linear(6, 48).double()
+
+    def attend():
+        q, k, v = (part.view(2, 24, 2, 8).transpose(1, 2) for part in first(tokens).split(16, 2))
+        rows = create_block_mask(lambda b, h, i, j: i >= j, None, None, 24, 24, device="cpu")
+        by_score = flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + h * 0.1 - (i - j).abs())
+        return by_score + flex_attention(q, k, v, block_mask=rows)
+
+    runtime = make_runtime()
+    runtime.expect(tokens)
+    # Torch has no backward of it on CPU.
+    with torch.no_grad():
+        expected = attend()
+        with runtime.step():
+            found = runtime.plain(attend())
+    return (found - expected).abs().max().item(), set(runtime.fallbacks)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_runs_on_whole_tensors():
+    for error, whole in run_ranks(2, _flexible):
+        assert error < 1e-12
+        assert whole == {"flex_attention"}
 
 
 class Windows(nn.Module):
