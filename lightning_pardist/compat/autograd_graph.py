@@ -2,8 +2,9 @@
 
 [Note: private names]
 Nodes, their names and edges are public (``torch.autograd.graph.Node``). What they saved and the shapes of what they
-made are attributes with an underscore, ``_saved_*`` and ``_input_metadata``, which torch's documentation reads in
-examples and promises nothing about; they are read here alone. A name that a version lacks reads as None.
+made are attributes with an underscore, ``_saved_*``, ``_raw_saved_*`` and ``_input_metadata``, which torch's
+documentation reads in examples and promises nothing about; they are read here alone. A name that a version lacks reads
+as None.
 """
 
 from __future__ import annotations
@@ -61,6 +62,19 @@ def saved(node: Node, name: str) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_signed(each) for each in value)
     return _signed(value)
+
+
+def kept(node: Node, name: str) -> Any:
+    """As :func:`saved`, of a tensor that lies there; None of one that a hook would have to fetch or compute again.
+
+    Under activation checkpointing a look at what was saved runs the user's code once more.
+    """
+    try:
+        raw = getattr(node, f"_raw_saved_{name}", None)
+    except RuntimeError:
+        return None
+    # Where a version does not tell of hooks, there may be some.
+    return saved(node, name) if getattr(raw, "unpack_hook", raw) is None and raw is not None else None
 
 
 def _signed(value: Any) -> Any:

@@ -17,6 +17,7 @@ from lightning_pardist.compat.autograd_graph import (
     inputs_of,
     is_parameter,
     is_python_number,
+    kept,
     kind_of,
     saved,
     shape_of,
@@ -148,7 +149,7 @@ class BatchDims:
         if not missing:
             return True
         names = _OPERANDS.get(kind, ())
-        known = {place for place, name in enumerate(names) if place in missing and is_held(saved(node, name))}
+        known = {place for place, name in enumerate(names) if place in missing and is_held(kept(node, name))}
         # A bias is not saved, and held where the weight is.
         known |= {0} if known and kind == "Addmm" else set()
         if not known.issuperset(missing):
@@ -213,7 +214,7 @@ class BatchDims:
 
     def _may_meet_data(self, node: Node, child: Node) -> bool:
         """Whether the other operand of what was computed from held tensors may be data: targets at fixed points."""
-        number = any(is_python_number(saved(node, name)) for name in ("other", "self", "exponent"))
+        number = any(is_python_number(kept(node, name)) for name in ("other", "self", "exponent"))
         return child in self._of_held and not number
 
 

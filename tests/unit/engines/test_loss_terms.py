@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pardist.compat.autograd_graph import inputs_of, is_python_number, kind_of, saved, shape_of
 from lightning_pardist.engines.common.held_tensors import mark_held
@@ -311,3 +312,15 @@ def test_operations_over_all_samples(loss, reason):
 def test_operations_over_features_compare_no_samples():
     for loss in (samples().softmax(-1).pow(2).sum(), samples().topk(2).values.mean(), samples().cumsum(1).mean()):
         assert not list(couplings(loss, samples=BATCH))
+
+
+def test_a_look_at_a_loss_runs_no_checkpointed_layer_again():
+    layer, runs = nn.Linear(4, 4), []
+
+    def forward(x):
+        runs.append(x)
+        return layer(x)
+
+    hidden = checkpoint(forward, torch.randn(3, 4), use_reentrant=False)
+    assert [term.kind for term in find_terms(hidden.square().mean(), samples=3, gathers=True)] == ["mean"]
+    assert len(runs) == 1
