@@ -95,7 +95,9 @@ class ContextAxis(SharedBatchAxis):
 
     @override
     def gradients_reduced(self) -> None:
-        if self.runtime is not None and not self._told:
+        if isinstance(self.runtime, ContextRuntime) and not self._told:
+            # A step that runs backward by itself has not ended yet.
+            self._seen = self._seen or self.runtime.summary()
             self._tell(self.runtime.group.size)
 
     @override

@@ -257,6 +257,30 @@ def test_a_module_without_a_sequence_is_refused_before_it_trains():
         run_ranks(2, _refused)
 
 
+class ByHand(Reader):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def _fit_by_hand(strategy="auto", devices=1):
+    module = ByHand()
+    quiet_trainer(strategy=strategy, devices=devices, use_distributed_sampler=False).fit(module, datamodule=Data())
+    return snapshot(module)
+
+
+def test_steps_that_run_backward_by_themselves_have_a_sequence():
+    expected = _fit_by_hand()
+    for weights in run_ranks(2, _fit_by_hand, "pardist_cp", 2):
+        assert_close(weights, expected)
+
+
 def _refused_with_sequence_parallel():
     strategy = HybridStrategy(
         context_parallel_size=2, tensor_parallel_size=2, tensor_settings={"sequence_parallel": True}

@@ -290,8 +290,9 @@ class StageP2P:
 
 def _shapes(outputs: Sequence[Output], leaves: Sequence[TensorLeaf]) -> list[tuple[Any, ...]]:
     """What a message says of shapes. This rank's part of a tensor may stay the same where the whole has changed."""
-    described = [leaf for output in outputs for leaf in output.leaves if isinstance(leaf, TensorLeaf)]
-    return [(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.split) for leaf in (*leaves, *described)]
+    described = (leaf for output in outputs for leaf in output.leaves if isinstance(leaf, TensorLeaf))
+    wholes = [leaf for leaf in described if leaf.split is not None]
+    return [(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.split) for leaf in (*leaves, *wholes)]
 
 
 def _order(leaf: TensorLeaf) -> list[int]:
