@@ -23,16 +23,18 @@ AXES = (
     "tensor_parallel",
 )
 PIPELINE_AXIS, TENSOR_AXIS = AXES[1], AXES[-1]
-#: Along which ranks have experts of their own, and see different samples.
-EXPERT_AXIS = "expert_parallel"
 CONTEXT_AXIS = "context_parallel"
+#: Those along which ranks have experts of their own, where there are any: samples of their own, and rows of a sequence.
+EXPERT_AXES = ("expert_parallel", CONTEXT_AXIS)
+#: These together, the name of an axis of :attr:`JobMeshes.experts`.
+EXPERT_AXIS = "experts"
 #: Those along which ranks see different samples.
 BATCH_AXES = ("outer_parallel", "data_replicate", "data_shard", "expert_parallel")
 #: Those over which gradients are averaged in every step.
 GRADIENT_AXES = ("data_replicate", "data_shard", "expert_parallel", "context_parallel")
 #: Those over which the gradients of experts are: along which ranks have the same ones. Tensor ranks have copies, which
 #: no layer's sums bring together.
-EXPERT_GRADIENT_AXES = ("data_replicate", "data_shard", "context_parallel", "tensor_parallel")
+EXPERT_GRADIENT_AXES = ("data_replicate", "data_shard", "tensor_parallel")
 #: Those over which states are sharded.
 SHARD_AXES = ("data_shard", "expert_parallel", "context_parallel")
 #: Those whose ranks are what the other axes leave.
@@ -87,6 +89,20 @@ class JobMeshes:
             self._over[wide] = flatten_mesh(self.all[wide], "_".join(wide))
         return self._over[wide].get_group()
 
+    @property
+    def experts(self) -> DeviceMesh:
+        """This rank's and those that hold other experts. Collective over the world, the first time."""
+        if EXPERT_AXES not in self._over:
+            there = tuple(name for name in self.all.mesh_dim_names or () if name in EXPERT_AXES)
+            self._over[EXPERT_AXES] = flatten_mesh(self.all[there], EXPERT_AXIS)
+        return self._over[EXPERT_AXES]
+
+    def sharded_experts(self, axes: Sequence[str]) -> DeviceMesh:
+        """Some axes, over which ranks share experts, and as the last that of :attr:`experts`. Collective as that is."""
+        experts = self.experts
+        names = (*axes, EXPERT_AXIS)
+        return self.all[names] if axes else experts
+
     def messages(self, timeout: timedelta) -> ProcessGroup:
         """A gloo group of all ranks, for messages between threads. Collective over the world, the first time.
 
@@ -109,7 +125,8 @@ class ParallelDims:
         pipeline_parallel: Pipeline stages, in ranks.
         data_replicate: Replicas whose gradients are averaged and whose states are whole.
         data_shard: Ranks over which parameters, gradients or optimizer state are sharded (ZeRO, FSDP).
-        expert_parallel: Ranks that each have some of the experts of every layer, and samples of their own.
+        expert_parallel: Ranks that each have some of the experts of every layer, and samples of their own. Where they
+            are in use, the context ranks beside one of them have other experts again.
         context_parallel: Ranks that share the sequence of one batch.
         tensor_parallel: Ranks over which single layers are split.
     """
@@ -265,6 +282,27 @@ class ParallelDims:
     def describe(self) -> str:
         """The degrees that differ from 1, as ``2 data_replicate x 4 tensor_parallel``."""
         return " x ".join(f"{size} {axis}" for axis, size in self.layout.items()) or "1 process"
+
+
+def experts_beside_context(degrees: Mapping[str, Degree]) -> dict[str, Degree]:
+    """Degrees in which ``expert_parallel`` counts context ranks, as the axes have them.
+
+    Raises:
+        ValueError: If context ranks do not divide those that hold experts.
+    """
+    experts, context = degrees.get("expert_parallel", 1), degrees.get(CONTEXT_AXIS, 1)
+    if isinstance(experts, str) or experts == 1 or context == 1:
+        return dict(degrees)
+    if isinstance(context, str) or experts % context:
+        if isinstance(context, str):
+            fix = f"context_parallel_size to a divisor of {experts}"
+        else:
+            fix = f"expert_parallel_size to {context}, {2 * context} or 'auto'"
+        raise ValueError(
+            f"expert_parallel_size={experts} with context_parallel_size={context!r}: experts are divided over context"
+            f" ranks as well, so that these have to be a part of the ranks that hold experts. Set {fix}."
+        )
+    return {**degrees, "expert_parallel": experts // context}
 
 
 def degrees_of_machine(num_nodes: int, ranks_per_node: int) -> dict[str, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import lightning.pytorch as pl
@@ -27,10 +27,12 @@ from lightning_pardist.engines.common.loss_setting import LossWeight
 from lightning_pardist.engines.common.meta_init import on_meta
 from lightning_pardist.engines.common.update_scope import Scope, ScopeSetting
 from lightning_pardist.engines.data_engine import DataEngine
-from lightning_pardist.mesh import EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Degree, ParallelDims
+from lightning_pardist.engines.tensor.rows import Arguments, Rows, TakenRows
+from lightning_pardist.mesh import EXPERT_AXES, PIPELINE_AXIS, TENSOR_AXIS, Degree, ParallelDims
 from lightning_pardist.runtime.distributed_context import DistributedContext
 
 T = TypeVar("T")
+EnterParameters = Callable[[Callable[[Tensor], Tensor]], AbstractContextManager[None]]
 
 
 class Samples(Protocol):
@@ -164,7 +166,12 @@ class RunContext:
             *axes: Over which each tensor is sharded, beside the tensor axis and that of experts.
         """
         stages = (PIPELINE_AXIS,) if scope == "joint" else ()
-        return self.group_over(*stages, *axes, EXPERT_AXIS, TENSOR_AXIS)
+        return self.group_over(*stages, *axes, *(EXPERT_AXES if self.expert_ranks > 1 else ()), TENSOR_AXIS)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that hold the experts of a layer together; 1 if none are apart."""
+        return self.dims.size(*EXPERT_AXES) if any(axis.divides_experts for axis in self.axes) else 1
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -271,13 +278,34 @@ class RunContext:
             part = axes[name].of_part(part, split)
         return part
 
-    @contextmanager
-    def on_wholes(self) -> Iterator[None]:
-        """Around a part of a step that an axis runs on whole tensors, see :meth:`ParallelAxis.on_wholes`."""
-        with ExitStack() as around:
+    def on_plain(
+        self, run: Callable[..., T], rows: Rows | None = None, enter: EnterParameters | None = None
+    ) -> Callable[..., T]:
+        """``run`` on ordinary tensors, whatever is given to it. Collective if an axis has split any.
+
+        Args:
+            run: A part of a step.
+            rows: What it computes each by itself. If an axis has split them, it runs on those of this rank.
+            enter: Has ``run`` compute with what a function makes of its parameters, where it runs on some rows.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> T:
+            given, taken = (args, kwargs), None
             for axis in self.axes:
-                around.enter_context(axis.on_wholes())
-            yield
+                found = None if rows is None else axis.take_rows(given, rows)
+                given, taken = (axis.plain(given), taken) if found is None else (found.given, found)
+            with ExitStack() as around:
+                for axis in self.axes:
+                    around.enter_context(axis.on_wholes())
+                if taken is None:
+                    return run(*given[0], **given[1])
+                if enter is not None:
+                    around.enter_context(enter(taken.enter))
+                result = self.plain(run(*given[0], **given[1]))
+            whole: T = taken.put_back(result)
+            return whole
+
+        return call
 
     def narrower_groups(self, module: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
         """Parameters whose gradients are summed over fewer ranks than the gradient mesh, and over which."""
@@ -319,6 +347,7 @@ class ParallelAxis:
         mesh_axes: Axes of the device mesh that it uses; it is in use where one of them has more than one rank.
         order: When it transforms the module, from the inside of layers outwards.
         splits_module: Whether its ranks hold different parts of the module.
+        divides_experts: Whether these are experts.
         splits_batch: Whether it takes the batches of one process apart, whose loaders and order are kept.
         creates_values: Whether a module built on ``meta`` gets its values from it.
         diverges: Whether its ranks train models of their own between two meetings, so that a checkpoint keeps the
@@ -335,6 +364,7 @@ class ParallelAxis:
     mesh_axes: ClassVar[tuple[str, ...]] = ()
     order: ClassVar[int]
     splits_module: ClassVar[bool] = False
+    divides_experts: ClassVar[bool] = False
     splits_batch: ClassVar[bool] = False
     creates_values: ClassVar[bool] = False
     diverges: ClassVar[bool] = False
@@ -542,8 +572,18 @@ class ParallelAxis:
         raise TypeError(f"The {self.name} axis has been given a part of a tensor, and splits none.")
 
     def on_wholes(self) -> AbstractContextManager[None]:
-        """Around a part of a step that another axis runs on whole tensors: this one splits none inside."""
+        """Around a part of a step that another axis runs on ordinary tensors: this one splits none inside."""
         return nullcontext()
+
+    def take_rows(self, given: Arguments, rows: Rows) -> TakenRows | None:
+        """This rank's rows of arguments, if the axis has split these along rows.
+
+        Collective where arguments are split in several ways.
+
+        Returns:
+            None if they are not split, or not along rows.
+        """
+        return None
 
     def start_evaluation(self) -> None:
         """Validation, test or predict begins on this rank. Not collective: a rank without samples skips predict."""

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_pardist.axes.shared_batch import SharedBatchAxis
 from lightning_pardist.compat.tensors import below_torch_functions
 from lightning_pardist.engines.tensor import ContextRuntime
+from lightning_pardist.engines.tensor.rows import Arguments, Rows, TakenRows
 from lightning_pardist.mesh import Degree
 from lightning_pardist.settings import one_of
 
@@ -76,6 +77,10 @@ class ContextAxis(SharedBatchAxis):
             return nullcontext()
         # Tensor ranks take parameters apart by the same means, and go on doing so.
         return runtime.suspended() if runtime.is_inside else below_torch_functions()
+
+    @override
+    def take_rows(self, given: Arguments, rows: Rows) -> TakenRows | None:
+        return self.runtime.take_rows(given, rows) if isinstance(self.runtime, ContextRuntime) else None
 
     # --- steps --------------------------------------------------------------------------------------------------
 

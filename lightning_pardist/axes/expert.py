@@ -42,14 +42,14 @@ from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.engines.tensor.tensor_optimizer import detach
 from lightning_pardist.local_tensors import own_part
 from lightning_pardist.mesh import (
-    CONTEXT_AXIS,
-    EXPERT_AXIS,
+    EXPERT_AXES,
     EXPERT_GRADIENT_AXES,
     GRADIENT_AXES,
     PIPELINE_AXIS,
     REST_AXES,
     TENSOR_AXIS,
     Degree,
+    ParallelDims,
 )
 from lightning_pardist.settings import one_of
 from lightning_pardist.trainer import trial_run
@@ -58,8 +58,6 @@ from lightning_pardist.trainer.sample_batches import NoSampleError
 #: Where a plan's candidates keep that there are none.
 _NO_LAYERS = "no layers of experts"
 ExpertParallelSize = int | Literal["auto"]
-#: Along which ranks see the same samples, and have copies of the same experts.
-_COPIES = (CONTEXT_AXIS, TENSOR_AXIS)
 
 
 class ExpertAxis(ParallelAxis):
@@ -75,6 +73,7 @@ class ExpertAxis(ParallelAxis):
     mesh_axes = ("expert_parallel",)
     order = 12
     splits_module = True
+    divides_experts = True
     calls_may_differ = False
 
     def __init__(
@@ -111,6 +110,11 @@ class ExpertAxis(ParallelAxis):
         return {"expert_parallel": self.expert_parallel_size}
 
     @override
+    def is_used(self, dims: ParallelDims) -> bool:
+        # Context ranks alone may hold them.
+        return self.expert_parallel_size != 1 and dims.size(*EXPERT_AXES) > 1
+
+    @override
     def why_not_compiled(self, whole_step: bool) -> str:
         return (
             "replaces the forward of experts by exchanges between ranks, which has not been tried under a compiler."
@@ -119,24 +123,24 @@ class ExpertAxis(ParallelAxis):
 
     @override
     def check(self, trainer: pl.Trainer) -> None:
-        context, dims = self.context, self.context.dims
+        context, dims, size = self.context, self.context.dims, self.context.expert_ranks
         if dims.outer_parallel > 1:
             raise ValueError(
-                f"expert_parallel_size={dims.expert_parallel} and outer_parallel_size={dims.outer_parallel} are not"
+                f"expert_parallel_size={size} and outer_parallel_size={dims.outer_parallel} are not"
                 " available together yet. Set one of them to 1."
             )
         if isinstance(context.data_axis, FSDPAxis):
-            _check_sharding(context.data_axis, dims.expert_parallel)
+            _check_sharding(context.data_axis, size)
         if getattr(context.data_axis, "gradient_compression", None) is not None:
             raise ValueError(
-                f"gradient_compression is not available with expert_parallel_size={dims.expert_parallel}, where"
+                f"gradient_compression is not available with expert_parallel_size={size}, where"
                 " gradients of experts are summed over other ranks than the rest. Leave it out."
             )
         codes = context.data_axis.codes if isinstance(context.data_axis, ZeroAxis | FSDPAxis) else None
         if codes is not None and (codes.gather is not None or codes.reduce is not None):
             raise ValueError(
                 f"gather={codes.gather!r} and reduce={codes.reduce!r} are not available with"
-                f" expert_parallel_size={dims.expert_parallel} yet. Leave them out."
+                f" expert_parallel_size={size} yet. Leave them out."
             )
         module = context.module
         if module is not None and is_sharded(module):
@@ -166,7 +170,7 @@ class ExpertAxis(ParallelAxis):
 
     @override
     def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._planned = self.find_plan(trainer, module, size=self.context.dims.expert_parallel)
+        self._planned = self.find_plan(trainer, module, size=self.context.expert_ranks)
 
     @property
     @override
@@ -185,24 +189,27 @@ class ExpertAxis(ParallelAxis):
     @override
     def agree_on_microbatches(self, count: int) -> int:
         least = torch.tensor([count])
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.context.mesh["expert_parallel"].get_group())
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.context.group_over(*EXPERT_AXES))
         return int(least)
 
     @override
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        mesh = self.context.mesh["expert_parallel"]
+        mesh = self.context.distributed.meshes.experts
         self._gradient_group = self.context.group_over(*EXPERT_GRADIENT_AXES)
         if self.log_expert_load:
             self._load_group = self.context.group_over(*GRADIENT_AXES, PIPELINE_AXIS)
         (layers, choices), self._planned = self._planned, ([], [])
         self.held = HeldExperts(module, layers, mesh, self._sharding())
-        # What is taken apart along the sequence would be so inside of experts; of layers that are split, weights are.
-        ways: dict[str, Any] = {
-            "whole": self.context.plain,
-            "aside": self.context.on_wholes,
-            "even": self.context.is_plan,
-        }
-        self.runtime = ExpertRuntime(module, layers, choices, self.held, mesh.get_group(), **ways)
+        self.runtime = ExpertRuntime(
+            module,
+            layers,
+            choices,
+            self.held,
+            mesh.get_group(),
+            on_plain=self.context.on_plain,
+            in_parts=self.context.dims.context_parallel > 1,
+            even=self.context.is_plan,
+        )
 
     def _sharding(self) -> ExpertSharding | None:
         """How ranks that share experts hold them; None where the data axis keeps parameters whole."""
@@ -211,16 +218,15 @@ class ExpertAxis(ParallelAxis):
             return None
         dims = self.context.dims
         shared = tuple(axis for axis in REST_AXES if dims.size(axis) > 1)
-        names = (*shared, EXPERT_AXIS)
         policy = data.mp_policy
         return ExpertSharding(
             mesh=mesh[shared] if shared else None,
-            with_experts=mesh[names],
+            with_experts=self.context.distributed.meshes.sharded_experts(shared),
             average_over=self.context.gradient_group.size() * dims.tensor_parallel,
             compute_dtype=None if policy is None else policy.param_dtype,
             reduce_dtype=None if policy is None else policy.reduce_dtype,
             keep=data.reshard_after_forward is False,
-            copies=self.context.group_over(*_COPIES) if dims.size(*_COPIES) > 1 else None,
+            copies=self.context.group_over(TENSOR_AXIS) if dims.tensor_parallel > 1 else None,
         )
 
     @property
@@ -295,7 +301,9 @@ class ExpertAxis(ParallelAxis):
                 if self.context.is_plan:
                     choices = assume_routes(module, layers, dispatch=self.expert_dispatch)
                 else:
-                    choices = choose_routes(module, layers, size=size, dispatch=self.expert_dispatch)
+                    in_parts = self.context.dims.context_parallel > 1
+                    dispatch = self.expert_dispatch
+                    choices = choose_routes(module, layers, size=size, dispatch=dispatch, in_parts=in_parts)
             for layer in self._left:
                 layer.forget_batch()
         return layers, choices

@@ -186,7 +186,7 @@ class FSDPAxis(DataParallelAxis):
     @property
     def _runs_whole_first(self) -> bool:
         """Whether the module is tried in one piece before it is sharded, and starts from the first rank's values."""
-        return self.context.dims.size("pipeline_parallel", "expert_parallel") > 1
+        return self.context.dims.pipeline_parallel * self.context.expert_ranks > 1
 
     @property
     def _pipelined(self) -> bool:

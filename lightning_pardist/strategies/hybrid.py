@@ -31,8 +31,8 @@ class HybridStrategy(PardistStrategy):
             :func:`~lightning_pardist.mesh.degrees_of_machine`).
         tensor_parallel_size: Ranks that each layer is split over, or one of the same words.
         context_parallel_size: Ranks that the sequence of each batch is split over, or ``"auto"``.
-        expert_parallel_size: Ranks that hold the experts of each layer together, each with samples of its own, or
-            ``"auto"``.
+        expert_parallel_size: Ranks that hold the experts of each layer together, or ``"auto"``: context ranks, which it
+            is a multiple of, and data ranks.
         data_parallel: What the remaining ranks do, which see different samples: ``"ddp"`` replicates, ``"zero1"``,
             ``"zero2"`` and ``"zero3"`` shard.
         data_shard_size: With ``"zero3"``, ranks over which parameters are sharded; their shards are replicated over the

@@ -55,7 +55,7 @@ from lightning_pardist.engines.common.whole_updates import updates_of
 from lightning_pardist.engines.data_engine import DataEngine
 from lightning_pardist.engines.ddp.buffers import broadcast_module
 from lightning_pardist.foreign_settings import refuse_unknown
-from lightning_pardist.mesh import REST_AXES, ParallelDims
+from lightning_pardist.mesh import REST_AXES, ParallelDims, experts_beside_context
 from lightning_pardist.runtime.distributed_context import DistributedContext
 from lightning_pardist.runtime.launchers import (
     MultiProcessLauncher,
@@ -391,6 +391,7 @@ class PardistStrategy(ParallelStrategy):
             for one in self._axes_as_set
             for axis, size in one.degrees(self.num_nodes, self.num_processes).items()
         }
+        degrees = experts_beside_context(degrees)
         wants_rest = [axis for axis, size in degrees.items() if size == "auto"]
         if any(axis not in REST_AXES for axis in wants_rest):
             # The data axis takes what others leave, and these want everything.

@@ -51,7 +51,7 @@ def _run(layer, lopsided, dispatch, recompute):
     x = _tokens()[rank].requires_grad_()
     layers = find_layers(module, lambda: module(x))
     choices = choose_routes(module, layers, size=2, dispatch=dispatch)
-    mesh = cpu_mesh((2,), ("expert_parallel",))
+    mesh = cpu_mesh((2,), ("experts",))
     names = {name for name, _ in module.named_parameters()}
     held = HeldExperts(module, layers, mesh)
     runtime = ExpertRuntime(module, layers, choices, held, mesh.get_group())
@@ -131,15 +131,15 @@ def _noting_whole_weights():
 
 def _run_sharded(cases):
     """On four ranks, of which two hold the experts together, and two share each of them."""
-    mesh, x = cpu_mesh((2, 2), ("data_shard", "expert_parallel")), _tokens(4)[dist.get_rank()]
+    mesh, x = cpu_mesh((2, 2), ("data_shard", "experts")), _tokens(4)[dist.get_rank()]
     found = []
     for layer, lopsided, dispatch, recompute in cases:
         module = _sharded_module(layer, lopsided)
         layers = find_layers(module, functools.partial(module, x))
         choices = choose_routes(module, layers, size=2, dispatch=dispatch)
         sharding = ExpertSharding(mesh["data_shard"], mesh, average_over=4)
-        held = HeldExperts(module, layers, mesh["expert_parallel"], sharding)
-        runtime = ExpertRuntime(module, layers, choices, held, mesh["expert_parallel"].get_group())
+        held = HeldExperts(module, layers, mesh["experts"], sharding)
+        runtime = ExpertRuntime(module, layers, choices, held, mesh["experts"].get_group())
         rows = x.clone().requires_grad_()
         with _noting_whole_weights() as taken:
             loss = _loss(module, rows, recompute)
@@ -231,7 +231,7 @@ def _gradients(module, x, checkpointed=None):
 
 
 def _checkpointed(cases):
-    rank, mesh, results = dist.get_rank(), cpu_mesh((2,), ("expert_parallel",)), []
+    rank, mesh, results = dist.get_rank(), cpu_mesh((2,), ("experts",)), []
     for make, inputs, classes, dispatch in cases:
         x = inputs()[rank]
         for name in classes:
@@ -288,7 +288,7 @@ def _many():
     # The sample that layers are found with is not kept.
     sample = [weakref.ref(leaf) for leaf in (*layers[0].call[0], *layers[0].inputs[0], layers[0].output)]
     choices = choose_routes(module, layers, size=2, dispatch="tokens")
-    mesh = cpu_mesh((2,), ("expert_parallel",))
+    mesh = cpu_mesh((2,), ("experts",))
     held = HeldExperts(module, layers, mesh)
     runtime = ExpertRuntime(module, layers, choices, held, mesh.get_group())
     gc.collect()
@@ -310,7 +310,7 @@ def _alone(layer):
     x = _tokens()[0].float()
     layers = find_layers(module, lambda: module(x))
     choices = choose_routes(module, layers, size=2, dispatch="tokens")
-    mesh = cpu_mesh((2,), ("expert_parallel",))
+    mesh = cpu_mesh((2,), ("experts",))
     expected = []
     for autocast in (True, False):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -115,7 +115,45 @@ class Dense(nn.Module):
         return x + torch.einsum("btef,efd,bte->btd", hidden, self.down, scores)
 
 
-LAYERS = {"listed": Listed, "stacked": Stacked, "dense": Dense, "chain": Chain}
+class Scored(nn.Module):
+    """A block that returns its router's scores, of which the balance is taken outside."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        out, scores = self.block(x)
+        self.balance = scores.square().mean()
+        return out
+
+
+class ListedBlock(Listed):
+    """A list of experts, and the scores of all tokens in one dim."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        del self.balance
+        return out, self.router(x).softmax(-1).flatten(0, 1)
+
+
+class DenseBlock(Dense):
+    """Every token goes to every expert, and the scores come back."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        del self.balance
+        return out, self.router(x).softmax(-1)
+
+
+LAYERS = {
+    "listed": Listed,
+    "stacked": Stacked,
+    "dense": Dense,
+    "chain": Chain,
+    "listed block": lambda: Scored(ListedBlock()),
+    "dense block": lambda: Scored(DenseBlock()),
+}
 
 
 def is_expert(name):

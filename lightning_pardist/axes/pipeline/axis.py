@@ -160,7 +160,7 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if self.context.dims.size("tensor_parallel", "expert_parallel") > 1:
+        if self.context.dims.tensor_parallel * self.context.expert_ranks > 1:
             # Split layers hand on parts of tensors, which say nothing of where they came from; experts that are apart
             # need their peers for each run.
             share_random_state(self.group, self.context.device)

@@ -43,9 +43,9 @@ def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> No
             )
     if trainer.state.fn != TrainerFn.FITTING:
         return
-    if schedule in SPLIT_BACKWARD and context.dims.expert_parallel > 1:
+    if schedule in SPLIT_BACKWARD and context.expert_ranks > 1:
         raise ValueError(
-            f"schedule={schedule!r} with expert_parallel_size={context.dims.expert_parallel} would come to the"
+            f"schedule={schedule!r} with expert_parallel_size={context.expert_ranks} would come to the"
             " exchanges of experts a second time, in the half of backward that it puts off. Use schedule='1f1b',"
             " 'gpipe' or 'interleaved'."
         )

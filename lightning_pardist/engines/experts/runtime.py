@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.activation_checkpointing import ReplacedForward
 from lightning_pardist.engines.experts.calls import ListedExperts
 from lightning_pardist.engines.experts.exchange import Peers
 from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.holding import HeldExperts
+from lightning_pardist.engines.experts.layer_weights import all_in_place, places_of
 from lightning_pardist.engines.experts.stacked import StackedExperts
 from lightning_pardist.engines.experts.trial import Choice
 from lightning_pardist.engines.experts.weights import GatheredExperts
@@ -33,8 +36,9 @@ class ExpertRuntime:
         choices: What travels in each.
         held: Which experts are here.
         group: The ranks.
-        whole: Makes plain whole tensors of what layers are given in parts, where other ranks split them.
-        aside: Around what a layer computes of these.
+        on_plain: Makes of what a layer computes with ordinary tensors what takes those that other ranks split, see
+            :meth:`~lightning_pardist.axes.base.RunContext.on_plain`.
+        in_parts: Whether they split sequences.
         even: Whether tokens go to stacked experts alike, whatever routers choose: where nothing has values.
 
     Attributes:
@@ -50,8 +54,8 @@ class ExpertRuntime:
         held: HeldExperts,
         group: dist.ProcessGroup,
         *,
-        whole: Callable[[Any], Any] = lambda tree: tree,
-        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_plain: Callable[..., Callable[..., Any]] = lambda run, *others: run,
+        in_parts: bool = False,
         even: bool = False,
     ) -> None:
         self._even = even
@@ -62,7 +66,7 @@ class ExpertRuntime:
         self._sequencer = self.peers.sequencer = CollectiveSequencer(group, group)
         self._sequencer.join = lambda kind, index: self.answer(index)
         self._is_shared = False
-        self._whole, self._aside = whole, aside
+        self._in_parts = in_parts
         self._before: list[tuple[nn.Module, Any]] = []
         for number, (layer, choice) in enumerate(zip(layers, choices, strict=True)):
             runner = module.get_submodule(layer.runner)
@@ -71,9 +75,9 @@ class ExpertRuntime:
             if isinstance(made, ListedExperts):
                 for index, expert in enumerate(layer.experts(module)):
                     called = made.called(index)
-                    called.call = self._on_wholes(called.call)
+                    called.call = on_plain(called.call)
                     self._put(expert[0], called)
-            self._put(runner, ReplacedForward(self._on_wholes(made)))
+            self._put(runner, ReplacedForward(on_plain(made, choice.rows, _enter_others(layer, module))))
             layer.forget_batch()
 
     def _runner(
@@ -93,16 +97,6 @@ class ExpertRuntime:
             return ListedExperts(number, layer, runner.forward, listed, weights, self.peers)
         of_layer = number, layer, choice.route, runner, runner.forward, weights, self.peers
         return StackedExperts(*of_layer, even=self._even)
-
-    def _on_wholes(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What a layer computes with plain whole tensors, whatever it is given: tokens travel by their numbers."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._whole((args, kwargs))
-            with self._aside():
-                return run(*args, **kwargs)
-
-        return call
 
     def _put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._before.append((module, vars(module).get("forward", _ABSENT)))
@@ -186,7 +180,29 @@ class ExpertRuntime:
         for layer, choice in zip(self.layers, self.choices, strict=True):
             what = "tokens travel" if choice.dispatch == "tokens" else f"weights travel, since {choice.reason}"
             kind = f"stacked in {', '.join(layer.stacked)}" if layer.stacked else "in a list"
-            lines.append(
-                f"Experts {layer.name}: {layer.count} {kind}, {layer.count // size} on each of {size} ranks; {what}."
-            )
+            where = f"{layer.count // size} on each of {size} ranks"
+            if self._in_parts:
+                where += ", which call them with their own parts of sequences" if choice.rows else ""
+                what += (
+                    ""
+                    if choice.rows
+                    else "; sequences are put together first: a layer computes something else of a part"
+                )
+            lines.append(f"Experts {layer.name}: {layer.count} {kind}, {where}; {what}.")
         return "\n".join(lines)
+
+
+def _enter_others(layer: ExpertLayer, module: nn.Module) -> Callable[..., AbstractContextManager[None]]:
+    """Has a layer's module compute with what a function makes of its parameters, those of experts left out."""
+    runner = module.get_submodule(layer.runner)
+    experts = {*places_of([part for parts in layer.experts(module) for part in parts])}
+    experts |= {(runner, name) for name in layer.stacked}
+    others = [place for place in places_of([runner]) if place not in experts]
+
+    def enter(function: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        found = [(place, own_parameters(place[0])[place[1]]) for place in others]
+        # Shards of another engine's are put together by it.
+        plain = [(place, value) for place, value in found if value is not None and not isinstance(value, DTensor)]
+        return all_in_place([place for place, _ in plain], [function(value) for _, value in plain])
+
+    return enter

@@ -24,6 +24,7 @@ from lightning_pardist.engines.common.devices import numbers_on, random_stays
 from lightning_pardist.engines.experts.exchange import Form, Peers, anchor, joined, travel
 from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.layer_weights import LayerWeights, in_place, without_reentrant
+from lightning_pardist.engines.tensor.rows import Arguments
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class StackedRoute:
     choices: tuple[str, ...] = ()
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: Arguments of these types say how to compute, and are the same for all ranks' tokens; ranks compare them.
 _MODES = (bool, str, type(None))
 _OTHER = -1

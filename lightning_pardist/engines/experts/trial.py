@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,13 +19,13 @@ from lightning_pardist.engines.experts.finding import ExpertLayer
 from lightning_pardist.engines.experts.footprint import Footprint
 from lightning_pardist.engines.experts.layer_weights import LayerWeights, all_in_place
 from lightning_pardist.engines.experts.stacked import (
-    Arguments,
     StackedRoute,
     replaced,
     routes,
     run_pairs,
     stays,
 )
+from lightning_pardist.engines.tensor.rows import Arguments, Rows
 
 #: What travels.
 Dispatch = Literal["auto", "tokens", "weights"]
@@ -49,15 +49,22 @@ class Choice:
         dispatch: ``"tokens"`` or ``"weights"``.
         route: Of stacked experts whose tokens travel.
         reason: Why weights do.
+        rows: Of the layer's call, each of which it computes by itself; None if it does not, or nobody asked.
     """
 
     dispatch: Dispatch
     route: StackedRoute | None = None
     reason: str = ""
+    rows: Rows | None = None
 
 
 def choose_routes(
-    module: nn.Module, layers: Sequence[ExpertLayer], *, size: int, dispatch: Dispatch = "auto"
+    module: nn.Module,
+    layers: Sequence[ExpertLayer],
+    *,
+    size: int,
+    dispatch: Dispatch = "auto",
+    in_parts: bool = False,
 ) -> list[Choice]:
     """Choose what travels in each layer, by running it on this rank alone. Not collective.
 
@@ -66,6 +73,7 @@ def choose_routes(
         layers: Of it.
         size: Number of ranks that share the experts.
         dispatch: ``"tokens"`` refuses a layer whose tokens cannot travel, ``"weights"`` tries none.
+        in_parts: Whether other ranks will have other rows of one sequence: rows are looked for.
 
     Raises:
         ValueError: If a layer cannot do what was set.
@@ -84,6 +92,10 @@ def choose_routes(
                     " 'weights', with which their weights travel."
                 ) from problem
             found.append(Choice("weights", reason=str(problem)))
+    if in_parts:
+        found = [
+            replace(choice, rows=_rows(module, layer, choice)) for layer, choice in zip(layers, found, strict=True)
+        ]
     return found
 
 
@@ -287,6 +299,80 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[No
         vars(module).pop("forward")
         if before is not None:
             vars(module)["forward"] = before
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(module: nn.Module, layer: ExpertLayer, choice: Choice) -> Rows | None:
+    """What a layer's call computes each by itself, so that ranks may each call it with some."""
+    leaves = pytree.tree_leaves(layer.call)
+    if choice.route is not None:
+        travelling = (choice.route.index, *choice.route.tokens, *choice.route.weights)
+        places = leaves[choice.route.index].dim() - 1
+        return Rows(tuple(sorted(travelling)), places, tuple(range(places)))
+    first = next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1), None)
+    runner = module.get_submodule(layer.runner)
+    with ExitStack() as stack:
+        stack.enter_context(random_stays(device_in_use()))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_drawn_parameters(runner, layer, module))
+        for expert in (child for parts in layer.experts(module) for child in parts):
+            stack.callback(expert.train, expert.training)
+            expert.eval()
+        for places in range(0 if first is None else first.dim() - 1, 0, -1):
+            try:
+                if (found := _rows_along(runner, layer.call, first.shape[:places])) is not None:  # type: ignore[union-attr]
+                    return found
+            except (RuntimeError, ValueError, TypeError, IndexError, CannotTravelError):
+                # A forward that is not made for other shapes.
+                continue
+    return None
+
+
+def _rows_along(runner: nn.Module, call: Arguments, shape: torch.Size) -> Rows | None:
+    """Rows along the first dims, if results and gradients for some of them at a time are those for all."""
+    places = len(shape)
+    having = [i for i, t in enumerate(pytree.tree_leaves(call)) if isinstance(t, Tensor) and t.shape[:places] == shape]
+    drawn = pytree.tree_map(_drawn_like, call)
+    given = pytree.tree_leaves(drawn)
+
+    def run(some: Arguments) -> list[Tensor]:
+        results = pytree.tree_leaves(runner.forward(*some[0], **some[1]))
+        if not all(isinstance(result, Tensor) for result in results):
+            raise CannotTravelError("not all that it returns are tensors")
+        return results
+
+    with torch.no_grad():
+        flat = [result.shape[:places] != shape for result in run(drawn)]
+    expected = _results(runner, lambda: run(drawn), drawn)
+    left_behind = Footprint(runner)
+
+    def in_turns(dim: int) -> list[Tensor]:
+        lengths = [max(1, shape[dim] // 3), shape[dim] - max(1, shape[dim] // 3)]
+        parts, start = [], 0
+        for length in lengths:
+            results = run(replaced(drawn, {i: given[i].narrow(dim, start, length) for i in having}))
+            if left_behind != Footprint(runner):
+                raise CannotTravelError("it leaves something behind that depends on how many rows there are")
+            some = [*shape[:dim], length, *shape[dim + 1 :]]
+            parts.append([r.unflatten(0, some) if f else r for r, f in zip(results, flat, strict=True)])
+            start += length
+        joined = [torch.cat(both, dim) for both in zip(*parts, strict=True)]
+        return [each.flatten(0, places - 1) if f else each for each, f in zip(joined, flat, strict=True)]
+
+    dims = [
+        dim
+        for dim in range(places)
+        if shape[dim] > 1 and _same(_results(runner, lambda: in_turns(dim), drawn), expected)  # noqa: B023
+    ]
+    return Rows(tuple(having), places, tuple(dims), tuple(flat)) if dims else None
+
+
+def _drawn_like(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return torch.randn_like(leaf).requires_grad_()
+    return leaf
 
 
 # --- both -------------------------------------------------------------------------------------------------------------

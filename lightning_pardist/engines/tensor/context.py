@@ -10,6 +10,7 @@ Which dim is taken apart decides about cost alone: whatever it is, the sharding 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ from typing_extensions import override
 from lightning_pardist.compat import pytree
 from lightning_pardist.compat.fake_tensors import FakeTensor
 from lightning_pardist.compat.tensors import gradient_hooks_of
-from lightning_pardist.engines.tensor.calls import plain_name
+from lightning_pardist.engines.tensor.calls import NoRule, plain_name
 from lightning_pardist.engines.tensor.dispatch import TensorRuntime, opened_parameter
 from lightning_pardist.engines.tensor.layout import Layout, parted
+from lightning_pardist.engines.tensor.rows import Arguments, Rows, TakenRows
+from lightning_pardist.engines.tensor.rules_shape import viewed
 from lightning_pardist.engines.tensor.split_tensor import SequenceTensor
 
 _LOOK_UPS = frozenset([F.embedding])
@@ -148,6 +151,55 @@ class ContextRuntime(TensorRuntime):
             self._first = tuple(split.shape), layout.dim
         self.taken_over[len(split.shape), layout.dim] = split.shape[layout.dim]
         return split
+
+    def take_rows(self, given: Arguments, rows: Rows) -> TakenRows | None:
+        """This rank's rows of a call's arguments, and all others as wholes.
+
+        Collective where arguments are split in several ways, or some are and do not hold rows.
+
+        Returns:
+            None if no argument is split along its rows.
+        """
+        leaves = dict(enumerate(pytree.tree_leaves(given)))
+        split = [leaf for i in rows.arguments if isinstance(leaf := leaves.get(i), SequenceTensor)]
+        first = next((leaf for leaf in split if leaf.split_layout.dim in rows.dims), None)
+        if first is None:
+            return None
+        layout, shape = first.split_layout, first.global_shape[: rows.places]
+        if any(getattr(leaves.get(i), "shape", ())[: rows.places] != shape for i in rows.arguments):
+            return None
+        flat = layout
+        if rows.places > 1 and any(rows.flat):
+            try:
+                flat = viewed(shape, layout, (math.prod(shape),), self.group.size)
+            except NoRule:
+                return None
+        taken = {i: self.group.taken_out(self._laid_out(leaves[i], layout)) for i in rows.arguments}
+        numbers, layouts = iter(range(len(leaves))), iter([flat if is_flat else layout for is_flat in rows.flat])
+
+        def own(leaf: Any) -> Any:
+            number = next(numbers)
+            return taken[number] if number in taken else self.plain(leaf)
+
+        def put_back(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            found = next(layouts, None)
+            if found is None:
+                raise RuntimeError("A part of a step returned more tensors than when it was tried.")
+            return self.kind(self.group.put_in(leaf), found, self)
+
+        return TakenRows(
+            pytree.tree_map(own, given), lambda result: pytree.tree_map(put_back, result), self.group.inside
+        )
+
+    def _laid_out(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """This rank's part of a tensor, whole or split in any way, as a layout has it."""
+        if isinstance(tensor, SequenceTensor):
+            if tensor.split_layout == layout:
+                return tensor.local
+            tensor = self.gather(tensor)
+        return self.group.scatter(tensor, layout)
 
     def outside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function on whole tensors, or take its input apart first."""

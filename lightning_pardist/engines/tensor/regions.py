@@ -301,6 +301,33 @@ class TensorGroup:
         result: Tensor = _Parts.run(parameter, self, hooked)
         return result
 
+    def taken_out(self, local: Tensor) -> Tensor:
+        """Rows of a split tensor into a computation that knows no split, up to :meth:`put_in`.
+
+        All gradients inside are multiplied by the number of ranks, as :meth:`parameter` does one by one.
+        """
+        return self._scaled(local, divided=True)
+
+    def put_in(self, local: Tensor) -> Tensor:
+        """Rows that were computed from what was :meth:`taken_out`."""
+        return self._scaled(local, divided=False)
+
+    def _scaled(self, local: Tensor, *, divided: bool) -> Tensor:
+        if not (local.requires_grad and torch.is_grad_enabled()):
+            return local
+        result: Tensor = _Scaled.run(local, self, divided)
+        return result
+
+    def inside(self, parameter: Tensor) -> Tensor:
+        """A whole parameter into such a computation, whose rows on other ranks add to its gradient as well.
+
+        As :meth:`parameter`, of which it has the multiplication already.
+        """
+        if not (parameter.requires_grad and torch.is_grad_enabled()):
+            return parameter
+        result: Tensor = _Inside.run(parameter, self, bool(gradient_hooks_of(parameter)))
+        return result
+
     def _count(self, kind: str, tensor: Tensor) -> None:
         self.calls[kind] += 1
         self.bytes[kind] += tensor.numel() * tensor.element_size()
@@ -363,6 +390,34 @@ class _Parts(PlainFunction):
         if group.sums_at_once or ctx.at_once:
             return group.all_reduce_(grads[0].clone(memory_format=torch.contiguous_format)), None, None
         return grads[0] * group.size, None, None
+
+
+class _Scaled(PlainFunction):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, divided: bool) -> Tensor:
+        ctx.group, ctx.divided = group, divided
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.group.sums_at_once:
+            return grads[0], None, None
+        return (grads[0] / ctx.group.size if ctx.divided else grads[0] * ctx.group.size), None, None
+
+
+class _Inside(PlainFunction):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, group: TensorGroup, hooked: bool) -> Tensor:
+        ctx.group, ctx.hooked = group, hooked
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        group = ctx.group
+        if not (group.sums_at_once or ctx.hooked):
+            return grads[0], None, None
+        total = _Reduce.run(grads[0].clone(memory_format=torch.contiguous_format), group)
+        return total if group.sums_at_once else total / group.size, None, None
 
 
 class _Move(PlainFunction):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pardist.engines.experts import choose_routes, find_layers
-from tests.helpers.experts import EXPERTS, FAMILIES, LAYERS, WIDTH, Chain, Listed, Stacked, family_model
+from tests.helpers.experts import EXPERTS, FAMILIES, LAYERS, WIDTH, Chain, Listed, ListedBlock, Stacked, family_model
 
 
 def _layers(module, **kwargs):
@@ -219,6 +219,57 @@ def test_why_tokens_cannot_travel(make, reason):
     assert reason in choice.reason
     with pytest.raises(ValueError, match="expert_dispatch='tokens' is not for the experts 'experts'"):
         choose_routes(module, layers, size=2, dispatch="tokens")
+
+
+@pytest.mark.parametrize(
+    ("layer", "dims", "flat"),
+    [
+        ("listed block", (0, 1), (False, True)),
+        ("dense block", (0, 1), (False, False)),
+        # Tokens are in one dim there.
+        ("stacked", (0,), (False,)),
+    ],
+)
+def test_rows_that_a_layer_computes_by_themselves(layer, dims, flat):
+    module = LAYERS[layer]()
+    (choice,) = choose_routes(module, _layers(module), size=2, in_parts=True)
+    assert (choice.rows.dims, choice.rows.flat) == (dims, flat)
+
+
+class Balancing(torch.autograd.Function):
+    """The first as it is; the second gets a gradient as a part of the loss would."""
+
+    @staticmethod
+    def forward(ctx, x, balance):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones(())
+
+
+class Injecting(ListedBlock):
+    """A balance of all rows that shows in gradients alone."""
+
+    def forward(self, x):
+        out, scores = super().forward(x)
+        return Balancing.apply(out, scores.square().mean()), scores
+
+
+class Centered(ListedBlock):
+    """Rows are centered along the sequence."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "dims"), [(Listed, None), (LAYERS["dense"], None), (Injecting, None), (Centered, (0,))]
+)
+def test_rows_that_depend_on_others_are_not_taken_apart(make, dims):
+    module = make()
+    (choice,) = choose_routes(module, _layers(module), size=2, in_parts=True)
+    assert (None if choice.rows is None else choice.rows.dims) == dims
 
 
 class Blocks(nn.Module):
