@@ -111,7 +111,8 @@ def assume_routes(module: nn.Module, layers: Sequence[ExpertLayer], *, dispatch:
     for layer in layers:
         route = next(routes(layer, module.get_submodule(layer.runner)), None) if layer.stacked else None
         is_whole = dispatch == "weights" or not isinstance(layer.output, Tensor) or (layer.stacked and route is None)
-        found.append(Choice("weights", reason="as set or assumed") if is_whole else Choice("tokens", route))
+        rows = None if route is None else _rows_of_route(layer, route)
+        found.append(Choice("weights", reason="as set or assumed") if is_whole else Choice("tokens", route, rows=rows))
     return found
 
 
@@ -306,11 +307,9 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[No
 
 def _rows(module: nn.Module, layer: ExpertLayer, choice: Choice) -> Rows | None:
     """What a layer's call computes each by itself, so that ranks may each call it with some."""
-    leaves = pytree.tree_leaves(layer.call)
     if choice.route is not None:
-        travelling = (choice.route.index, *choice.route.tokens, *choice.route.weights)
-        places = leaves[choice.route.index].dim() - 1
-        return Rows(tuple(sorted(travelling)), places, tuple(range(places)))
+        return _rows_of_route(layer, choice.route)
+    leaves = pytree.tree_leaves(layer.call)
     first = next((t for t in leaves if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 1), None)
     runner = module.get_submodule(layer.runner)
     with ExitStack() as stack:
@@ -328,6 +327,11 @@ def _rows(module: nn.Module, layer: ExpertLayer, choice: Choice) -> Rows | None:
                 # A forward that is not made for other shapes.
                 continue
     return None
+
+
+def _rows_of_route(layer: ExpertLayer, route: StackedRoute) -> Rows:
+    places = pytree.tree_leaves(layer.call)[route.index].dim() - 1
+    return Rows(tuple(sorted({route.index, *route.tokens, *route.weights})), places, tuple(range(places)))
 
 
 def _rows_along(runner: nn.Module, call: Arguments, shape: torch.Size) -> Rows | None:
