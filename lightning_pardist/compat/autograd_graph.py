@@ -22,6 +22,8 @@ from lightning_pardist.compat.fake_tensors import no_modes
 NAMES = (
     Private("torch.autograd.graph.Node._input_metadata", "losses weighed by what they count", "loss_weight='samples'",
             on_instances=True),
+    Private("torch._C._autograd.SavedTensor.unpack_hook", "telling held tensors from data in a loss, no hook asked",
+            "take what needs no gradient as data, as kept() does where the name is gone"),
 )  # fmt: skip
 _SUFFIX = re.compile(r"Backward\d*$")
 

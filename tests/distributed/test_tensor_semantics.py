@@ -263,6 +263,29 @@ def test_operators_without_a_rule_run_on_whole_tensors_and_are_named():
         assert cost["Square"] == 4 * 16 * 4
 
 
+def looks_at_memory():
+    """Where tensors lie, asked on the first rank alone: a look that gathers would wait for the others."""
+    torch.manual_seed(0)
+    model = Odd()
+    _, runtime = split(model, 2, overrides={"up": "column", "down": "row"})
+    with runtime.step():
+        hidden = model.up(torch.ones(4, 8))
+        assert isinstance(hidden, SplitTensor)
+        if torch.distributed.get_rank():
+            return [], []
+        tensors = (hidden, model.up.weight)
+        found = [(tensor.storage_offset(), tensor.is_contiguous()) for tensor in tensors]
+        assert all(tensor.untyped_storage() is not None and tensor.stride()[1] == 1 for tensor in tensors)
+        assert hidden.data_ptr() == hidden.untyped_storage().data_ptr()
+    return found, sorted(runtime.fallbacks)
+
+
+def test_looks_at_where_a_tensor_lies_gather_nothing():
+    found, fallbacks = run_ranks(2, looks_at_memory, timeout_s=30)[0]
+    assert found == [(0, True)] * 2
+    assert not fallbacks
+
+
 def layers_in_custom_functions():
     torch.manual_seed(0)
     model = CallsLayers().double()

@@ -311,6 +311,7 @@ LOCAL_PROPERTIES = frozenset(
         "get:_version",
         "is_contiguous",
         "stride",
+        "storage_offset",
         "get:output_nr",
         "untyped_storage",
         "get:_base",
@@ -321,6 +322,6 @@ LOCAL_PROPERTIES = frozenset(
 PARAMETER_METHODS = frozenset([
     "detach", "get:data", "get:grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
     "requires_grad", "get:_local_tensor", "deepcopy", "reduce_ex", "format", "repr", "get:is_leaf",
-    "get:requires_grad", "get:grad_fn", "get:_version", "is_contiguous", "stride", "data_ptr", "untyped_storage",
-    "get:retains_grad", "is_shared", "share_memory", "get:_backward_hooks", "get:_spec",
+    "get:requires_grad", "get:grad_fn", "get:_version", "is_contiguous", "stride", "storage_offset", "data_ptr",
+    "untyped_storage", "get:retains_grad", "is_shared", "share_memory", "get:_backward_hooks", "get:_spec",
 ])  # fmt: skip
