@@ -121,12 +121,19 @@ def normalized(logits, labels):
     return torch.dot((weights / weights.sum()).to(logits), logits.mean((1, 2)))
 
 
+def mixed_up(logits, labels):
+    order = torch.randperm(len(labels))
+    mixed = 0.3 * logits + 0.7 * logits[order]
+    return 0.3 * ignored(mixed, labels) + 0.7 * ignored(mixed, labels[order])
+
+
 #: Of one mean or sum, so that the loss of a batch follows from those of its parts.
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, mixed]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
-LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *GATHERED, contrastive, normalized, by_rank)}
-COUPLED = {"contrastive", "normalized", "by_rank", *(loss.__name__ for loss in GATHERED)}
+TOGETHER = [contrastive, mixed_up, normalized, by_rank, *GATHERED]
+LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *TOGETHER)}
+COUPLED = {loss.__name__ for loss in TOGETHER}
 
 
 class Module(pl.LightningModule):
@@ -296,6 +303,22 @@ def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2):
 def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
     said, *_ = run_ranks(2 * len(sizes), _warned, sizes, given)
     assert sum("compares samples" in each or "couples the samples" in each for each in said) == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "given", "who"),
+    [
+        ("ddp", EVEN, {}, "rank"),
+        ("zero3", EVEN, {}, "rank"),
+        ("pp", EVEN, {}, "rank"),
+        ("pp", (SAMPLES,), {"num_microbatches": 2}, "micro-batch"),
+    ],
+    ids=str,
+)
+def test_samples_that_a_step_mixes_are_said_once(strategy, sizes, given, who):
+    parts = 2 if strategy == "pp" else 1
+    said, *_ = run_ranks(parts * len(sizes), _warned, sizes, given, strategy, "mixed_up", parts)
+    assert sum("in two orders, one by an index" in each and f"and each {who} has some" in each for each in said) == 1
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("zero3", 2), ("tp", 4), ("pp", 2)])
