@@ -336,6 +336,13 @@ class PipelineAxis(ParallelAxis):
                     " does not go together to what it would for the batch: their mean is taken. pardist_mp, which makes"
                     " no micro-batches, does as one process does."
                 )
+            if rules.metrics:
+                rank_zero_warn(
+                    f"{name} gives samples to {', '.join(rules.metrics)}, which makes something else of micro-batches"
+                    " one after the other than of the batch, as what counts calls does (torchmetrics.wrappers.Running):"
+                    " its values are not those of one process. pardist_mp, which makes no micro-batches, does as one"
+                    " process does."
+                )
             if rules.mixing is not None:
                 rank_zero_warn(mixed_samples(self._trainer.lightning_module, rules.mixing, "micro-batch"))
             if rules.orders is not None and rules.is_explained:

@@ -697,7 +697,8 @@ class StepRecorder:
         is_random = not is_same_state(rng, self._rng_afterwards)
         weights = self._weights(parts, run)
         shares = Shares.of([1.0 if weight is None else float(weight) for weight in weights], sizes)
-        collector = self._numbers(run(values), shares)
+        records = run(values)
+        collector = self._numbers(records, shares)
         numbers, columns, meant = self._numbers_of(whole, sum(sizes)), collector.found, collector.meant
         loose, close = (_LOOSE, _CLOSE) if is_exact else (_ROUGH, _ROUGH)
         loss = loss_of(whole)
@@ -706,21 +707,24 @@ class StepRecorder:
         tolerances: dict[str, Any] = {"close": close, "tolerance": loose, "rough": is_random, "meant": meant}
         found = find_rules(numbers, columns, shares, **tolerances) | derived
         found = self._settle_sums(found, numbers, sample, run)
-        unexplained = () if is_random else _unexplained(numbers, columns, found)
+        told: dict[str, Any] = {}
+        if not is_random:
+            told["unexplained"] = _unexplained(numbers, columns, found)
+            told["metrics"] = tuple(self._effects.uneven_metrics(whole, records))
         if place is None or place not in columns:
-            return Rules(found, unexplained=unexplained)
+            return Rules(found, **told)
         own, shown = "sum" if None in weights else "mean", found.get(place)
         if is_random:
             # No number proves what the graph shows.
-            return Rules({**found, place: own}, None, not self._coupled_in_whole(sample), unexplained)
+            return Rules({**found, place: own}, None, not self._coupled_in_whole(sample), **told)
         if relative_error(numbers[place], combined(own, columns[place], shares)) <= loose:
-            return Rules({**found, place: own}, unexplained=unexplained)
+            return Rules({**found, place: own}, **told)
         if shown not in ("mean", "samples", "sum"):
             linear = self._loss.several_counts and not self._loss.coupled
-            return Rules({**found, place: own}, None, linear, unexplained)
+            return Rules({**found, place: own}, None, linear, **told)
         # The graph has been misread.
         known = self.loss_weight == "auto"
-        return Rules(found, ("sum" if shown == "sum" else "samples") if known else None, known, unexplained)
+        return Rules(found, ("sum" if shown == "sum" else "samples") if known else None, known, **told)
 
     def _weights(self, parts: Sequence[MicroBatch], run: _Evaluate) -> list[Tensor | float | None]:
         """What weighs the losses of micro-batches, None each if they add up."""
