@@ -147,12 +147,13 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         ids, labels = batch
+        # First, so that stages of a pipeline send what the last one adds.
+        penalty = self.net[1:](self.grid).square().sum() if self.at_points else 0.0
         loss = self.loss(self.net(ids), labels)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("detached", loss.detach(), on_step=False, on_epoch=True)
         loss = loss + self.decay * sum(param.square().sum() for param in self.net.parameters())
-        if self.at_points:
-            loss = loss + self.at_points * self.net[1:](self.grid).square().sum()
+        loss = loss + self.at_points * penalty
         return loss if self.log_weight is None else torch.exp(-self.log_weight) * (1 + loss) + self.log_weight
 
     def on_train_batch_end(self, *args):
@@ -321,10 +322,23 @@ def test_samples_that_a_step_mixes_are_said_once(strategy, sizes, given, who):
     assert sum("in two orders, one by an index" in each and f"and each {who} has some" in each for each in said) == 1
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("zero3", 2), ("tp", 4), ("pp", 2)])
-def test_a_penalty_at_points_that_the_module_holds(strategy, world):
-    """It is one process's penalty on each rank, however many rows it sums."""
-    _run(strategy, world=world, sizes=(SAMPLES,) if strategy == "pp" else UNEVEN, module={"at_points": 0.1})
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "given"),
+    [
+        ("ddp", UNEVEN, {}),
+        ("zero3", UNEVEN, {}),
+        ("tp", UNEVEN, {}),
+        ("pp", (SAMPLES,), {}),
+        ("pp", (SAMPLES,), {"num_microbatches": 4}),
+        ("pp", UNEVEN, {}),
+        ("pp", UNEVEN, {"num_microbatches": 2}),
+    ],
+    ids=str,
+)
+def test_a_penalty_at_points_that_the_module_holds(strategy, sizes, given):
+    """It is one process's penalty on each rank and in each micro-batch, however many rows it sums."""
+    parts = 2 if strategy in ("tp", "pp") else 1
+    _run(strategy, world=parts * len(sizes), sizes=sizes, module={"at_points": 0.1}, given=given)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
