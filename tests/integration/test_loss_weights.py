@@ -127,11 +127,17 @@ def mixed_up(logits, labels):
     return 0.3 * ignored(mixed, labels) + 0.7 * ignored(mixed, labels[order])
 
 
+def mean_of_classes(logits, labels):
+    losses, classes = logits.square().mean((1, 2)), torch.arange(len(logits)) % 2
+    counts = torch.bincount(classes, minlength=2).clamp(min=1)
+    return (logits.new_zeros(2).index_add(0, classes, losses) / counts).mean()
+
+
 #: Of one mean or sum, so that the loss of a batch follows from those of its parts.
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, mixed]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
-TOGETHER = [contrastive, mixed_up, normalized, by_rank, *GATHERED]
+TOGETHER = [contrastive, mean_of_classes, mixed_up, normalized, by_rank, *GATHERED]
 LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *TOGETHER)}
 COUPLED = {loss.__name__ for loss in TOGETHER}
 
@@ -304,6 +310,12 @@ def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2):
 def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
     said, *_ = run_ranks(2 * len(sizes), _warned, sizes, given)
     assert sum("compares samples" in each or "couples the samples" in each for each in said) == 1
+
+
+@pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("pp", 2)])
+def test_samples_that_are_added_up_by_class_are_said_once(strategy, parts):
+    said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, "mean_of_classes", parts)
+    assert sum("couples the samples of a batch" in each for each in said) == 1
 
 
 @pytest.mark.parametrize(
