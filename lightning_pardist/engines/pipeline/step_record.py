@@ -197,8 +197,8 @@ class _Recording:
                 tracker.set_value(leaf, Value(index, position))
                 if not (described.requires_grad or torch.is_grad_enabled()):
                     self.without_graph.append((name, leaf))
-        described = zip(output.leaves, leaves, strict=True)
-        output = replace(output, leaves=tuple(self._with_origin(each, leaf) for each, leaf in described))
+        pairs = zip(output.leaves, leaves, strict=True)
+        output = replace(output, leaves=tuple(self._with_origin(each, leaf) for each, leaf in pairs))
         self.calls.append(UnitCall(name, output, needs, flops, free_flops))
         return result
 
