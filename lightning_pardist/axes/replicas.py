@@ -142,8 +142,8 @@ class ReplicaAxis(ParallelAxis):
         if self.context.check_samples:
             remedy = "pardist_ddp with Trainer(sync_batchnorm=True) does so over ranks."
             self._batch_norms = WatchedBatchNorms(module, "replica", remedy, apart=False)
-        if self._loss.coupled:
-            rank_zero_warn(coupled_samples(module, self._loss.coupled))
+        if coupled := self._loss.coupled or rules.orders:
+            rank_zero_warn(coupled_samples(module, coupled))
         self._threads = ReplicaThreads(self.devices)
 
     def _try_to_replicate(self, module: pl.LightningModule) -> None:

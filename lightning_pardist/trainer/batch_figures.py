@@ -31,7 +31,7 @@ _SUMS = {"sum", "nansum", "count_nonzero", "bincount"}
 _EXTREMES = {"max", "min", "amax", "amin"}
 _OVER_DIM = {"softmax", "log_softmax"}
 #: What reduces dims, and at which place it takes them.
-_DIM_AT = dict.fromkeys(
+DIM_AT = dict.fromkeys(
     (*_SUMS, *_EXTREMES, *_OVER_DIM, "mean", "nanmean", "std", "var", "std_mean", "var_mean", "median", "nanmedian")
     + ("prod", "logsumexp"),
     1,
@@ -101,8 +101,8 @@ class BatchFigures(TorchFunctionMode):
         return output
 
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        given = _tensors((args, kwargs))
-        results = [each for each in _tensors(output) if type(each) is Tensor]
+        given = given_tensors((args, kwargs))
+        results = [each for each in given_tensors(output) if type(each) is Tensor]
         if name == "detach" and given and given[0].requires_grad and results:
             return self._detached(given[0], results[0])
         marked = [(each, self._marks[each]) for each in given if type(each) is Tensor and each in self._marks]
@@ -143,7 +143,7 @@ class BatchFigures(TorchFunctionMode):
 
     def _are_sums(self, args: tuple[Any, ...], results: Sequence[Tensor]) -> bool:
         """Whether a figure is added to others of its kind, with a gradient: both add up to those of the batch."""
-        others = [each.grad_fn for each in _tensors(args) if each.requires_grad]
+        others = [each.grad_fn for each in given_tensors(args) if each.requires_grad]
         dims = BatchDims(self._samples)
         return bool(results) and all(node is not None and dims.of(node) == REDUCED for node in others)
 
@@ -172,9 +172,9 @@ class BatchFigures(TorchFunctionMode):
             # Rows that are in order by what they belong to are counted for each of these: nodes of a graph.
             in_order = bool((source[1:] >= source[:-1]).all()) if source.dim() == 1 else False
             return None if in_order or len(result) in self._lengths else self._figure(name, source)
-        if name in _DIM_AT and not (name in _EXTREMES and len(args) > 1 and isinstance(args[1], Tensor)):
+        if name in DIM_AT and not (name in _EXTREMES and len(args) > 1 and isinstance(args[1], Tensor)):
             whole = name in _EXTREMES and not source.is_floating_point()
-            if dim in _dims(name, args, kwargs, source.dim()):
+            if dim in reduced_dims(name, args, kwargs, source.dim()):
                 return (
                     None if whole or (source.dtype == torch.bool and name not in _SUMS) else self._figure(name, source)
                 )
@@ -192,18 +192,18 @@ class BatchFigures(TorchFunctionMode):
         return _Mark(None, what, adds_up=name in _SUMS)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def given_tensors(tree: Any) -> list[Tensor]:
     """Tensors among the arguments of a function, or what it returned."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
         tree = tuple(tree.values())
-    return [each for part in tree for each in _tensors(part)] if isinstance(tree, list | tuple) else []
+    return [each for part in tree for each in given_tensors(part)] if isinstance(tree, list | tuple) else []
 
 
-def _dims(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> set[int]:
+def reduced_dims(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> set[int]:
     """Dims that a reduction reduces."""
-    place = _DIM_AT[name]
+    place = DIM_AT[name]
     found = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
     if isinstance(found, bool) or found is None or found == ():
         return set(range(max(ndim, 1)))

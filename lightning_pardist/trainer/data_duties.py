@@ -24,10 +24,11 @@ from lightning_pardist.trainer.batch_figures import BatchFigures, figures_of_ran
 from lightning_pardist.trainer.evaluation import ExactEvaluation
 from lightning_pardist.trainer.layer_sync import WatchedBatchNorms
 from lightning_pardist.trainer.logged_results import EpochResults, no_sync_advice
-from lightning_pardist.trainer.loss_weights import LossWeights
+from lightning_pardist.trainer.loss_weights import LossWeights, coupled_samples
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 from lightning_pardist.trainer.random_numbers import drawn_apart, draws
 from lightning_pardist.trainer.sample_mixing import SampleMixing, is_closed, mixed_samples
+from lightning_pardist.trainer.sample_orders import SampleOrders
 from lightning_pardist.trainer.trial_run import without_trace
 from lightning_pardist.trainer.uneven_inputs import EvenSteps, UnevenInputs
 
@@ -174,10 +175,12 @@ class DataParallelDuties:
         if not looks or module is None or samples is None or any(map(is_closed, module.modules())):
             yield
             return
-        with eagerly(), BatchFigures(batch, samples) as figures:
+        with eagerly(), BatchFigures(batch, samples) as figures, SampleOrders(batch, samples) as orders:
             yield
         if figures.found is not None:
             rank_zero_warn(figures_of_ranks(module, figures.found))
+        if orders.found is not None:
+            rank_zero_warn(coupled_samples(module, orders.found))
 
     def before_training_step(self, trainer: pl.Trainer, run_step: Callable[[Callable[[], None]], None]) -> None:
         """Before the second step look whether layers that the first has called mix samples. Collective over the world.

@@ -65,11 +65,17 @@ def weight_of_logged(
     return weight_of(terms, float(samples or 1))
 
 
-def coupled_samples(module: pl.LightningModule, reason: str) -> str:
-    """A warning for losses of samples that are compared with each other."""
+def coupled_samples(module: pl.LightningModule, reason: str, who: str = "rank") -> str:
+    """A warning for losses of samples that are compared with each other.
+
+    Args:
+        module: The user's.
+        reason: What was found.
+        who: Has some of the samples of a batch.
+    """
     return (
         f"The loss of {original_class(module).__name__}.training_step couples the samples of a batch ({reason}),"
-        " and each rank has some of them only: training is not that of one process with all of them."
+        f" and each {who} has some of them only: training is not that of one process with all of them."
     )
 
 

@@ -121,12 +121,25 @@ def normalized(logits, labels):
     return torch.dot((weights / weights.sum()).to(logits), logits.mean((1, 2)))
 
 
+def mixed_up(logits, labels):
+    order = torch.randperm(len(labels))
+    mixed = 0.3 * logits + 0.7 * logits[order]
+    return 0.3 * ignored(mixed, labels) + 0.7 * ignored(mixed, labels[order])
+
+
+def mean_of_classes(logits, labels):
+    losses, classes = logits.square().mean((1, 2)), torch.arange(len(logits)) % 2
+    counts = torch.bincount(classes, minlength=2).clamp(min=1)
+    return (logits.new_zeros(2).index_add(0, classes, losses) / counts).mean()
+
+
 #: Of one mean or sum, so that the loss of a batch follows from those of its parts.
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, mixed]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
-LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *GATHERED, contrastive, normalized, by_rank)}
-COUPLED = {"contrastive", "normalized", "by_rank", *(loss.__name__ for loss in GATHERED)}
+TOGETHER = [contrastive, mean_of_classes, mixed_up, normalized, by_rank, *GATHERED]
+LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *TOGETHER)}
+COUPLED = {loss.__name__ for loss in TOGETHER}
 
 
 class Module(pl.LightningModule):
@@ -140,12 +153,13 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         ids, labels = batch
+        # First, so that stages of a pipeline send what the last one adds.
+        penalty = self.net[1:](self.grid).square().sum() if self.at_points else 0.0
         loss = self.loss(self.net(ids), labels)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("detached", loss.detach(), on_step=False, on_epoch=True)
         loss = loss + self.decay * sum(param.square().sum() for param in self.net.parameters())
-        if self.at_points:
-            loss = loss + self.at_points * self.net[1:](self.grid).square().sum()
+        loss = loss + self.at_points * penalty
         return loss if self.log_weight is None else torch.exp(-self.log_weight) * (1 + loss) + self.log_weight
 
     def on_train_batch_end(self, *args):
@@ -298,10 +312,45 @@ def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
     assert sum("compares samples" in each or "couples the samples" in each for each in said) == 1
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("zero3", 2), ("tp", 4), ("pp", 2)])
-def test_a_penalty_at_points_that_the_module_holds(strategy, world):
-    """It is one process's penalty on each rank, however many rows it sums."""
-    _run(strategy, world=world, sizes=(SAMPLES,) if strategy == "pp" else UNEVEN, module={"at_points": 0.1})
+@pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("pp", 2)])
+def test_samples_that_are_added_up_by_class_are_said_once(strategy, parts):
+    said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, "mean_of_classes", parts)
+    assert sum("couples the samples of a batch" in each for each in said) == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "given", "who"),
+    [
+        ("ddp", EVEN, {}, "rank"),
+        ("zero3", EVEN, {}, "rank"),
+        ("pp", EVEN, {}, "rank"),
+        ("pp", (SAMPLES,), {"num_microbatches": 2}, "micro-batch"),
+    ],
+    ids=str,
+)
+def test_samples_that_a_step_mixes_are_said_once(strategy, sizes, given, who):
+    parts = 2 if strategy == "pp" else 1
+    said, *_ = run_ranks(parts * len(sizes), _warned, sizes, given, strategy, "mixed_up", parts)
+    assert sum("in two orders, one by an index" in each and f"and each {who} has some" in each for each in said) == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "given"),
+    [
+        ("ddp", UNEVEN, {}),
+        ("zero3", UNEVEN, {}),
+        ("tp", UNEVEN, {}),
+        ("pp", (SAMPLES,), {}),
+        ("pp", (SAMPLES,), {"num_microbatches": 4}),
+        ("pp", UNEVEN, {}),
+        ("pp", UNEVEN, {"num_microbatches": 2}),
+    ],
+    ids=str,
+)
+def test_a_penalty_at_points_that_the_module_holds(strategy, sizes, given):
+    """It is one process's penalty on each rank and in each micro-batch, however many rows it sums."""
+    parts = 2 if strategy in ("tp", "pp") else 1
+    _run(strategy, world=parts * len(sizes), sizes=sizes, module={"at_points": 0.1}, given=given)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])

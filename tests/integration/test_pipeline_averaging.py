@@ -166,3 +166,38 @@ def _refused(kind, settings):
 def test_what_cannot_be_averaged_is_refused(callback, settings, pattern):
     with pytest.raises(RankFailed, match=pattern):
         run_ranks(2, _refused, callback, settings)
+
+
+class Averaged(Net):
+    """Keeps an average itself, which only validation calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = copy.deepcopy(Net()).requires_grad_(False)
+        self.average.load_state_dict(Net.state_dict(self), strict=False)
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer):
+        for name, mine in self.average.named_parameters():
+            mine.lerp_(self.get_parameter(name), 0.2)
+
+    def validation_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.average(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        self.log("val_loss", loss)
+
+
+def _keep_average(strategy, devices):
+    torch.manual_seed(3)
+    module = Averaged()
+    tokens = torch.randint(0, 12, (32, 7), generator=torch.Generator().manual_seed(5))
+    trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=2)
+    trainer.fit(module, DataLoader(tokens, batch_size=8), DataLoader(tokens, batch_size=8))
+    return snapshot(module), {name: value.clone() for name, value in trainer.callback_metrics.items()}
+
+
+def test_an_average_that_the_module_keeps_in_a_hook_lies_where_its_layers_do():
+    """Layers that no training step calls are put where those are that they are copies of, tied ones too."""
+    ((weights, logged),) = run_ranks(1, _keep_average, "auto", 1)
+    for found, values in run_ranks(2, _keep_average, PipelineStrategy(pipeline_parallel_size=2), 2):
+        assert_close(found, weights)
+        assert_close(values, logged)

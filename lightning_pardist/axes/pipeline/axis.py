@@ -322,8 +322,8 @@ class PipelineAxis(ParallelAxis):
                 " micro-batch, by its samples alone, where one process changes them once a step. pardist_mp, which"
                 " makes no micro-batches, does as one process does."
             )
-        coupled = f" ({recorded.loss.coupled})" if recorded.loss.coupled else ""
         for (name, _), rules in self._rules.items():
+            coupled = f" ({recorded.loss.coupled or rules.orders})" if recorded.loss.coupled or rules.orders else ""
             if not rules.is_explained:
                 rank_zero_warn(
                     f"The loss of {name} for a batch is neither the mean nor the sum of its losses for micro-batches:"
@@ -336,8 +336,17 @@ class PipelineAxis(ParallelAxis):
                     " does not go together to what it would for the batch: their mean is taken. pardist_mp, which makes"
                     " no micro-batches, does as one process does."
                 )
+            if rules.metrics:
+                rank_zero_warn(
+                    f"{name} gives samples to {', '.join(rules.metrics)}, which makes something else of micro-batches"
+                    " one after the other than of the batch, as what counts calls does (torchmetrics.wrappers.Running):"
+                    " its values are not those of one process. pardist_mp, which makes no micro-batches, does as one"
+                    " process does."
+                )
             if rules.mixing is not None:
                 rank_zero_warn(mixed_samples(self._trainer.lightning_module, rules.mixing, "micro-batch"))
+            if rules.orders is not None and rules.is_explained:
+                rank_zero_warn(coupled_samples(self._trainer.lightning_module, rules.orders, "micro-batch"))
             if rules.untried:
                 rank_zero_warn(
                     f"{name} could not be tried on a whole batch in evaluation mode ({rules.untried}), so it is not"

@@ -30,7 +30,7 @@ from lightning_pardist.axes.pipeline.merged_values import (
 )
 from lightning_pardist.axes.pipeline.metric_calls import NumberCalls
 from lightning_pardist.axes.pipeline.printed_text import merged_texts, printed
-from lightning_pardist.axes.pipeline.reduction_rules import Collector, Place, Rules, Shares
+from lightning_pardist.axes.pipeline.reduction_rules import Collector, Place, Rules, Shares, relative_error
 from lightning_pardist.compat.metrics import (
     computed_of,
     forward_cache_of,
@@ -51,6 +51,8 @@ _DTYPE = "default dtype"
 _MISSING = object()
 #: Values that travel; of anything else (a logger, a trainer) only the rank that assigned it knows.
 _PLAIN = (int, float, str, bytes, bool, type(None))
+#: Relative differences of states of metrics that are rounding.
+_LOOSE = 1e-4
 #: How deep dicts in attributes are looked into.
 _DEPTH = 4
 
@@ -269,6 +271,10 @@ class StepOutputs:
             for name in _RECORDED:
                 self.module.__dict__.pop(name, None)
         before.compare(self, record)
+        is_last = part is None or part.begin + part.size == part.total
+        for name in record.metrics if is_last and not in_order else ():
+            value = self._numbers.value_of(name)
+            record.metrics[name]["forward"] = record.metrics[name]["forward"] if value is None else value
         for arguments in record.logged:
             dtype = arguments.pop(_DTYPE)
             if isinstance(arguments["value"], Tensor):
@@ -294,6 +300,16 @@ class StepOutputs:
                 if isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == part.total:
                     leaves[index] = leaf.narrow(dim, part.begin, part.size).clone()
             self._assign(path, rebuild(spec, leaves))
+
+    def uneven_metrics(self, whole: dict[str, Any], parts: Sequence[dict[str, Any]]) -> list[str]:
+        """Metrics that make something else of micro-batches one after the other than of the batch: they count calls.
+
+        Args:
+            whole: Of :meth:`run` for the batch.
+            parts: The same for its micro-batches, in one :meth:`watching`.
+        """
+        pairs = ((name, whole["metrics"][name], change) for name, change in parts[-1]["metrics"].items())
+        return [name for name, one, other in pairs if _states_differ(one["states"], other["states"])]
 
     def learn(self, rules: Rules) -> None:
         """Note which attributes have an entry a sample, as a trial has shown."""
@@ -370,7 +386,8 @@ class StepOutputs:
             done.metrics[name] = found = [record.metrics[name] for record in records if name in record.metrics]
             values = [each["forward"] for each in found]
             if len(values) == len(records) and all(value is not None for value in values):
-                done.forward[name] = merged(values, "forward", name)
+                # The last one's is that of all.
+                done.forward[name] = values[-1]
         for name in dict.fromkeys(name for record in records for name in record.calls):
             called = [record.calls.get(name, []) for record in records]
             if len({len(calls) for calls in called}) == 1:
@@ -585,7 +602,8 @@ class _State:
         for name, metric in effects._metrics.items():
             source = leaders.get(id(metric), metric)
             before = self.metrics[name]
-            if source.update_count != before["count"] or forward_cache_of(metric) is not before["forward"]:
+            is_new = source.update_count != before["count"] or forward_cache_of(metric) is not before["forward"]
+            if is_new or name in effects._numbers.called:
                 record.metrics[name] = _metric_change(metric, source, before)
 
 
@@ -694,6 +712,10 @@ def _metric_change(metric: Metric, source: Metric, before: dict[str, Any]) -> di
             states[name] = value.detach().clone()
     forward = forward_cache_of(metric) if forward_cache_of(metric) is not before["forward"] else None
     return {"count": source.update_count, "forward": forward, "states": states, "added": added}
+
+
+def _states_differ(some: dict[str, Any], others: dict[str, Any]) -> bool:
+    return any(relative_error(value, others[name]) > _LOOSE for name, value in some.items())
 
 
 def _leaders(module: nn.Module) -> dict[int, Metric]:

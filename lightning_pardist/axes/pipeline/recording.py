@@ -63,6 +63,7 @@ from lightning_pardist.engines.pipeline.steady_buffers import really_steady
 from lightning_pardist.trainer.layer_sync import batch_norms, syncs_batch_norms
 from lightning_pardist.trainer.sample_batches import NoSampleError
 from lightning_pardist.trainer.sample_mixing import SampleMixing
+from lightning_pardist.trainer.sample_orders import SampleOrders
 from lightning_pardist.trainer.trial_run import HOOKS, optimizers_to_come
 
 STEPS = {
@@ -177,6 +178,8 @@ class StepRecorder:
         self.trainer = trainer
         self.loss_weight: LossWeight = loss_weight
         self._loss = LossMakeup()
+        #: Why a batch is kept whole whose samples do not go by themselves.
+        self._coupled = ""
         self.samples = samples
         self.module: pl.LightningModule = trainer.lightning_module
         self.settings = settings
@@ -276,7 +279,8 @@ class StepRecorder:
             self.microbatching = self.microbatching.keep_whole(why)
             self._effects, self._unstaged = StepOutputs(self.module), {}
             return self._record_stages(asked)
-        ways: dict[str, Any] = {"steady": steady, "microbatching": self.microbatching, "cut": cut, "loss": self._loss}
+        loss = replace(self._loss, coupled=self._loss.coupled or self._coupled)
+        ways: dict[str, Any] = {"steady": steady, "microbatching": self.microbatching, "cut": cut, "loss": loss}
         ways["draws"] = self._draws
         return Recorded(plans, rules, written, self._unstaged, **ways)
 
@@ -313,13 +317,21 @@ class StepRecorder:
             return None
         if sample.stage == RunningStage.TRAINING and self._syncs_batch_norms and len(self._parts(sample)) > 1:
             return "sync_batchnorm=True normalizes all samples of a batch together"
-        if found.mixing is not None:
-            return f"{found.mixing} mixes the samples of a batch"
         if self._loss.is_partly_fixed and len(self._parts(sample)) > 1:
             return "a part of the loss depends on no sample"
+        coupled = self._why_coupled(sample, found)
+        self._coupled = self._coupled or coupled
+        return coupled or None
+
+    def _why_coupled(self, sample: _Sample, found: Rules) -> str:
+        """Why the samples of a batch do not go by themselves; empty if they do."""
+        if found.mixing is not None:
+            return f"{found.mixing} mixes the samples of a batch"
+        if found.orders is not None:
+            return f"the step mixes the samples of a batch ({found.orders})"
         coupled = self._coupled_in_whole(sample) if self._rehearsed else self._loss.coupled
         if self.loss_weight != "auto" or (not coupled if self._rehearsed else found.is_explained):
-            return None
+            return ""
         return f"the loss compares the samples of a batch{f' ({coupled})' if coupled else ''}"
 
     @property
@@ -647,23 +659,29 @@ class StepRecorder:
         return found
 
     def _rules_of(self, sample: _Sample) -> Rules:
-        return replace(self._find_rules(sample), mixing=self._find_mixing(sample))
-
-    def _find_mixing(self, sample: _Sample) -> str | None:
-        """The name of a layer that makes something else of a sample where others are missing."""
+        rules = self._find_rules(sample)
         if not self.check_samples or len(self._parts(sample)) < 2:
-            return None
-        mixing = SampleMixing(self.module)
+            return rules
+        orders, mixing = self._find_mixing(sample)
+        return replace(rules, orders=orders, mixing=mixing)
+
+    def _find_mixing(self, sample: _Sample) -> tuple[str | None, str | None]:
+        """How a step puts samples together, and the name of a layer that makes something else where others are missing.
+
+        It runs as in training: the trial that finds rules does not.
+        """
+        batch, samples = fresh_copy(sample.batch), self.microbatching.cut.samples_of(sample.batch)
+        mixing, orders = SampleMixing(self.module), SampleOrders(batch, samples or 0)
         guard = ParameterWriteGuard(self.module)
         try:
             with self._running(sample) as run, undisturbed(self.module), torch.no_grad(), guard:
-                with mixing.noting(sample.batch, self.microbatching.cut.samples_of(sample.batch)):
-                    run(fresh_copy(sample.batch))
+                with mixing.noting(batch, samples), orders:
+                    run(batch)
                 with self.trainer.precision_plugin.train_step_context():
-                    return mixing.find()
+                    return orders.found, mixing.find()
         except Exception as error:
             rank_zero_debug(f"Whether layers mix samples is not known ({error}).")
-            return None
+            return orders.found, None
 
     def _find_rules(self, sample: _Sample) -> Rules:
         """Run the step on the whole sample batch and on its micro-batches, and see how the numbers go together."""
@@ -679,7 +697,8 @@ class StepRecorder:
         is_random = not is_same_state(rng, self._rng_afterwards)
         weights = self._weights(parts, run)
         shares = Shares.of([1.0 if weight is None else float(weight) for weight in weights], sizes)
-        collector = self._numbers(run(values), shares)
+        records = run(values)
+        collector = self._numbers(records, shares)
         numbers, columns, meant = self._numbers_of(whole, sum(sizes)), collector.found, collector.meant
         loose, close = (_LOOSE, _CLOSE) if is_exact else (_ROUGH, _ROUGH)
         loss = loss_of(whole)
@@ -688,18 +707,24 @@ class StepRecorder:
         tolerances: dict[str, Any] = {"close": close, "tolerance": loose, "rough": is_random, "meant": meant}
         found = find_rules(numbers, columns, shares, **tolerances) | derived
         found = self._settle_sums(found, numbers, sample, run)
-        unexplained = () if is_random else _unexplained(numbers, columns, found)
+        told: dict[str, Any] = {}
+        if not is_random:
+            told["unexplained"] = _unexplained(numbers, columns, found)
+            told["metrics"] = tuple(self._effects.uneven_metrics(whole, records))
         if place is None or place not in columns:
-            return Rules(found, unexplained=unexplained)
+            return Rules(found, **told)
         own, shown = "sum" if None in weights else "mean", found.get(place)
-        if is_random or relative_error(numbers[place], combined(own, columns[place], shares)) <= loose:
-            return Rules({**found, place: own}, unexplained=unexplained)
+        if is_random:
+            # No number proves what the graph shows.
+            return Rules({**found, place: own}, None, not self._coupled_in_whole(sample), **told)
+        if relative_error(numbers[place], combined(own, columns[place], shares)) <= loose:
+            return Rules({**found, place: own}, **told)
         if shown not in ("mean", "samples", "sum"):
             linear = self._loss.several_counts and not self._loss.coupled
-            return Rules({**found, place: own}, None, linear, unexplained)
+            return Rules({**found, place: own}, None, linear, **told)
         # The graph has been misread.
         known = self.loss_weight == "auto"
-        return Rules(found, ("sum" if shown == "sum" else "samples") if known else None, known, unexplained)
+        return Rules(found, ("sum" if shown == "sum" else "samples") if known else None, known, **told)
 
     def _weights(self, parts: Sequence[MicroBatch], run: _Evaluate) -> list[Tensor | float | None]:
         """What weighs the losses of micro-batches, None each if they add up."""

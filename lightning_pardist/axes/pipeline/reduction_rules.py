@@ -73,6 +73,8 @@ class Rules:
         unexplained: Logged values, attributes and buffers of which none does.
         untried: Why the step could not be tried; empty if it was.
         mixing: Name of a layer that mixes samples; None if none was found.
+        metrics: Names of metrics that make something else of micro-batches than of the batch.
+        orders: How the step itself puts samples together, in words; None if it does not.
     """
 
     of: Mapping[Place, str] = field(default_factory=dict)
@@ -81,6 +83,8 @@ class Rules:
     unexplained: tuple[str, ...] = ()
     untried: str = ""
     mixing: str | None = None
+    orders: str | None = None
+    metrics: tuple[str, ...] = ()
 
     def combine(self, place: Place, column: Sequence[Any], shares: Shares, otherwise: str = "mean") -> Any:
         """The batch's number.

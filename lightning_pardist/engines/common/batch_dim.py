@@ -117,6 +117,10 @@ class BatchDims:
         kind, sides = kind_of(node), inputs_of(node)
         inputs = [child for child in sides if child is not None]
         if kind == "AccumulateGrad":
+            # What another stage of a pipeline has computed may be of no sample.
+            if is_held(getattr(node, "variable", None)):
+                self._of_held.add(node)
+                return CONSTANT
             return CONSTANT if is_parameter(node) else self._by_shape(node)
         if kind in REDUCTIONS | STATISTICS and inputs:
             return self._dim_after_reduction(node, inputs[0])

@@ -24,8 +24,17 @@ def mark_held(module: nn.Module) -> None:
             setattr(storage, _MARK, True)
 
 
+def mark_computed(tensor: Tensor) -> None:
+    """Mark a tensor that was computed elsewhere from what the module holds, and from no sample. Not collective."""
+    setattr(tensor, _MARK, True)
+    if (storage := _storage(tensor)) is not None:
+        setattr(storage, _MARK, True)
+
+
 def is_held(value: Any) -> bool:
     """Whether a tensor was marked, or what it shows all of: a row of a table may be there for a sample."""
+    if getattr(value, _MARK, False):
+        return True
     storage = _storage(value) if isinstance(value, Tensor) else None
     if storage is None or not getattr(storage, _MARK, False):
         return False

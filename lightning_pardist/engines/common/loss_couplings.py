@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lightning_pardist.compat.autograd_graph import inputs_of, kind_of, saved, scalar, shape_of
-from lightning_pardist.engines.common.batch_dim import LOOK_UPS, BatchDims, GatheredResults
+from lightning_pardist.compat.autograd_graph import (
+    inputs_of,
+    is_python_number,
+    kept,
+    kind_of,
+    saved,
+    scalar,
+    shape_of,
+)
+from lightning_pardist.engines.common.batch_dim import ADDITIONS, LOOK_UPS, SAME, BatchDims, GatheredResults
+from lightning_pardist.engines.common.held_tensors import is_held
 from lightning_pardist.engines.common.loss_terms import SMALL, elements, mask_of
 
+_SCATTERS = {"IndexAdd", "ScatterAdd", "ScatterReduce"}
+#: Operations to whose result that of parts of a batch add up.
+_ADDING = (ADDITIONS | SAME | {"Sum"}) - {"Cat", "Stack", "Index"}
 #: Operations on a dim as a whole.
 _OVER_DIM = {"Topk", "Sort", "Kthvalue", "Softmax", "LogSoftmax", "Cumsum", "Cumprod", "Logcumsumexp"}
 
@@ -31,7 +43,8 @@ def couplings(loss: Tensor, *, samples: int | None, gathers: bool = False) -> It
         return
     gathered = GatheredResults(BatchDims(samples))
     waiting: list[Node] = [loss.grad_fn]
-    seen = {loss.grad_fn}
+    # What each was met below of first.
+    above: dict[Node, Node | None] = {loss.grad_fn: None}
     while waiting:
         node = waiting.pop()
         kind = kind_of(node)
@@ -47,9 +60,11 @@ def couplings(loss: Tensor, *, samples: int | None, gathers: bool = False) -> It
                 yield f"a {'product' if kind == 'Mm' else 'distance'} of results of shape {list(sizes)}"
         if reason := _mixed(node, kind, inputs, samples):
             yield reason
+        if kind in _SCATTERS and not _only_adds_up(node, above) and _adds_by_class(node, samples):
+            yield f"{kind} adds up samples by class, and the loss is no sum of that"
         for child in inputs:
-            if child not in seen:
-                seen.add(child)
+            if child not in above:
+                above[child] = node
                 waiting.append(child)
 
 
@@ -67,3 +82,38 @@ def _mixed(node: Node, kind: str, inputs: Sequence[Node], samples: int) -> str:
         return ""
     normalized = math.isclose(scalar(weights.sum()) or 0.0, 1.0, rel_tol=1e-6) and samples in weights.shape
     return "a sum with weights that add up to 1 over the samples" if normalized else ""
+
+
+def _only_adds_up(node: Node, above: Mapping[Node, Node | None]) -> bool:
+    """Whether parts of a batch add up to what the loss makes of a result: a sum, with weights that the module holds."""
+    at = above[node]
+    while at is not None:
+        kind = kind_of(at)
+        is_weighed = kind in ("Mul", "Div") and any(_is_constant(kept(at, name)) for name in ("other", "self"))
+        if not is_weighed and kind not in _ADDING:
+            return False
+        at = above[at]
+    return True
+
+
+def _is_constant(factor: object) -> bool:
+    return is_python_number(factor) or is_held(factor)
+
+
+def _adds_by_class(node: Node, samples: int) -> bool:
+    """Whether an operation adds up samples by something that several of them share: a class, and not a graph's nodes.
+
+    Rows that are in order by where they go belong together, and so do those of one sample (edges of its graph). Nor
+    are they added up where each goes to a place of its own, or where tokens are brought back to theirs.
+    """
+    source, sizes, index = inputs_of(node)[-1], shape_of(node), kept(node, "index")
+    dim = int(saved(node, "dim") or 0) % len(sizes or (1,))
+    if source is None or not sizes or not isinstance(index, Tensor) or index.dim() <= dim or index.numel() > SMALL:
+        return False
+    index = index.movedim(dim, 0).flatten(1)[:, 0] if index.dim() > 1 else index
+    places, rows = sizes[dim], len(index)
+    if rows % samples or (rows >= places and places % samples == 0) or BatchDims(samples).of(source) != dim:
+        return False
+    in_order = bool((index[1:] >= index[:-1]).all())
+    ends = index.cummax(0).values[:-1] < index.flip(0).cummin(0).values.flip(0)[1:]
+    return not in_order and len(index.unique()) < rows and int(ends.sum()) < samples - 1

@@ -43,6 +43,7 @@ class TensorLeaf:
         device_type: ``"cpu"``, ``"cuda"``.
         requires_grad: Whether gradients flow back through it.
         split: How ranks of one stage have it in parts, in the words of who split it; None where each has all of it.
+        of_batch: Whether it was computed from the batch, or may hold something for each sample.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +52,7 @@ class TensorLeaf:
     device_type: str
     requires_grad: bool
     split: Any = None
+    of_batch: bool = True
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorLeaf:

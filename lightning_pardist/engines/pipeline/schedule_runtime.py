@@ -25,12 +25,13 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_pardist.engines.common.held_tensors import mark_computed
 from lightning_pardist.engines.data_engine import MicrobatchContext
 from lightning_pardist.engines.pipeline.clock import TimedAction
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
 from lightning_pardist.engines.pipeline.loss_seeds import LossSeeds
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch, fresh_copy
-from lightning_pardist.engines.pipeline.records import Output, Value
+from lightning_pardist.engines.pipeline.records import Output, TensorLeaf, Value
 from lightning_pardist.engines.pipeline.replay import StageReplay, contains_stub
 from lightning_pardist.engines.pipeline.schedule import COMPUTES, Action, ActionLists, Kind, peer_of
 from lightning_pardist.engines.pipeline.split_backward import SplitBackward
@@ -188,6 +189,10 @@ class Runtime:
             value: tensor.detach().requires_grad_(grad and self._needs_grad(value, outputs))
             for value, tensor in zip(names, tensors, strict=True)
         }
+        for value, tensor in received.items():
+            recorded = self.plan.trace.calls[value.call].output.leaves[value.leaf]
+            if isinstance(recorded, TensorLeaf) and not recorded.of_batch:
+                mark_computed(tensor)
         batch = fresh_copy(work.microbatches[index].value, clone=self.several)
         self.replay.microbatch_index = index
         with torch.set_grad_enabled(grad), self.steady.microbatch(index):

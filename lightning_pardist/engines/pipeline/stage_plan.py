@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Literal
 
 from lightning_pardist.engines.common.tables import fold, table
@@ -195,13 +196,16 @@ def _place(trace: StepRecord, bounds: tuple[int, ...], reads: ReadPolicy) -> Pip
         for source in _needs_of_stage(trace, bounds, stage_index, reads):
             if isinstance(source, str):
                 holders[source].add(stage_index)
-    last = 0
+    last, models = 0, _models_of_copies(trace)
     for name in trace.unit_names:
-        # A unit that this step never calls stays with its neighbour.
-        last = max(unit_stages.setdefault(name, {last}))
+        # A unit that this step never calls stays with the one that it is a copy of, or with its neighbour.
+        stages = {max(unit_stages[models[name]])} if name in models else {last}
+        last = max(unit_stages.setdefault(name, stages))
     for name, info in trace.parameters.items():
         if info.unit is not None and not holders[name]:
-            holders[name] |= unit_stages[info.unit]
+            # What is tied in a copy as well has several holders.
+            model = f"{models.get(info.unit, '')}.{name.removeprefix(f'{info.unit}.')}"
+            holders[name] |= holders.get(model) or unit_stages[info.unit]
         holders[name] = holders[name] or {0}
     return PipelinePlan(
         trace,
@@ -210,6 +214,31 @@ def _place(trace: StepRecord, bounds: tuple[int, ...], reads: ReadPolicy) -> Pip
         {name: tuple(sorted(stages)) for name, stages in holders.items()},
         reads,
     )
+
+
+def _models_of_copies(trace: StepRecord) -> dict[str, str]:
+    """Units that the step never calls, and which of those that it calls each is a copy of: averages of weights, say.
+
+    A copy has parameters of the same names and shapes, and a name that ends alike.
+    """
+    tables: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+    for name, info in trace.parameters.items():
+        if info.unit is not None:
+            tables.setdefault(info.unit, set()).add((name.removeprefix(f"{info.unit}."), info.shape))
+    called = list(dict.fromkeys(call.unit for call in trace.calls))
+    found = {}
+    for name in trace.unit_names:
+        alike = [unit for unit in called if name in tables and tables.get(unit) == tables[name]]
+        ends = [_same_ends(name, unit) for unit in alike]
+        if name not in called and alike and (max(ends) or len(alike) == 1):
+            found[name] = alike[ends.index(max(ends))]
+    return found
+
+
+def _same_ends(one: str, other: str) -> int:
+    """How many parts of two dotted names are the same, from the last."""
+    pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _needs_of_stage(trace: StepRecord, bounds: tuple[int, ...], stage_index: int, reads: ReadPolicy) -> set[Source]:

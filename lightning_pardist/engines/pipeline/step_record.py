@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from lightning_pardist.compat.modules import NormBase, own_buffers
 from lightning_pardist.compat.tensors import in_transform, version_of
+from lightning_pardist.engines.common.batch_dim import BatchDims
 from lightning_pardist.engines.pipeline.errors import CannotPipelineError
 from lightning_pardist.engines.pipeline.interception import intercepted, undisturbed
 from lightning_pardist.engines.pipeline.microbatch import fresh_copy
@@ -149,10 +151,12 @@ class _Recording:
         self.writers: set[str] = set()
         self.without_graph: list[tuple[str, torch.Tensor]] = []
         self.transformed: str | None = None
+        self.lengths: set[int] = set()
 
     def run(self, step: Step, batch: Any, grad: bool, loss_of: Callable[[Any], torch.Tensor | None]) -> StepRecord:
         given, before = fresh_copy(batch), dict(self.root.named_buffers())
         self.tracker.note_batch(tensors_in(given))
+        self.lengths = {each.shape[0] for each in tensors_in(given) if each.dim()}
         with intercepted(self.units, self._call), LookWatcher(self.tracker), self.tracker:
             result = step(given)
         if grad:
@@ -193,8 +197,20 @@ class _Recording:
                 tracker.set_value(leaf, Value(index, position))
                 if not (described.requires_grad or torch.is_grad_enabled()):
                     self.without_graph.append((name, leaf))
+        pairs = zip(output.leaves, leaves, strict=True)
+        output = replace(output, leaves=tuple(self._with_origin(each, leaf) for each, leaf in pairs))
         self.calls.append(UnitCall(name, output, needs, flops, free_flops))
         return result
+
+    def _with_origin(self, described: Leaf, leaf: Any) -> Leaf:
+        """What a call returned, with whether samples have to do with it."""
+        if not isinstance(described, TensorLeaf):
+            return described
+        of_batch = self.tracker.is_from_batch(leaf)
+        if not of_batch and not self.lengths.isdisjoint(leaf.shape[: max(1, leaf.dim() - 1)]):
+            # A first state of zeros holds something for each sample, and as many points of the module's do not.
+            of_batch = leaf.grad_fn is None or not BatchDims(None).is_of_held(leaf.grad_fn)
+        return replace(described, of_batch=of_batch)
 
     def _side_outputs(self, unit: nn.Module, index: int) -> tuple[tuple[str, str, Any], ...]:
         found = []

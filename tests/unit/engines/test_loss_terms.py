@@ -324,3 +324,42 @@ def test_a_look_at_a_loss_runs_no_checkpointed_layer_again():
     hidden = checkpoint(forward, torch.randn(3, 4), use_reentrant=False)
     assert [term.kind for term in find_terms(hidden.square().mean(), samples=3, gathers=True)] == ["mean"]
     assert len(runs) == 1
+
+
+def _scattered(rows, index, places):
+    return torch.zeros(places, rows.shape[1]).index_add(0, index, rows)
+
+
+def test_samples_that_are_added_up_by_class_are_found():
+    """Unless the loss is a sum of these sums, with weights that the module holds."""
+    layer, weights = nn.Linear(5, 4), nn.Module()
+    weights.register_buffer("of_classes", torch.tensor([[0.1], [0.2], [0.3]]))
+    mark_held(weights)
+    x, y = torch.randn(8, 5), torch.tensor([2, 0, 1, 1, 0, 2, 2, 1])
+    counts = torch.bincount(y)[:, None]
+    sums, scattered = _scattered(layer(x), y, 3), torch.zeros(3).scatter_add(0, y, layer(x).mean(1))
+    by_class = [
+        (sums / counts).mean(),
+        sums.square().sum(),
+        sums.mean(),
+        (layer(x) - (sums / counts)[y]).square().mean(),
+    ]
+    for loss in (*by_class, (scattered / counts[:, 0]).sum()):
+        assert any("adds up samples by class" in each for each in couplings(loss, samples=8))
+    for loss in (sums.sum(), 0.1 * (sums * weights.of_classes).sum() + layer(x).mean()):
+        assert not list(couplings(loss, samples=8))
+
+
+@pytest.mark.parametrize(
+    ("index", "places", "samples"),
+    [
+        ([0, 0, 0, 1, 1, 2, 2, 2], 3, 8),
+        ([2, 0, 1, 3, 6, 7, 5, 4], 8, 4),
+        ([3, 0, 1, 2, 1, 0, 3, 2], 4, 4),
+        ([1, 0, 3, 2, 5, 5, 7, 6], 9, 4),
+    ],
+    ids=["nodes in order", "each to its own", "tokens brought back", "edges of each sample"],
+)
+def test_rows_that_belong_to_a_sample_are_added_up_within_it(index, places, samples):
+    pooled = _scattered(nn.Linear(5, 4)(torch.randn(8, 5)), torch.tensor(index), places)
+    assert not list(couplings(pooled.square().mean(), samples=samples))

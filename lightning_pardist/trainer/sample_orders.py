@@ -1,0 +1,156 @@
+"""Samples that a step puts next to others of its batch: Mixup by ``x.flip(0)``, CutMix by a random index.
+
+Where ranks or micro-batches have some of the samples each, a sample meets another one than on one process. What is
+mixed has no gradient as a rule, so no graph shows it. So the functions that a step calls are followed from the batch,
+and of each result it is known which sample stands where. A batch that is put in another order as a whole, its labels
+with it, is the same batch: what counts are functions of results in different orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_pardist.engines.pipeline.nested import tensors_in
+from lightning_pardist.trainer.batch_figures import DIM_AT, given_tensors, reduced_dims
+
+#: The sample in each place of a dim.
+_Order = tuple[int, ...]
+_PICKING = {"index_select", "__getitem__"}
+_REORDERING = {"flip", "flipud", "roll", *_PICKING}
+_TURNING = {"t", "t_", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "__get__"}
+#: What puts results side by side, each for itself.
+_SIDE_BY_SIDE = {"cat", "concat", "concatenate", "stack", "vstack", "hstack"}
+
+
+class SampleOrders(TorchFunctionMode):
+    """Follows the functions that a step calls.
+
+    Args:
+        batch: The step's.
+        samples: In it.
+
+    Attributes:
+        found: What was made of samples in two orders, in words; None if nothing was.
+    """
+
+    def __init__(self, batch: Any, samples: int) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self._samples = samples
+        self._as_given: _Order = tuple(range(samples))
+        #: By what samples came to be in an order.
+        self._names: dict[_Order, str] = {}
+        #: The dim that holds samples, and their order.
+        self._known: Any = WeakTensorKeyDictionary()
+        for each in tensors_in(batch):
+            if each.shape[:1] == (samples,):
+                self._known[each] = 0, self._as_given
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if self.found is None and self._samples > 1:
+            self._follow(getattr(func, "__name__", ""), args, kwargs, output)
+        return output
+
+    def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        results = [each for each in given_tensors(output) if type(each) is Tensor]
+        source = args[0] if args and isinstance(args[0], Tensor) else None
+        if source is not None and name in _REORDERING and results:
+            self._reordered(name, source, args[1:], kwargs, results[0])
+            return
+        # An index says which samples, and is none of what they are put together from.
+        given = [args[0], *args[2:]] if name == "__setitem__" else [args, kwargs]
+        known = [self._known[each] for each in given_tensors(given) if each in self._known]
+        if not known or name in _SIDE_BY_SIDE:
+            return
+        orders = list(dict.fromkeys(order for _, order in known))
+        # Answers of yes or no are for a log, or pick from what has an order itself.
+        if len(orders) > 1 and (name == "__setitem__" or any(each.dtype != torch.bool for each in results)):
+            how = next((self._names[order] for order in orders if order in self._names), "")
+            self.found = f"{name.strip('_')} of results whose samples are in two orders, one by {how}"
+            return
+        dim, order = known[0]
+        for each in results if len(orders) == 1 else []:
+            if (place := self._dim_after(name, args, kwargs, dim, order, each)) is not None:
+                self._known[each] = place, order
+
+    def _dim_after(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, order: _Order, result: Tensor
+    ) -> int | None:
+        """Where a result has the samples; None if it has none, or that is not certain."""
+        reduces = name in DIM_AT and not (len(args) > 1 and isinstance(args[1], Tensor))
+        if reduces and (dim or dim in reduced_dims(name, args, kwargs, given_tensors([args, kwargs])[0].dim())):
+            return None
+        if name in _TURNING:
+            places = [place for place, size in enumerate(result.shape) if size == len(order)]
+            return places[0] if len(places) == 1 else None
+        return dim if result.dim() > dim and result.shape[dim] == len(order) else None
+
+    def _reordered(
+        self, name: str, source: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> None:
+        known = self._known.get(source)
+        if known is None and source.grad_fn is not None and source.shape[:1] == (self._samples,):
+            # Functions that torch does not show, of autograd's, have come between.
+            known = self._known[source] = 0, self._as_given
+        if known is None:
+            picked = [self._known[each] for each in given_tensors([args, kwargs]) if each in self._known]
+            if picked and result.shape[:1] == (len(picked[0][1]),):
+                self._known[result] = 0, picked[0][1]
+            return
+        dim, order = known
+        # Rehearsals have indices without values.
+        with suppress(Exception):
+            moved = _moved(name, args, kwargs, source, dim)
+            if len(moved) == len(order) and result.shape[dim : dim + 1] == (len(order),):
+                self._put(result, dim, tuple(order[place] for place in moved), name)
+
+    def _put(self, result: Tensor, dim: int, order: _Order, name: str) -> None:
+        if order != self._as_given:
+            self._names.setdefault(order, "an index" if name in _PICKING else name)
+        self._known[result] = dim, order
+
+
+def _moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, dim: int) -> list[int]:
+    """From which place of a dim of ``source`` each place of the result is; none if that is not known."""
+    ndim, places = source.dim(), torch.arange(source.shape[dim])
+
+    def given(at: int, key: str, otherwise: Any = ()) -> Any:
+        return kwargs.get(key, args[at] if len(args) > at else otherwise)
+
+    if name == "flipud":
+        return places.flip(0).tolist() if dim == 0 else places.tolist()
+    if name == "flip":
+        dims = _numbers(kwargs.get("dims", args))
+        return places.flip(0).tolist() if dim in [each % ndim for each in dims] else places.tolist()
+    if name == "roll":
+        dims = _numbers(given(1, "dims")) or ([0] if ndim == 1 else [])
+        shifts = zip(_numbers(given(0, "shifts")), dims, strict=True)
+        return places.roll(sum(shift for shift, each in shifts if each % ndim == dim)).tolist()
+    if name == "index_select":
+        return places[given(1, "index").cpu()].tolist() if given(0, "dim", 0) % ndim == dim else places.tolist()
+    indices = args[0] if isinstance(args[0], tuple) else (args[0],)
+    kept = [place for place, each in enumerate(indices) if each is Ellipsis]
+    if kept:
+        rest = ndim - len(indices) + 1
+        indices = (*indices[: kept[0]], *[slice(None)] * rest, *indices[kept[0] + 1 :])
+    if any(each is None or isinstance(each, int) for each in indices[: dim + 1]):
+        return []
+    index = indices[dim] if dim < len(indices) else slice(None)
+    moved = places[index if isinstance(index, slice) else torch.as_tensor(index).cpu()]
+    return moved.tolist() if moved.dim() == 1 else []
+
+
+def _numbers(found: Any) -> list[int]:
+    found = found[0] if isinstance(found, tuple) and len(found) == 1 and not isinstance(found[0], int) else found
+    return [found] if isinstance(found, int) else list(found)
