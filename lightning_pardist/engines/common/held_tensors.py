@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pardist.compat.tensors import in_transform
+
 _MARK = "_pardist_held"
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -42,7 +44,9 @@ def is_held(value: Any) -> bool:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Of a plain tensor; None of sparse ones, those without values, and classes of their own."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device.type == "meta":
+    """Of a plain tensor; None of sparse ones, those without values, classes of their own, and inside of transforms."""
+    if in_transform() or type(tensor) not in _PLAIN:
+        return None
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     return tensor.untyped_storage()
