@@ -289,8 +289,10 @@ class _At:
             # What is at most 1 keeps a division possible, max(number_of_boxes, 1), and counts no item.
             total = torch.where(total > 1, total.detach(), 0.0) if isinstance(total, Tensor) else total * (total > 1)
         total = total.detach() if isinstance(total, Tensor) else float(total)
-        count = math.prod(before[1:], start=before[0]) if is_floored and not nothing else _unclamped(total, self.node)
-        surplus = total - count if is_floored and not nothing else 0.0
+        count = divisor = _unclamped(total, self.node)
+        if is_floored and not nothing:
+            count = torch.minimum(*map(torch.as_tensor, (math.prod(before[1:], start=before[0]), divisor)))
+        surplus = 0.0 if count is divisor else divisor - count
         term = self.term("mean", f"{what} divided by a count", count, by_data=True)
         shared = counts[0].at if len(counts) == 1 else None
         return replace(term, shared=shared, surplus=surplus, items=sizes[dim] if sizes else 0)
