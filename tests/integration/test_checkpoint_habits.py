@@ -150,7 +150,9 @@ def _through_a_trainer(strategy, folder):
     return expected, again.best_model_path
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=() if name == "pp" else pytest.mark.slow) for name in STRATEGIES]
+)
 def test_through_a_trainer_and_afterwards_without(strategy, tmp_path):
     expected, best = run_ranks(2, _through_a_trainer, strategy, str(tmp_path))[0]
     inputs, targets = _loader().dataset.tensors

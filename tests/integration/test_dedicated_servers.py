@@ -220,12 +220,13 @@ def test_a_signal_to_a_server_stops_all_with_a_checkpoint(settings, tmp_path):
     assert list(tmp_path.rglob("stopped.ckpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "rank", "last"),
     [
         ("kill server", "2", "was killed by SIGKILL"),
-        pytest.param("kill", "1", "was killed by SIGKILL", marks=pytest.mark.slow),
-        pytest.param("raise", "1", "the user's own mistake", marks=pytest.mark.slow),
+        ("kill", "1", "was killed by SIGKILL"),
+        ("raise", "1", "the user's own mistake"),
     ],
 )
 def test_the_end_of_a_rank_ends_the_job(fault, rank, last):

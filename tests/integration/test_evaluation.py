@@ -117,7 +117,8 @@ def _same(got, want, skip=()):
         assert_close({name: value for name, value in got[key].items() if name not in skip}, wanted)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_metrics_of_every_size(ranks):
     want = _sweep("auto", 1)
     for got in run_ranks(ranks, _sweep):

@@ -101,6 +101,7 @@ def test_checkpoints_open_at_any_degree(layer, form, tmp_path):
         assert_close(each["weights"], expected)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_process_opens(tmp_path):
     for layer in ("listed", "stacked"):
         module = functools.partial(Mixture, layer)

@@ -36,6 +36,7 @@ def test_what_spawn_cannot_send_is_named(tmp_path):
     assert "cannot take Module.activation" in finished.output.strip().splitlines()[-1], finished.output
 
 
+@pytest.mark.slow
 def test_a_spawned_run_can_be_saved_and_its_optimizer_restored(tmp_path):
     finished = run_script(SPAWNED, "pardist_ddp_spawn", "save", str(tmp_path))
     assert "state 2" in finished.output, finished.output

@@ -29,7 +29,7 @@ def test_popen_trains_and_every_rank_ends_with_the_same_weights():
     assert not finished.left
 
 
-@pytest.mark.parametrize("name", ["pardist_ddp_spawn", "pardist_ddp_notebook"])
+@pytest.mark.parametrize("name", [pytest.param("pardist_ddp_spawn", marks=pytest.mark.slow), "pardist_ddp_notebook"])
 def test_worker_processes(name):
     finished = run_script(TRAIN, name, "2")
     assert finished.code == 0, finished.output
@@ -46,6 +46,7 @@ def test_exception_on_a_started_rank_is_what_the_job_shows_last():
     assert not finished.left
 
 
+@pytest.mark.slow
 def test_exception_on_the_first_rank():
     finished = run_script(TRAIN, "pardist_ddp", "2", "raise", "0")
     assert finished.code == 1

@@ -107,7 +107,8 @@ def _continued(folder, row):
     return first, *(_fit(folder, strategy, devices, 4, saved, kinds) for saved in (f"{devices}-2", "1-2"))
 
 
-@pytest.mark.parametrize("row", ["pp", pytest.param("pp_zero3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["pp", "pp_zero3"])
 def test_averages_are_those_of_one_process(row, tmp_path):
     one, on = _fit(tmp_path), _fit(tmp_path, epochs=4, ckpt_path="1-2")
     _, devices, kinds = STRATEGIES[row]

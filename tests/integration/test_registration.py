@@ -181,6 +181,7 @@ print(type(pl.Trainer(strategy="pardist_zero2", accelerator="cpu", devices=2, lo
 """
 
 
+@pytest.mark.slow
 def test_programs_for_the_other_package_run_under_an_alias():
     made = _python(ALIASED)
     assert made.returncode == 0, made.stderr

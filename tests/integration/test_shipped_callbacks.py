@@ -167,7 +167,7 @@ def _check(name, world, folder, expected):
 
 @pytest.mark.parametrize(
     "name",
-    ["zero3", "pp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero1", "zero2", "tp", "mp"))],
+    ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pp", "ddp", "zero1", "zero2", "tp", "mp"))],
 )
 def test_callback_does_as_on_one_process(name, tmp_path, expected):
     _check(name, 2, tmp_path, expected)

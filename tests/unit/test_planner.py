@@ -155,6 +155,7 @@ def test_every_name_is_there_with_numbers_or_a_reason():
     assert "others fit, and states on the host" in named["pardist_zero2_offload"]
 
 
+@pytest.mark.slow
 def test_no_strategy_is_faster_than_its_bound():
     slow = find_profile("h100")
     slow = replace(slow, between=replace(slow.between, bytes_per_s=slow.between.bytes_per_s / 1e5))
