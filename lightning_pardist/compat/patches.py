@@ -6,6 +6,7 @@ What is replaced in Lightning is in ``lightning_patches``, and ``data`` of watch
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,8 @@ NAMES = (
     Private("torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
             "activation checkpointing by the user under pipelines", "the function that checkpoint() calls",
             since="2.14"),
+    Private("torch.jit._builtins._get_builtin_table", "scripting a module while counts of losses are watched",
+            "leave torch's functions alone, and replace methods of tensors only"),
     Private("torch.utils.checkpoint._StopRecomputationError", "activation checkpointing by the user under pipelines",
             "the exception that ends a recomputation early"),
 )  # fmt: skip
@@ -138,6 +141,52 @@ def unchanged_parameters_stay() -> Iterator[None]:
         yield
     finally:
         module.swap_tensors = before
+
+
+#: What keeps a number from being smaller than another one.
+_FLOORS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum")
+_CASTS = ("float", "double", "to", "type", "type_as")
+_Note = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@contextlib.contextmanager
+def noted_numbers(floored: _Note, cast: _Note) -> Iterator[None]:
+    """Inside, tensors of no dims that have no gradient are noted when they are clamped or cast, in eager code.
+
+    Args:
+        floored: Is given what was clamped, and the result.
+        cast: Is given what was cast, and the result.
+    """
+
+    def noting(function: Callable[..., Any], note: _Note, *, in_place: bool) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            first = args[0] if args else None
+            if type(first) is not torch.Tensor or first.dim() or first.requires_grad or torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            before = first.clone() if in_place else first
+            result = function(*args, **kwargs)
+            note(before, result)
+            return result
+
+        return functools.wraps(function)(call)
+
+    with contextlib.ExitStack() as undo:
+        for names, note in ((_FLOORS, floored), (_CASTS, cast)):
+            for name in names:
+                in_place = name.endswith("_")
+                # Methods are those of a base class in C, which they come back to.
+                setattr(torch.Tensor, name, noting(getattr(torch.Tensor, name), note, in_place=in_place))
+                undo.callback(delattr, torch.Tensor, name)
+                if names is _FLOORS and hasattr(torch, name):
+                    before = getattr(torch, name)
+                    after = noting(before, note, in_place=in_place)
+                    setattr(torch, name, after)
+                    undo.callback(setattr, torch, name, before)
+                    # What is scripted meanwhile has to know it as well.
+                    scripted = torch.jit._builtins._get_builtin_table()
+                    scripted[id(after)] = scripted.get(id(before))
+                    undo.callback(scripted.pop, id(after), None)
+        yield
 
 
 def _is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -110,3 +110,25 @@ def test_unchanged_parameters_stay():
         torch.utils.swap_tensors(first, second)
         assert first.tolist() == [1, 1]
     assert torch.utils.swap_tensors is own
+
+
+class _Clamping(nn.Module):
+    def forward(self, x):
+        return torch.clamp(x, min=0.0) + torch.maximum(x, x) + x.clamp(min=1).float()
+
+
+def test_numbers_are_noted_where_they_are_clamped_and_cast():
+    own, noted, x = torch.clamp, [], torch.tensor([2.0, 3.0])
+    with patches.noted_numbers(lambda *each: noted.append(each), lambda *each: noted.append(each)):
+        number, traced = torch.zeros(()), torch.ones((), requires_grad=True)
+        results = [number.clamp(min=1), torch.clamp(number, min=2), torch.maximum(number, torch.tensor(3.0))]
+        results += [number.double(), number.to(torch.float16), number.clone().clamp_(min=4)]
+        assert len(noted) == len(results)
+        assert all(before == 0 and after is result for (before, after), result in zip(noted, results, strict=True))
+        # Whatever has dims, or a gradient, is no count.
+        assert torch.equal(torch.jit.script(_Clamping())(x), _Clamping()(x))
+        assert torch.equal(torch.compile(_Clamping(), backend="eager", fullgraph=True)(x), _Clamping()(x))
+        traced.clamp(min=2)
+        assert len(noted) == len(results)
+    assert torch.clamp is own
+    assert "clamp" not in vars(torch.Tensor)
