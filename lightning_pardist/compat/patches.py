@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -147,11 +148,17 @@ def unchanged_parameters_stay() -> Iterator[None]:
 _FLOORS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum")
 _CASTS = ("float", "double", "to", "type", "type_as")
 _Note = Callable[[torch.Tensor, torch.Tensor], None]
+#: What undoes the changes of :func:`noted_numbers`, and who is inside.
+_NOTING = contextlib.ExitStack()
+_NOTING_USERS: list[_Note] = []
+_NOTING_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
 def noted_numbers(floored: _Note, cast: _Note) -> Iterator[None]:
     """Inside, tensors of no dims that have no gradient are noted when they are clamped or cast, in eager code.
+
+    It holds for the process: where several are inside, the notes of the first one are taken.
 
     Args:
         floored: Is given what was clamped, and the result.
@@ -170,23 +177,35 @@ def noted_numbers(floored: _Note, cast: _Note) -> Iterator[None]:
 
         return functools.wraps(function)(call)
 
-    with contextlib.ExitStack() as undo:
-        for names, note in ((_FLOORS, floored), (_CASTS, cast)):
-            for name in names:
-                in_place = name.endswith("_")
-                # Methods are those of a base class in C, which they come back to.
-                setattr(torch.Tensor, name, noting(getattr(torch.Tensor, name), note, in_place=in_place))
-                undo.callback(delattr, torch.Tensor, name)
-                if names is _FLOORS and hasattr(torch, name):
-                    before = getattr(torch, name)
-                    after = noting(before, note, in_place=in_place)
-                    setattr(torch, name, after)
-                    undo.callback(setattr, torch, name, before)
-                    # What is scripted meanwhile has to know it as well.
-                    scripted = torch.jit._builtins._get_builtin_table()
-                    scripted[id(after)] = scripted.get(id(before))
-                    undo.callback(scripted.pop, id(after), None)
+    with _NOTING_LOCK:
+        # Ranks that are threads of one process begin and end in any order.
+        if not _NOTING_USERS:
+            for names, note in ((_FLOORS, floored), (_CASTS, cast)):
+                for name in names:
+                    _replace_floor_or_cast(name, functools.partial(noting, note=note, in_place=name.endswith("_")))
+        _NOTING_USERS.append(floored)
+    try:
         yield
+    finally:
+        with _NOTING_LOCK:
+            _NOTING_USERS.remove(floored)
+            if not _NOTING_USERS:
+                _NOTING.close()
+
+
+def _replace_floor_or_cast(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    # Methods are those of a base class in C, which they come back to.
+    setattr(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
+    _NOTING.callback(delattr, torch.Tensor, name)
+    if name in _FLOORS and hasattr(torch, name):
+        before = getattr(torch, name)
+        after = wrap(before)
+        setattr(torch, name, after)
+        _NOTING.callback(setattr, torch, name, before)
+        # What is scripted meanwhile has to know it as well.
+        scripted = torch.jit._builtins._get_builtin_table()
+        scripted[id(after)] = scripted.get(id(before))
+        _NOTING.callback(scripted.pop, id(after), None)
 
 
 def _is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:

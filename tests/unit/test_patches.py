@@ -1,5 +1,7 @@
 """What is replaced in torch and Lightning while a step or a run lasts, and that it is taken back."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -131,4 +133,17 @@ def test_numbers_are_noted_where_they_are_clamped_and_cast():
         traced.clamp(min=2)
         assert len(noted) == len(results)
     assert torch.clamp is own
+    assert "clamp" not in vars(torch.Tensor)
+
+
+def test_numbers_are_noted_until_the_last_one_is_outside():
+    noted = []
+    first, second = (patches.noted_numbers(lambda *each: noted.append(each), lambda *each: None) for _ in range(2))
+    with contextlib.ExitStack() as outer:
+        first.__enter__()
+        outer.enter_context(second)
+        # Not the one that came in last: ranks may be threads of one process.
+        first.__exit__(None, None, None)
+        torch.zeros(()).clamp(min=1)
+        assert len(noted) == 1
     assert "clamp" not in vars(torch.Tensor)
