@@ -6,6 +6,8 @@ What is replaced in Lightning is in ``lightning_patches``, and ``data`` of watch
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +30,8 @@ NAMES = (
     Private("torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
             "activation checkpointing by the user under pipelines", "the function that checkpoint() calls",
             since="2.14"),
+    Private("torch.jit._builtins._get_builtin_table", "scripting a module while counts of losses are watched",
+            "leave torch's functions alone, and replace methods of tensors only"),
     Private("torch.utils.checkpoint._StopRecomputationError", "activation checkpointing by the user under pipelines",
             "the exception that ends a recomputation early"),
 )  # fmt: skip
@@ -138,6 +142,70 @@ def unchanged_parameters_stay() -> Iterator[None]:
         yield
     finally:
         module.swap_tensors = before
+
+
+#: What keeps a number from being smaller than another one.
+_FLOORS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum")
+_CASTS = ("float", "double", "to", "type", "type_as")
+_Note = Callable[[torch.Tensor, torch.Tensor], None]
+#: What undoes the changes of :func:`noted_numbers`, and who is inside.
+_NOTING = contextlib.ExitStack()
+_NOTING_USERS: list[_Note] = []
+_NOTING_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def noted_numbers(floored: _Note, cast: _Note) -> Iterator[None]:
+    """Inside, tensors of no dims that have no gradient are noted when they are clamped or cast, in eager code.
+
+    It holds for the process: where several are inside, the notes of the first one are taken.
+
+    Args:
+        floored: Is given what was clamped, and the result.
+        cast: Is given what was cast, and the result.
+    """
+
+    def noting(function: Callable[..., Any], note: _Note, *, in_place: bool) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            first = args[0] if args else None
+            if type(first) is not torch.Tensor or first.dim() or first.requires_grad or torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            before = first.clone() if in_place else first
+            result = function(*args, **kwargs)
+            note(before, result)
+            return result
+
+        return functools.wraps(function)(call)
+
+    with _NOTING_LOCK:
+        # Ranks that are threads of one process begin and end in any order.
+        if not _NOTING_USERS:
+            for names, note in ((_FLOORS, floored), (_CASTS, cast)):
+                for name in names:
+                    _replace_floor_or_cast(name, functools.partial(noting, note=note, in_place=name.endswith("_")))
+        _NOTING_USERS.append(floored)
+    try:
+        yield
+    finally:
+        with _NOTING_LOCK:
+            _NOTING_USERS.remove(floored)
+            if not _NOTING_USERS:
+                _NOTING.close()
+
+
+def _replace_floor_or_cast(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    # Methods are those of a base class in C, which they come back to.
+    setattr(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
+    _NOTING.callback(delattr, torch.Tensor, name)
+    if name in _FLOORS and hasattr(torch, name):
+        before = getattr(torch, name)
+        after = wrap(before)
+        setattr(torch, name, after)
+        _NOTING.callback(setattr, torch, name, before)
+        # What is scripted meanwhile has to know it as well.
+        scripted = torch.jit._builtins._get_builtin_table()
+        scripted[id(after)] = scripted.get(id(before))
+        _NOTING.callback(scripted.pop, id(after), None)
 
 
 def _is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -41,6 +41,7 @@ from lightning_pardist.engines.common import activation_checkpointing
 from lightning_pardist.engines.common.activation_checkpointing import Checkpointing, check_checkpointing
 from lightning_pardist.engines.common.allocator import keep_freed_memory
 from lightning_pardist.engines.common.compilation import Backend, Compile
+from lightning_pardist.engines.common.floored_counts import noted_floors
 from lightning_pardist.engines.common.held_tensors import mark_held
 from lightning_pardist.engines.common.loss_setting import LossWeight, check_loss_weight
 from lightning_pardist.engines.common.memory import HeldBytes, held_bytes
@@ -578,6 +579,8 @@ class PardistStrategy(ParallelStrategy):
         if data is not self._user_parallelized:
             note_user_parallelized(module)
         mark_held(module)
+        if fitting and self._several:
+            self._changes.enter_context(noted_floors())
         for axis in self.axes:
             axis.observe(trainer, module)
         for axis in self.context.model_axes:

@@ -86,6 +86,16 @@ def mixed(logits, labels):
     return ignored(logits, labels) + added(logits, labels.roll(1, 1)) + class_weights(logits, labels.clamp(min=0))
 
 
+def of_positives(logits, labels):
+    found = labels == 4
+    losses = F.binary_cross_entropy_with_logits(logits[..., 0], found.to(logits), reduction="none")
+    return 0.3 * losses.sum() / torch.clamp(found.sum(), min=1).to(logits)
+
+
+def of_nothing(logits, labels):
+    return 0.01 * logits.square().sum() / (labels == 7).float().sum().clamp(min=1) + ignored(logits, labels)
+
+
 def by_rank(logits, labels):
     return logits.pow(2).sum() / (2 + dist.get_rank())
 
@@ -135,7 +145,7 @@ def mean_of_classes(logits, labels):
 
 #: Of one mean or sum, so that the loss of a batch follows from those of its parts.
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, added, per_sample, sum_per_sample]
-SEVERAL = [two_terms, mixed]
+SEVERAL = [two_terms, mixed, of_positives, of_nothing]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
 TOGETHER = [contrastive, mean_of_classes, mixed_up, normalized, by_rank, *GATHERED]
 LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *TOGETHER)}
@@ -236,7 +246,7 @@ def test_with_accumulation_and_clipping(strategy):
     _run(strategy, module={"loss": "two_terms"}, accumulate_grad_batches=2, gradient_clip_val=0.3)
 
 
-@pytest.mark.parametrize("loss", ["ignored", "masked", "selected"])
+@pytest.mark.parametrize("loss", ["ignored", "masked", "selected", "of_positives"])
 @pytest.mark.parametrize(("strategy", "sizes"), [("ddp", EVEN)], ids=str)
 def test_a_batch_of_which_nothing_counts(loss, strategy, sizes):
     _run(strategy, sizes=sizes, module={"loss": loss}, gradient_clip_val=7.0)
@@ -287,7 +297,7 @@ def test_micro_batches_with_accumulation_and_clipping(world, sizes):
     )
 
 
-@pytest.mark.parametrize("loss", ["ignored", "masked", "selected", "mixed"])
+@pytest.mark.parametrize("loss", ["ignored", "masked", "selected", "mixed", "of_positives"])
 @pytest.mark.parametrize(("world", "sizes"), [(2, (SAMPLES,)), (4, EVEN)])
 def test_micro_batches_of_which_nothing_counts(loss, world, sizes):
     _run("pp", world=world, sizes=sizes, module={"loss": loss}, gradient_clip_val=7.0)

@@ -1,5 +1,7 @@
 """What is replaced in torch and Lightning while a step or a run lasts, and that it is taken back."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -110,3 +112,38 @@ def test_unchanged_parameters_stay():
         torch.utils.swap_tensors(first, second)
         assert first.tolist() == [1, 1]
     assert torch.utils.swap_tensors is own
+
+
+class _Clamping(nn.Module):
+    def forward(self, x):
+        return torch.clamp(x, min=0.0) + torch.maximum(x, x) + x.clamp(min=1).float()
+
+
+def test_numbers_are_noted_where_they_are_clamped_and_cast():
+    own, noted, x = torch.clamp, [], torch.tensor([2.0, 3.0])
+    with patches.noted_numbers(lambda *each: noted.append(each), lambda *each: noted.append(each)):
+        number, traced = torch.zeros(()), torch.ones((), requires_grad=True)
+        results = [number.clamp(min=1), torch.clamp(number, min=2), torch.maximum(number, torch.tensor(3.0))]
+        results += [number.double(), number.to(torch.float16), number.clone().clamp_(min=4)]
+        assert len(noted) == len(results)
+        assert all(before == 0 and after is result for (before, after), result in zip(noted, results, strict=True))
+        # Whatever has dims, or a gradient, is no count.
+        assert torch.equal(torch.jit.script(_Clamping())(x), _Clamping()(x))
+        assert torch.equal(torch.compile(_Clamping(), backend="eager", fullgraph=True)(x), _Clamping()(x))
+        traced.clamp(min=2)
+        assert len(noted) == len(results)
+    assert torch.clamp is own
+    assert "clamp" not in vars(torch.Tensor)
+
+
+def test_numbers_are_noted_until_the_last_one_is_outside():
+    noted = []
+    first, second = (patches.noted_numbers(lambda *each: noted.append(each), lambda *each: None) for _ in range(2))
+    with contextlib.ExitStack() as outer:
+        first.__enter__()
+        outer.enter_context(second)
+        # Not the one that came in last: ranks may be threads of one process.
+        first.__exit__(None, None, None)
+        torch.zeros(()).clamp(min=1)
+        assert len(noted) == 1
+    assert "clamp" not in vars(torch.Tensor)

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -148,12 +149,12 @@ def _places(terms: Sequence[Term]) -> tuple[list[int], bool]:
     return places, places == wanted and len(means) < _SIZES
 
 
-def _table(terms: Sequence[Term]) -> list[Tensor | float]:
-    """What means have counted, each at its place."""
+def _table(terms: Sequence[Term], what: Literal["count", "surplus"] = "count") -> list[Tensor | float]:
+    """What means have counted, each at its place, or by how much more they are divided."""
     found: list[Tensor | float] = [0.0] * _COUNTS
     means = [term for term in terms if term.kind == "mean"]
     for place, term in zip(_places(terms)[0], means, strict=False):
-        found[place] = term.count
+        found[place] = getattr(term, what)
     return found
 
 
@@ -240,7 +241,7 @@ def _put_together(terms: Sequence[Term], factors: Tensor) -> Iterator[tuple[Term
             groups.setdefault(term.node, []).append(index)
     for members in groups.values():
         members.sort(key=lambda index: terms[index].element or 0)
-        counts = [torch.as_tensor(terms[index].count, device=factors.device) for index in members]
+        counts = [torch.as_tensor(terms[index].divisor, device=factors.device) for index in members]
         # A term that goes by samples may have counted nothing all the same.
         yield terms[members[0]], factors[members], torch.stack(counts) == 0
 
@@ -283,7 +284,7 @@ def uneven_products(terms: Sequence[Term]) -> list[str]:
 
 def _is_empty(term: Term, on_host: bool) -> Tensor | bool:
     """Whether a mean is one of nothing; a tensor where asking would wait for the device."""
-    empty = term.count == 0 if term.kind == "mean" else False
+    empty = term.divisor == 0 if term.kind == "mean" else False
     return bool(empty) if on_host else empty
 
 
@@ -337,14 +338,18 @@ def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total:
     if alike.device.type != "cpu" or not alike:
         agreed = alike | _is_nested(total)
     counts = slice(_HEAD, _HEAD + _COUNTS)
-    by_count = torch.where(agreed & complete, own[0] * _factor(own[counts], total[counts], ranks), by_samples)
+    surplus = _message(_table(terms, "surplus"), own.device)
+    # One process keeps the count of all from being smaller as well.
+    divisors = own[counts] + surplus
+    wholes = torch.where(surplus > 0, torch.maximum(total[counts], divisors), total[counts])
+    by_count = torch.where(agreed & complete, own[0] * _factor(divisors, wholes, ranks), by_samples)
     places = iter(_places(terms)[0])
     factors, totals = [], []
     for term in terms:
         factor, counted = by_samples, total[5]
         place = next(places, None) if term.kind == "mean" else None
         if place is not None:
-            factor, counted = by_count[place], total[_HEAD + place]
+            factor, counted = by_count[place], wholes[place]
         elif term.kind == "sum":
             factor = own[0] * ranks
         elif term.kind == "constant":

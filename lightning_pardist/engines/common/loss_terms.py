@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -56,6 +57,7 @@ from lightning_pardist.engines.common.batch_dim import (
     GatheredResults,
     reduced_dims,
 )
+from lightning_pardist.engines.common.floored_counts import unfloored
 
 #: A mean is divided by a count, a sum over the batch is not, a constant is the same whatever the batch.
 TermKind = Literal["mean", "sum", "constant", "other"]
@@ -78,6 +80,8 @@ class Term:
         items: How many items of the batch a sum adds up, by its shape.
         number: What numbers of Python's divide a sum by that were taken for constants, 1 if none do.
         of_held: Whether a constant was computed with tensors that the module holds, by its layers perhaps.
+        surplus: How much more than the count it is divided by: what a clamp has added. See
+            :mod:`~lightning_pardist.engines.common.floored_counts`.
         element: Which element of what ``node`` stands for the term is, in a row; None if it is all of it.
         edges: By which additions hand their gradient on to ``node``, as addition and place among what it adds; none if
             the term is the whole loss. What ``node`` stands for may take part in other terms as well: in
@@ -101,7 +105,13 @@ class Term:
     items: int = 0
     number: float = 1.0
     of_held: bool = False
+    surplus: Tensor | float = 0.0
     element: int | None = None
+
+    @property
+    def divisor(self) -> Tensor | float:
+        """What a mean was divided by."""
+        return self.count + self.surplus
 
     @property
     def is_nothing(self) -> bool:
@@ -157,7 +167,7 @@ def weight_of(terms: Sequence[Term], samples: float) -> Tensor | float | None:
     if not varying or any(term.kind == "sum" for term in varying):
         raise LookupError
     means = [term for term in varying if term.kind == "mean"]
-    return next((term.count for term in means if term.by_data), means[0].count if means else samples)
+    return next((term.divisor for term in means if term.by_data), means[0].divisor if means else samples)
 
 
 @dataclass(frozen=True)
@@ -273,13 +283,19 @@ class _At:
             term = replace(self.term("sum", what), number=math.prod(numbers), items=sizes[dim] if sizes else 0)
             return self.nothing() if nothing else term
         total: Any = math.prod((each.value for each in counts[1:]), start=counts[0].value)
+        before = [unfloored(each.value) for each in counts]
+        is_floored = any(number is not each.value for number, each in zip(before, counts, strict=True))
         if nothing:
             # What is at most 1 keeps a division possible, max(number_of_boxes, 1), and counts no item.
             total = torch.where(total > 1, total.detach(), 0.0) if isinstance(total, Tensor) else total * (total > 1)
-        total = _unclamped(total.detach() if isinstance(total, Tensor) else float(total), self.node)
-        term = self.term("mean", f"{what} divided by a count", total, by_data=True)
+        total = total.detach() if isinstance(total, Tensor) else float(total)
+        count = divisor = _unclamped(total, self.node)
+        if is_floored and not nothing:
+            count = torch.minimum(*map(torch.as_tensor, (math.prod(before[1:], start=before[0]), divisor)))
+        surplus = 0.0 if count is divisor else divisor - count
+        term = self.term("mean", f"{what} divided by a count", count, by_data=True)
         shared = counts[0].at if len(counts) == 1 else None
-        return replace(term, shared=shared, items=sizes[dim] if sizes else 0)
+        return replace(term, shared=shared, surplus=surplus, items=sizes[dim] if sizes else 0)
 
 
 class _Walk:
@@ -529,13 +545,18 @@ def _with_shared_counts(terms: list[Term]) -> list[Term]:
         at = members[0].shared
         if len(members) == 1 or len(below) != len(members) or at is None or any(term.nonlinear for term in members):
             continue
-        count = members[0].count
-        for term in members[1:]:
-            both = isinstance(count, Tensor) or isinstance(term.count, Tensor)
-            count = torch.maximum(*map(torch.as_tensor, (count, term.count))) if both else max(count, term.count)
+        count, surplus = (reduce(larger, each) for each in zip(*((m.count, m.surplus) for m in members), strict=True))
         terms = [term for term in terms if term not in members]
-        terms.append(at.term("mean", f"{members[0].what}, several", count, by_data=True))
+        merged = at.term("mean", f"{members[0].what}, several", count, by_data=True)
+        terms.append(replace(merged, surplus=surplus))
     return terms
+
+
+def larger(one: Tensor | float, other: Tensor | float) -> Tensor | float:
+    """The larger one of two numbers, on whatever device."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return torch.maximum(*map(torch.as_tensor, (one, other)))
+    return max(one, other)
 
 
 def _without_zeros(terms: list[Term]) -> list[Term]:

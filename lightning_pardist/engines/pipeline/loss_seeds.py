@@ -34,7 +34,7 @@ from lightning_pardist.engines.common.loss_balance import (
 )
 from lightning_pardist.engines.common.loss_couplings import couplings
 from lightning_pardist.engines.common.loss_setting import LossWeight, terms_of
-from lightning_pardist.engines.common.loss_terms import Term, weight_of
+from lightning_pardist.engines.common.loss_terms import Term, larger, weight_of
 from lightning_pardist.engines.pipeline.microbatch import MicroBatch
 
 
@@ -232,7 +232,7 @@ class LossSeeds:
     def _own(self, index: int) -> Tensor:
         """What weighs a micro-batch's loss, if that is one count: the first one."""
         first = _first_mean(self._terms[index])
-        return self._number(self._parts[index].size if first is None else first.count)
+        return self._number(self._parts[index].size if first is None else first.divisor)
 
     def _guess(self, index: int) -> Tensor:
         """What a rank will count, going by one of its micro-batches. Collective over the group."""
@@ -265,7 +265,8 @@ class LossSeeds:
             for key, term in _keyed(terms):
                 if term.is_nothing:
                     continue
-                merged[key] = replace(term, count=merged[key].count + term.count) if key in merged else term
+                merged[key] = _added_up(merged[key], term) if key in merged else term
+        merged = {key: _floored_once(term) for key, term in merged.items()}
         signs = (float(ratios is None), float(bool(ratios)), mark, mark**2)
         balance = exchange(
             list(merged.values()),
@@ -278,7 +279,7 @@ class LossSeeds:
         several, ranks, marks, squares = balance.values
         self._agreed = balance.agreed & alike
         self._several = (several > 0) | (marks**2 != squares * ranks) | ~self._agreed
-        counts = [self._number(term.count) for term in merged.values()]
+        counts = [self._number(term.divisor) for term in merged.values()]
         self._known = dict(zip(merged, zip(balance.factors, counts, strict=True), strict=True))
         totals = [total for term, total in zip(merged.values(), balance.totals, strict=True) if term.kind == "mean"]
         total = totals[0] if totals else balance.samples
@@ -298,7 +299,7 @@ class LossSeeds:
         by_samples = self._number(size / self._samples)
         if term.kind == "other":
             return factor * by_samples
-        by_count = self._number(term.count) / torch.where(counted > 0, counted, 1.0)
+        by_count = self._number(term.divisor) / torch.where(counted > 0, counted, 1.0)
         return factor * torch.where(self._agreed, by_count, by_samples)
 
     def _number(self, value: Tensor | float) -> Tensor:
@@ -313,6 +314,18 @@ def _keyed(terms: Sequence[Term]) -> list[tuple[str, Term]]:
         means[term.what] = means.get(term.what, 0) + (term.kind == "mean")
         names.append(f"mean {means[term.what]} {term.what}" if term.kind == "mean" else term.kind)
     return list(zip(names, terms, strict=True))
+
+
+def _added_up(one: Term, other: Term) -> Term:
+    """The term of several micro-batches."""
+    return replace(one, count=one.count + other.count, surplus=larger(one.surplus, other.surplus))
+
+
+def _floored_once(term: Term) -> Term:
+    """Where some micro-batches have counted something, nothing is added for those that have not."""
+    if not isinstance(term.surplus, Tensor):
+        return term
+    return replace(term, surplus=torch.where(torch.as_tensor(term.count) > 0, 0.0, term.surplus))
 
 
 def _are_alike(losses: Sequence[list[Term]]) -> bool:
