@@ -31,6 +31,9 @@ _DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
 #: Name of a way -> settings of ``LocalSGDStrategy``; None for ``pardist_ddp``.
 WAYS: dict[str, dict[str, Any] | None] = {
     "ddp": None,
+    "local-10": {"sync_every": 10},
+    "local-50": {"sync_every": 50},
+    "local-100": {"sync_every": 100},
     "diloco-10": {"sync_every": 10, **_DILOCO},
     "diloco-50": {"sync_every": 50, **_DILOCO},
     "diloco-100": {"sync_every": 100, **_DILOCO},
