@@ -132,7 +132,7 @@ HOWS = [
     ("hybrid", 4, "tensor, shard", 12),
     ("tp_zero2", 4, "tensor", 8),
 ]
-QUICK = (HOWS[1], HOWS[5], HOWS[6])
+QUICK = (HOWS[1], HOWS[5])
 
 
 @pytest.mark.parametrize(

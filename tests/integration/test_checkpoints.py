@@ -87,7 +87,7 @@ def _with_model_checkpoint(strategy, form, async_save, folder):
 
 
 @pytest.mark.parametrize(("form", "async_save"), FORMS)
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.slow), "fsdp"])
 def test_model_checkpoint(strategy, form, async_save, tmp_path):
     run_ranks(2, _with_model_checkpoint, strategy, form, async_save, str(tmp_path))
 

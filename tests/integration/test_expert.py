@@ -32,7 +32,7 @@ def _saved_around_an_evaluation(strategy, devices, folder):
         trainer.validate(module, datamodule=Data(), verbose=False)
 
 
-@pytest.mark.parametrize("data_parallel", ["ddp", "zero3"])
+@pytest.mark.parametrize("data_parallel", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_a_checkpoint_behind_an_evaluation_has_the_optimizer_as_one_before_it(tmp_path, data_parallel):
     strategy = functools.partial(ExpertParallelStrategy, data_parallel=data_parallel)
     run_ranks(2, _saved_around_an_evaluation, strategy, 2, tmp_path)
@@ -82,8 +82,8 @@ def test_experts_of_two_ranks_shared_by_two(layer, data_parallel):
 @pytest.mark.parametrize(
     ("form", "layer"),
     [
-        ("full", "listed"),
         ("sharded", "stacked"),
+        pytest.param("full", "listed", marks=pytest.mark.slow),
         pytest.param("full", "stacked", marks=pytest.mark.slow),
         pytest.param("sharded", "listed", marks=pytest.mark.slow),
     ],

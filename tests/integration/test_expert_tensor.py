@@ -127,9 +127,9 @@ class Louder(Mixture):
 @pytest.mark.parametrize(
     ("beside", "layer", "data_parallel"),
     [
-        ("tensor", "listed", "ddp"),
         ("tensor", "stacked", "zero2"),
-        ("tensor", "listed", "zero3"),
+        pytest.param("tensor", "listed", "ddp", marks=_SLOW),
+        pytest.param("tensor", "listed", "zero3", marks=_SLOW),
         pytest.param("tensor", "stacked", "ddp", marks=_SLOW),
         pytest.param("tensor", "listed", "zero1", marks=_SLOW),
         pytest.param("context", "listed", "ddp", marks=_SLOW),

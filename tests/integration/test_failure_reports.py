@@ -120,7 +120,12 @@ def test_an_interrupted_run_says_so_last(strategy, start, rank):
     ("strategy", "rank", "said"),
     [
         ("pardist_zero3", "1", "rank "),
-        ("pardist_ddp_fork", "all", "the ranks were processes of their own (start_method='fork')"),
+        pytest.param(
+            "pardist_ddp_fork",
+            "all",
+            "the ranks were processes of their own (start_method='fork')",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("pardist_ddp", "0", "rank 1 ", marks=pytest.mark.slow),
         pytest.param("pardist_pp", "all", "rank ", marks=pytest.mark.slow),
     ],

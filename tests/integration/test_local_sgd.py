@@ -215,9 +215,9 @@ def _resumed(inside, ranks, form, folder):
     ("inside", "ranks", "form"),
     [
         ("ddp", 2, "full"),
-        ("zero3", 4, "sharded"),
+        ("ddp", 2, "sharded"),
         ("pp", 4, "full"),
-        pytest.param("ddp", 2, "sharded", marks=pytest.mark.slow),
+        pytest.param("zero3", 4, "sharded", marks=pytest.mark.slow),
         pytest.param("zero2", 4, "full", marks=pytest.mark.slow),
     ],
 )

@@ -65,7 +65,7 @@ SOME = ("Adafactor", "Muon", "Shampoo (user's)", "Muon and Adam (user's)", "LBFG
 QUICK = {
     row: SOME if devices < 4 else ("Muon and Adam (user's)", "Norm of all (user's)")
     for row, (_, devices) in STRATEGIES.items()
-    if devices < 8 and row not in ("ddp-2", "zero1-2", "islands_zero2-4")
+    if devices < 8 and row not in ("ddp-2", "zero1-2", "zero2-3", "hsdp-4", "islands_zero2-4", "islands_zero3-4")
 }
 #: State of its constructor, of tensors that are split besides.
 QUICK["tp_zero2-4"] += ("Adagrad",)

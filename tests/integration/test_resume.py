@@ -196,7 +196,7 @@ CASES = [
     ("ddp", 2, "steps", (3, 4, 6)),
     ("zero2", 2, "every step", (4, 5)),
     ("zero2", 2, "own sampler", (6,)),
-    ("fsdp", 2, "steps", (3, 6)),
+    pytest.param("fsdp", 2, "steps", (3, 6), marks=pytest.mark.slow),
     ("tp", 2, "own sampler", (6,)),
     ("pp", 2, "steps", (3, 6)),
 ]

@@ -155,7 +155,13 @@ def _check(name, world, folder, expected):
         assert_close(found, expected[place])
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "mp", "pp_interleaved"])
+_OTHERS = ("zero1", "zero2", "fsdp", "pp_interleaved")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ddp", "zero3", "tp", "pp", "mp", *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS)],
+)
 def test_saved_anywhere_is_what_one_process_saves(name, tmp_path, expected):
     _check(name, 2, str(tmp_path), expected)
 

@@ -112,10 +112,22 @@ def test_every_sample_counts_once(strategy, world, kind):
     _run(strategy, kind, world=world)
 
 
-@pytest.mark.parametrize("kind", ["sized", "stream"])
-@pytest.mark.parametrize(
-    "given", [{}, {"data_parallel": "zero2"}, {"data_parallel": "zero3"}, {"schedule": "mp"}], ids=str
-)
+_PIPELINES = [
+    *(({}, "sized"), ({"data_parallel": "zero3"}, "stream"), ({"schedule": "mp"}, "sized")),
+    *(
+        pytest.param(given, kind, marks=pytest.mark.slow)
+        for given, kind in (
+            ({}, "stream"),
+            ({"data_parallel": "zero2"}, "sized"),
+            ({"data_parallel": "zero2"}, "stream"),
+            ({"data_parallel": "zero3"}, "sized"),
+            ({"schedule": "mp"}, "stream"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "kind"), _PIPELINES, ids=str)
 def test_every_sample_counts_once_in_pipelines(given, kind):
     _run("pp", kind, world=4, given=given)
 

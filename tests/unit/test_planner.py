@@ -670,7 +670,7 @@ def test_state_in_files_is_read_and_written_in_each_step(tmp_path, monkeypatch):
     assert fast.to_json()["in_files"] == fast.in_files
 
 
-@pytest.mark.parametrize("layer", ["stacked", "listed"])
+@pytest.mark.parametrize("layer", [pytest.param("stacked", marks=pytest.mark.slow), "listed"])
 def test_experts_are_planned_as_if_tokens_went_to_all_of_them_alike(layer):
     module, batch = Mixture(layer), [torch.randint(TOKENS, (16, LENGTH))]
     found = plan(module, batch, devices=2, device="h100", strategies=["pardist_ep", "pardist_ddp"])

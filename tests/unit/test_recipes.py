@@ -278,14 +278,10 @@ def test_missing_packages_are_named_with_the_extra_that_brings_them():
     ("recipe", "lacking", "wanted"),
     [
         ("cifar", "skimage", "The cifar recipe needs scikit-image. Install the extra [recipes]:"),
-        pytest.param(
-            "finetune",
-            "transformers",
-            "The finetune recipe needs transformers. Install the extra [models]:",
-            marks=pytest.mark.slow,
-        ),
+        ("finetune", "transformers", "The finetune recipe needs transformers. Install the extra [models]:"),
     ],
 )
+@pytest.mark.slow
 def test_a_recipe_without_its_packages_says_what_to_install(recipe, lacking, wanted):
     """As `pardist fit -c recipes/NAME/config.yaml` of an environment that lacks a package."""
     code = (
