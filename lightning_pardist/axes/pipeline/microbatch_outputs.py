@@ -42,7 +42,7 @@ from lightning_pardist.compat.metrics import (
 from lightning_pardist.compat.modules import own_buffers
 from lightning_pardist.compat.tensors import version_of
 from lightning_pardist.engines.pipeline import merge_results
-from lightning_pardist.engines.pipeline.interception import HOOKS, hooks_of, is_flag
+from lightning_pardist.engines.pipeline.interception import HOOKS, hooks_of, is_flag, registries_of_hooks
 from lightning_pardist.engines.pipeline.nested import flatten, rebuild
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -587,8 +587,7 @@ class _State:
 
     def remove_hooks(self, root: nn.Module) -> None:
         """Remove the hooks that were registered since."""
-        registries = [module.__dict__[name] for module in root.modules() for name in HOOKS if name in module.__dict__]
-        for registry in registries:
+        for registry in registries_of_hooks(root):
             for number in [number for number in registry if (id(registry), number) not in self.hooks]:
                 del registry[number]
 

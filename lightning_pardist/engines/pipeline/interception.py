@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pardist.compat.modules import own_buffers
+from lightning_pardist.compat.modules import own_buffers, own_modules
 from lightning_pardist.engines.common.devices import device_in_use, random_stays
 from lightning_pardist.engines.common.own_generators import set_state, state_of
 
@@ -84,8 +84,24 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
 
 def hooks_of(root: nn.Module) -> frozenset[tuple[int, int]]:
     """The hooks of a module and of all modules in it, by registry and number."""
-    registries = (module.__dict__[name] for module in root.modules() for name in HOOKS if name in module.__dict__)
-    return frozenset((id(registry), number) for registry in registries for number in registry)
+    return frozenset((id(registry), number) for registry in registries_of_hooks(root) for number in registry)
+
+
+def registries_of_hooks(root: nn.Module) -> list[dict[int, Any]]:
+    """Where a module and all modules in it keep hooks, of which there are any.
+
+    Every micro-batch asks for them, and ``root.modules()`` takes the time of a layer's forward.
+    """
+    found, seen, left = [], {id(root)}, [root]
+    while left:
+        module = left.pop()
+        attributes = module.__dict__
+        found += [registry for name in HOOKS if (registry := attributes.get(name))]
+        for child in own_modules(module).values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                left.append(child)
+    return found
 
 
 def is_flag(name: str, value: Any) -> bool:

@@ -56,6 +56,9 @@ class _Remote(Tensor):
         """
         kwargs = kwargs or {}
         with below_subclasses():
+            if getattr(func, "__name__", "") == "__get__":
+                # Its shape, its gradient: most of what is asked, and no values.
+                return _marked(func(*args), getattr(args[0], "_pardist_what", _UNKNOWN))
             what = next((t._pardist_what for t in tensors_of((args, kwargs)) if hasattr(t, "_pardist_what")), _UNKNOWN)
             written = args[0] if args and _writes(func) else kwargs.get("out")
             if func in _VALUES or any(not tensor.is_meta for tensor in tensors_of(written)):
