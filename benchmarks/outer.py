@@ -24,6 +24,7 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from benchmarks.machine import keep
+from benchmarks.settings import given_settings
 from recipes.gpt.data import Windows
 from recipes.gpt.model import GPT
 
@@ -67,6 +68,16 @@ class Sent(pl.Callback):
         self.bytes, self.seconds = _written() - self._bytes, time.perf_counter() - self._start
 
 
+def _way(name: str) -> str:
+    if name not in WAYS and not name.startswith("local@"):
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(WAYS)}, local@SETTING=JSON,...")
+    return name
+
+
+def _settings(way: str) -> dict[str, Any] | None:
+    return WAYS[way] if way in WAYS else given_settings(way)
+
+
 def _documentation() -> bytes:
     """A text that is always there."""
     pages = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
@@ -84,7 +95,7 @@ def run(options: argparse.Namespace, way: str, seed: int) -> None:
     text = options.text.read_bytes() if options.text else _documentation()
     cut = len(text) * 9 // 10
     module = GPT(dim=options.dim, layers=options.layers, dropout=0.0, sample_tokens=0, warmup_steps=options.steps // 10)
-    settings = WAYS[way]
+    settings = _settings(way)
     strategy = "pardist_ddp" if settings is None else lightning_pardist.LocalSGDStrategy(**settings)
     sent = Sent()
     trainer = pl.Trainer(
@@ -109,7 +120,7 @@ def run(options: argparse.Namespace, way: str, seed: int) -> None:
 
 def formula(options: argparse.Namespace, way: str, psi: int) -> float:
     """Bytes that a rank sends for its meetings, or for gradients of every step."""
-    settings = WAYS[way]
+    settings = _settings(way)
     once = 2 * psi * (options.islands - 1) / options.islands * 4
     if settings is None:
         return once * options.steps
@@ -125,7 +136,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="the last tenth is for validation; by default the documentation")
     parser.add_argument("--full", action="store_true", help="1,000 steps and three seeds; else minutes on two cores")
     parser.add_argument("--output", type=Path, help="folder for the table")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), type=_way, help="or local@SETTING=JSON,...")
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--islands", type=int, default=4)
     parser.add_argument("--steps", type=int)

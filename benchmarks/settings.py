@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
+
+
+def given_settings(name: str) -> dict[str, Any]:
+    """Settings behind a name, ``NAME@setting=JSON,...``; none without ``@``."""
+    text = name.partition("@")[2]
+    return {key: json.loads(value) for key, _, value in (item.partition("=") for item in text.split(",") if item)}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.machine import describe, load_average
+from benchmarks.settings import given_settings
 
 _ROOT = Path(__file__).parents[1]
 _BITS = {"1gbit": 1e9, "100mbit": 1e8, "10mbit": 1e7}
@@ -196,22 +197,17 @@ def _strategy(name: str) -> Any:
 
     if name == _ALONE:
         return SingleDeviceStrategy(device="cpu")
-    settings = _settings(name)
-    name, _, text = name.partition("@")
-    if not text:
+    settings = given_settings(name)
+    name, _, _ = name.partition("@")
+    if not settings:
         return name
     entry = next(entry for entry in TABLE if entry.name == name)
     return entry.make(**entry.preset | settings)
 
 
-def _settings(name: str) -> dict[str, Any]:
-    text = name.partition("@")[2]
-    return {key: json.loads(value) for key, _, value in (item.partition("=") for item in text.split(",") if item)}
-
-
 def _interval(name: str) -> int:
     """Steps between two meetings, 0 where ranks meet every step."""
-    return int(_settings(name).get("sync_every", 0))
+    return int(given_settings(name).get("sync_every", 0))
 
 
 def _sent_bytes() -> int:
