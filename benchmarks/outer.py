@@ -94,7 +94,8 @@ def run(options: argparse.Namespace, way: str, seed: int) -> None:
     pl.seed_everything(seed, verbose=False)
     text = options.text.read_bytes() if options.text else _documentation()
     cut = len(text) * 9 // 10
-    module = GPT(dim=options.dim, layers=options.layers, dropout=0.0, sample_tokens=0, warmup_steps=options.steps // 10)
+    sizes = {"dim": options.dim, "layers": options.layers, "warmup_steps": options.steps // 10}
+    module = GPT(**sizes, lr=options.lr, dropout=0.0, sample_tokens=0)
     settings = _settings(way)
     strategy = "pardist_ddp" if settings is None else lightning_pardist.LocalSGDStrategy(**settings)
     sent = Sent()
@@ -141,6 +142,7 @@ def main() -> None:
     parser.add_argument("--islands", type=int, default=4)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch-size", type=int, default=8, help="windows a rank and step")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate of each island")
     parser.add_argument("--dim", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--one", nargs=2, metavar=("WAY", "SEED"), help=argparse.SUPPRESS)
