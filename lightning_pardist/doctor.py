@@ -34,6 +34,7 @@ from lightning_pardist.planner.words import sentence
 from lightning_pardist.registry import TABLE
 from lightning_pardist.runtime.environments.facts import Facts, gather_facts
 from lightning_pardist.runtime.environments.find import find
+from lightning_pardist.runtime.last_words import leave, say
 from lightning_pardist.runtime.process_group import init_process_group
 from lightning_pardist.runtime.rendezvous import RendezvousEndpoint, open_store
 from lightning_pardist.strategies.hybrid import HybridStrategy
@@ -421,8 +422,8 @@ def _ranks(ranks: list[int]) -> str:
 
 def _end_after(seconds: float) -> threading.Timer:
     def end() -> None:
-        print(f"error: no result within {seconds:.0f} s\ntraining could not start", file=sys.stderr, flush=True)
-        os._exit(1)
+        say(f"error: no result within {seconds:.0f} s\ntraining could not start")
+        leave()
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True

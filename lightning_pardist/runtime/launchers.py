@@ -47,6 +47,7 @@ from lightning_pardist.compat.lightning_loops import return_predictions
 from lightning_pardist.runtime.environments.launched import child_environment, launcher_pid, wants_full_tracebacks
 from lightning_pardist.runtime.failed_runs import Failure
 from lightning_pardist.runtime.failure_text import format_failure, is_refusal
+from lightning_pardist.runtime.last_words import leave, say
 from lightning_pardist.runtime.returned_predictions import ReturnedPredictions
 from lightning_pardist.runtime.watchdog import GRACE_S, FailureReport, PeerFailedError, Watchdog, where
 
@@ -358,7 +359,7 @@ class Children:
 
     def _say_interrupted(self) -> None:
         self.end(GRACE_S)
-        print(INTERRUPTED, file=sys.stderr, flush=True)
+        say(INTERRUPTED)
 
     def report_to(self, blame: Callable[[int, str, bool], bool]) -> None:
         """From now on tell ``blame`` which local rank died, how, and whether by a signal; it says whether that is all
@@ -418,9 +419,9 @@ class Children:
         if self._ends_anyway():
             return
         text = text if interrupted else f"{text} Training had not begun. Its own output is above."
-        print(text, file=sys.stderr, flush=True)
+        say(text)
         self.end(GRACE_S)
-        os._exit(1)
+        leave()
 
     def _at_exit(self) -> None:
         self.end(GRACE_S if self.failing or self.interrupted else _EXIT_WAIT_S)
@@ -433,9 +434,8 @@ class Children:
         ]
         if failed and not self.failing:
             for local_rank, process in failed:
-                print(_obituary(local_rank, process), file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            os._exit(1)
+                say(_obituary(local_rank, process))
+            leave()
 
 
 children = Children()
@@ -494,10 +494,10 @@ def watch_parent(pid: int) -> None:
     _parent_watched = True
 
     def look() -> bool:
-        if os.getppid() == pid:
-            return False
-        print(f"Process {os.getpid()} ends because process {pid}, which started it, is gone.", file=sys.__stderr__)
-        os._exit(1)
+        if os.getppid() != pid:
+            say(f"Process {os.getpid()} ends because process {pid}, which started it, is gone.", sys.__stderr__)
+            leave()
+        return False
 
     _Poll("pardist-parent", look, every_s=1.0).start()
 

@@ -20,7 +20,6 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -40,6 +39,7 @@ from lightning_pardist.runtime.hang_diagnosis import (
     places,
     waits_in_collective,
 )
+from lightning_pardist.runtime.last_words import leave, say
 
 _POLL_S = 0.5
 _STORE_TIMEOUT_S = 5.0
@@ -235,7 +235,7 @@ class Watchdog:
                 return True
             self._publish(FailureReport(rank, where(), text))
         except Exception:
-            print(f"[rank {self.rank}] {text}", file=sys.stderr, flush=True)
+            say(f"[rank {self.rank}] {text}")
         return False
 
     def tolerate(self, ranks: Iterable[int]) -> None:
@@ -407,23 +407,20 @@ class Watchdog:
             self._on_exit()
         stack = self._main_stack()
         if not waits_in_collective(stack):
-            print(f"[rank {self.rank}] did not stop by itself; it was at:\n{stack}", file=sys.stderr)
+            say(f"[rank {self.rank}] did not stop by itself; it was at:\n{stack}")
         # The first rank speaks for all, unless the failure is its own, which the rank that noticed has shown, or it
         # cannot be heard.
         speaks = self.rank == 0 or threading.current_thread() is self._guard
         message = cause.message() if speaks else cause.message().partition("\n")[0]
-        print(f"[rank {self.rank}] {message}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)
+        say(f"[rank {self.rank}] {message}")
+        leave()
 
     def _leave_out(self) -> None:
         """End this process, which the others have given up: it was stopped, say, and goes on."""
         if self._on_exit is not None:
             self._on_exit()
-        print(
-            f"[rank {self.rank}] ends: the others go on without it. {self.lost[self.rank]}", file=sys.stderr, flush=True
-        )
-        os._exit(1)
+        say(f"[rank {self.rank}] ends: the others go on without it. {self.lost[self.rank]}")
+        leave()
 
     def _check_peers(self, now: float) -> None:
         # The first rank watches all, the others the first: 2N reads for N ranks, whatever their number.

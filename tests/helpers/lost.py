@@ -25,12 +25,13 @@ def lose(
     staleness: int | None = 2,
     servers: int = 1,
     workers: int = WORKERS,
+    timeout_s: float = 120.0,
     **variables: str,
 ) -> Finished:
     """Run the script."""
     script = str(ROOT / "tests" / "scripts" / "lose.py")
     arguments = (str(folder), str(workers + servers), fault, str(rank), str(staleness), str(servers))
-    return run_script(script, *arguments, **variables)
+    return run_script(script, *arguments, timeout_s=timeout_s, **variables)
 
 
 def samples_of(folder: Path, worker: int) -> list[dict[str, Any]]:

@@ -38,15 +38,19 @@ def run_script(*arguments: str, timeout_s: float = 120.0, **variables: str) -> F
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE")}
     environment |= ENVIRONMENT | {"PARDIST_TEST_MARK": mark} | variables
     started = time.monotonic()
-    process = subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    try:
+        process = subprocess.run(
+            [sys.executable, *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        output = late.output.decode(errors="replace") if isinstance(late.output, bytes) else late.output
+        raise AssertionError(f"{arguments} has not ended within {timeout_s:g} s:\n{output}") from late
     seconds, ended = time.monotonic() - started, time.time()
     # A process may need a moment to be gone once the first one has ended.
     deadline = time.monotonic() + 10

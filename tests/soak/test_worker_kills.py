@@ -16,7 +16,8 @@ def test_a_worker_may_go_at_any_moment(seed, shares, tmp_path):
     draw = random.Random(seed)
     rank, moment, servers = draw.choice([1, 2]), draw.uniform(0.01, 1.5), draw.choice([1, 2])
     settings = {"LOSE_SHARE": "1"} if shares else {}
-    finished = lose(tmp_path, f"in {moment}", rank, servers=servers, staleness=draw.choice([1, 2, None]), **settings)
+    staleness = draw.choice([1, 2, None])
+    finished = lose(tmp_path, f"in {moment}", rank, servers=servers, staleness=staleness, timeout_s=500.0, **settings)
     assert finished.code == 0, finished.output
     assert not finished.left
     found = done(finished)

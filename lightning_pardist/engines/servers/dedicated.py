@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -132,7 +133,9 @@ class _Told:
             self._lose(loss.worker, loss.why)
             if self._rank is not None:
                 text = loss.describe(gone.get(loss.worker), is_shared=self._is_shared)
-                print(f"[rank {self._rank}] {text}", file=sys.stderr, flush=True)
+                # Whether or not anybody can read it: servers go on.
+                with suppress(OSError, ValueError):
+                    print(f"[rank {self._rank}] {text}", file=sys.stderr, flush=True)
 
 
 @torch.no_grad()
