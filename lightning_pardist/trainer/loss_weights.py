@@ -130,6 +130,9 @@ class LossWeights:
         value_weights: What weighs logged values that have lost their graphs; to be filled by the step.
         loss_count: Gives what weighs a loss that has lost its graph, NaN where none has.
         agree: Combines what ranks that share a batch have each seen of what its losses count; None if none share one.
+
+    Attributes:
+        said_coupled: Whether the graph of the first loss showed samples that are compared with each other.
     """
 
     def __init__(
@@ -153,6 +156,7 @@ class LossWeights:
         self._before = before
         self._value_weights = value_weights
         self._device = trainer.strategy.root_device
+        self.said_coupled = False
         self._said: set[str] = set()
         self._alike: Tensor | None = None
         self._said_unlike = self._said_numbers = False
@@ -355,6 +359,7 @@ class LossWeights:
             return
         reasons = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]
         reasons += couplings(loss, samples=BatchCut().samples_of(self._batch), gathers=True)
+        self.said_coupled = bool(reasons)
         if reasons:
             rank_zero_warn(coupled_samples(self._trainer.lightning_module, reasons[0]))
 

@@ -137,6 +137,12 @@ def mixed_up(logits, labels):
     return 0.3 * ignored(mixed, labels) + 0.7 * ignored(mixed, labels[order])
 
 
+def in_pairs(logits, labels):
+    """Which of two samples is ahead."""
+    scores = logits.mean((1, 2))
+    return F.softplus(scores[:, None] - scores).mean()
+
+
 def mean_of_classes(logits, labels):
     losses, classes = logits.square().mean((1, 2)), torch.arange(len(logits)) % 2
     counts = torch.bincount(classes, minlength=2).clamp(min=1)
@@ -147,7 +153,7 @@ def mean_of_classes(logits, labels):
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, mixed, of_positives, of_nothing]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
-TOGETHER = [contrastive, mean_of_classes, mixed_up, normalized, by_rank, *GATHERED]
+TOGETHER = [contrastive, in_pairs, mean_of_classes, mixed_up, normalized, by_rank, *GATHERED]
 LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *TOGETHER)}
 COUPLED = {loss.__name__ for loss in TOGETHER}
 
@@ -322,9 +328,12 @@ def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
     assert sum("compares samples" in each or "couples the samples" in each for each in said) == 1
 
 
-@pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("pp", 2)])
-def test_samples_that_are_added_up_by_class_are_said_once(strategy, parts):
-    said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, "mean_of_classes", parts)
+@pytest.mark.parametrize(
+    ("strategy", "parts", "loss"),
+    [("ddp", 1, "mean_of_classes"), ("pp", 2, "mean_of_classes"), ("ddp", 1, "in_pairs"), ("ddp", 1, "contrastive")],
+)
+def test_samples_that_are_put_together_are_said_once(strategy, parts, loss):
+    said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, loss, parts)
     assert sum("couples the samples of a batch" in each for each in said) == 1
 
 
