@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
@@ -24,6 +25,7 @@ from lightning_pardist.engines.common.loss_balance import (
     agreed_terms,
     exchange,
     scale_gradients,
+    signature,
     uneven_products,
 )
 from lightning_pardist.engines.common.loss_couplings import couplings
@@ -98,6 +100,22 @@ def divided_by_numbers(module: pl.LightningModule) -> str:
     )
 
 
+def unlike_settings(module: pl.LightningModule) -> str:
+    """A warning for optimizers that have other settings on other ranks."""
+    return (
+        f"The optimizers of {original_class(module).__name__} have other settings on other ranks (a learning rate),"
+        " with which each rank updates what it holds: training is not that of one process, and ranks drift apart."
+        " Set them by what all ranks have: self.all_gather(value).mean(), or logged values in trainer.callback_metrics."
+    )
+
+
+def _settings_of(optimizers: Sequence[Optimizer]) -> float:
+    """A small number that stands for the numbers in their groups; what lies on a device is not read."""
+    settings = [setting for each in optimizers for group in each.param_groups for setting in group.items()]
+    # Rounding may differ between ranks.
+    return signature([f"{name} {value:.9g}" for name, value in settings if isinstance(value, float | int)])
+
+
 #: Steps after which ranks on a device look for losses that differ: looking waits for the device.
 _LOOK_EVERY = 100
 
@@ -159,8 +177,9 @@ class LossWeights:
         self.said_coupled = False
         self._said: set[str] = set()
         self._alike: Tensor | None = None
-        self._said_unlike = self._said_numbers = False
+        self._said_unlike = self._said_numbers = self._said_settings = False
         self._same_numbers: Tensor | None = None
+        self._same_settings: Tensor | None = None
         self._weighed = 0
         self._batch: Any = None
         self._counts = self._weighs = True
@@ -239,6 +258,7 @@ class LossWeights:
             samples=float(samples or 1),
             present=self._counts,
             values=[value for _, value in entries],
+            settings=_settings_of(self._trainer.optimizers),
             group=self._group(),
             device=self._device,
         )
@@ -256,16 +276,20 @@ class LossWeights:
                 self._forget(entry)
 
     def _look_at(self, found: Balance) -> None:
-        """Say once that ranks' losses differ in their terms, or in numbers that divide them, if they do."""
-        alike, same = found.agreed, found.same_numbers
+        """Say once that ranks differ in terms of losses, in numbers that divide them, or in settings of optimizers."""
+        alike, same, settings = found.agreed, found.same_numbers, found.same_settings
         self._alike = alike if self._alike is None else self._alike & alike
         self._same_numbers = same if self._same_numbers is None else self._same_numbers & same
+        self._same_settings = settings if self._same_settings is None else self._same_settings & settings
         self._weighed += 1
         if alike.device.type != "cpu" and self._weighed % _LOOK_EVERY != 1:
             return
         if not self._same_numbers and not self._said_numbers:
             self._said_numbers = True
             rank_zero_warn(divided_by_numbers(self._trainer.lightning_module))
+        if not self._same_settings and not self._said_settings:
+            self._said_settings = True
+            rank_zero_warn(unlike_settings(self._trainer.lightning_module))
         if not self._alike and not self._said_unlike:
             self._said_unlike = True
             rank_zero_warn(unlike_losses(self._trainer.lightning_module))

@@ -309,8 +309,24 @@ def test_micro_batches_of_which_nothing_counts(loss, world, sizes):
     _run("pp", world=world, sizes=sizes, module={"loss": loss}, gradient_clip_val=7.0)
 
 
-def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2):
-    module = Module(loss)
+class OfOwnLosses(Module):
+    """Sets its learning rate by what the rank has seen, or by what all have."""
+
+    def __init__(self, loss="ignored", everywhere=False):
+        super().__init__(loss)
+        self.everywhere = everywhere
+
+    def training_step(self, batch, batch_idx):
+        self.last = super().training_step(batch, batch_idx)
+        return self.last
+
+    def on_train_batch_end(self, *args):
+        last = self.all_gather(self.last.detach()).mean() if self.everywhere else self.last
+        self.optimizers().param_groups[0]["lr"] = 0.05 * last.item()
+
+
+def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2, everywhere=None):
+    module = Module(loss) if everywhere is None else OfOwnLosses(loss, everywhere)
     made = STRATEGIES[strategy](**given)
     trainer = quiet_trainer(strategy=made, devices=parts * len(sizes), use_distributed_sampler=False)
     with warnings.catch_warnings(record=True) as caught:
@@ -390,6 +406,12 @@ def test_what_ranks_make_of_their_samples_without_a_gradient_is_said_once(strate
 def test_numbers_that_differ_between_ranks_are_no_constants():
     said, *_ = run_ranks(2, _warned, EVEN, {}, "ddp", "by_rank", 1)
     assert sum("that ranks divide by different numbers" in each for each in said) == 1
+
+
+@pytest.mark.parametrize(("strategy", "everywhere"), [("ddp", False), ("zero3", False), ("ddp", True)])
+def test_settings_of_optimizers_that_differ_between_ranks_are_said_once(strategy, everywhere):
+    said, *_ = run_ranks(2, _warned, EVEN, {}, strategy, "ignored", 1, everywhere)
+    assert sum("have other settings on other ranks" in each for each in said) == (not everywhere)
 
 
 def test_whole_batches_without_a_count_go_by_samples():
