@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
+from lightning_pardist.compat.autograd_graph import inputs_of, kind_of
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
+from lightning_pardist.engines.common.batch_dim import ADDITIONS
 from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_balance import (
     Balance,
@@ -46,6 +49,7 @@ def weight_of_logged(
     samples: int | None,
     *,
     gathers: bool = False,
+    known: Mapping[Node, Sequence[Term]] | None = None,
 ) -> Tensor | float | None:
     """What weighs a logged value among those of other ranks or micro-batches: a count, or None for a sum.
 
@@ -56,6 +60,7 @@ def weight_of_logged(
         terms: Of the loss.
         samples: In the batch.
         gathers: Whether parts of the batch that gather samples gather those of all.
+        known: Terms below nodes of losses that backward has been run from, whose graphs say nothing any more.
 
     Raises:
         LookupError: If that is not known.
@@ -63,8 +68,25 @@ def weight_of_logged(
     graphs = [each for each in others if isinstance(each, Tensor) and each.grad_fn is not None]
     if not _is_same(value, loss):
         same = next((each for each in graphs if _is_same(value, each)), None)
-        terms = [] if same is None else find_terms(same, samples=samples, gathers=gathers)
+        terms = [] if same is None else _known_terms(same.grad_fn, known or {})
+        terms = find_terms(same, samples=samples, gathers=gathers) if same is not None and not terms else terms
     return weight_of(terms, float(samples or 1))
+
+
+def _known_terms(root: Node | None, known: Mapping[Node, Sequence[Term]]) -> Sequence[Term]:
+    """Of a loss that is known, its parts and multiples, and what is added up of these; none if others are in it."""
+    found: list[Term] = []
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node is None or (node not in known and kind_of(node) not in _LINEAR):
+            return []
+        found += known.get(node, ())
+        waiting += [] if node in known else [child for child in inputs_of(node) if child is not None]
+    return found
 
 
 def coupled_samples(module: pl.LightningModule, reason: str, who: str = "rank") -> str:
@@ -116,6 +138,8 @@ def _settings_of(optimizers: Sequence[Optimizer]) -> float:
     return signature([f"{name} {value:.9g}" for name, value in settings if isinstance(value, float | int)])
 
 
+#: Operations after which values go together as what they were made of does.
+_LINEAR = ADDITIONS | {"Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Sum", "Mean"}
 #: Steps after which ranks on a device look for losses that differ: looking waits for the device.
 _LOOK_EVERY = 100
 
@@ -186,6 +210,9 @@ class LossWeights:
         self._logged: list[_Logged] | None = None
         self._attached = PatchStack()
         self._scaling = Scaling()
+        #: Losses of a manual step, and the terms below their nodes and those of their parts.
+        self._losses: list[Tensor] = []
+        self._known: dict[Node, list[Term]] = {}
 
     def attach(self) -> None:
         """Note what steps log. Not collective."""
@@ -214,7 +241,7 @@ class LossWeights:
         self._own, self._has_loss = _UNWEIGHED, True
         if not self._weighs:
             return run()
-        self._logged = []
+        self._logged, self._losses, self._known = [], [], {}
         self._value_weights.clear()
         try:
             output = run()
@@ -222,6 +249,7 @@ class LossWeights:
             noted, self._logged = self._logged, None
         # A module that runs backward by itself does so in the step.
         self._weigh(find_loss(output) if self._trainer.lightning_module.automatic_optimization else None, noted)
+        self._losses, self._known = [], {}
         return output
 
     def before_manual_backward(self, loss: Tensor) -> None:
@@ -269,11 +297,21 @@ class LossWeights:
         # The graph of an automatic step goes with its backward, and nothing here is to keep it.
         if not self._trainer.lightning_module.automatic_optimization:
             self._scaling = scaling
+            self._remember(loss, terms)
         for (entry, _), value in zip(entries, found.values, strict=False):
             self._correct(entry, value)
         if not self._counts:
             for entry in reversed(noted):
                 self._forget(entry)
+
+    def _remember(self, loss: Tensor | None, terms: list[Term]) -> None:
+        """Keep what a loss is made of, as manual steps log it behind its backward, which frees what its graph saved."""
+        if loss is None or loss.grad_fn is None:
+            return
+        self._losses.append(loss)
+        for term in terms:
+            for node in dict.fromkeys((loss.grad_fn, *term.path)):
+                self._known.setdefault(node, []).append(term)
 
     def _look_at(self, found: Balance) -> None:
         """Say once that ranks differ in terms of losses, in numbers that divide them, or in settings of optimizers."""
@@ -332,7 +370,8 @@ class LossWeights:
     def _values(self, loss: Tensor | None, terms: list[Term], noted: list[_Logged]) -> list[tuple[_Logged, Value]]:
         """Of what was logged, means and sums whose weights are known."""
         found: dict[str, tuple[_Logged, Value]] = {}
-        values, samples = [each.value for each in noted], BatchCut().samples_of(self._batch)
+        samples = BatchCut().samples_of(self._batch)
+        values = [*(each.value for each in noted), *self._losses]
         for each in noted:
             item = self._item(each.name)
             if item is None or not item.is_tensor or (item.meta.on_epoch and not item.meta.is_mean_reduction):
@@ -341,7 +380,7 @@ class LossWeights:
                 weight = (
                     self._value_weights[each.name]
                     if self._value_weights
-                    else weight_of_logged(each.value, values, loss, terms, samples, gathers=True)
+                    else weight_of_logged(each.value, values, loss, terms, samples, gathers=True, known=self._known)
                 )
             except LookupError:
                 continue

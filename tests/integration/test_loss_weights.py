@@ -159,8 +159,9 @@ COUPLED = {loss.__name__ for loss in TOGETHER}
 
 
 class Module(pl.LightningModule):
-    def __init__(self, loss="ignored", decay=0.0, weight=False, at_points=0.0):
+    def __init__(self, loss="ignored", decay=0.0, weight=False, at_points=0.0, by_hand=False):
         super().__init__()
+        self.automatic_optimization = not by_hand
         self.register_buffer("grid", torch.linspace(-1, 1, 16).view(2, 8))
         layers = nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)
         self.net = nn.Sequential(nn.Embedding(11, 8), *layers)
@@ -172,8 +173,16 @@ class Module(pl.LightningModule):
         # First, so that stages of a pipeline send what the last one adds.
         penalty = self.net[1:](self.grid).square().sum() if self.at_points else 0.0
         loss = self.loss(self.net(ids), labels)
+        if not self.automatic_optimization:
+            # What is logged has been part of what backward was run from, which has freed its counts.
+            self.manual_backward(loss / 2)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            self.log("twice", 2 * loss, on_step=False, on_epoch=True)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("detached", loss.detach(), on_step=False, on_epoch=True)
+        if not self.automatic_optimization:
+            return None
         loss = loss + self.decay * sum(param.square().sum() for param in self.net.parameters())
         loss = loss + self.at_points * penalty
         return loss if self.log_weight is None else torch.exp(-self.log_weight) * (1 + loss) + self.log_weight
@@ -307,6 +316,11 @@ def test_micro_batches_with_accumulation_and_clipping(world, sizes):
 @pytest.mark.parametrize(("world", "sizes"), [(2, (SAMPLES,)), (4, EVEN)])
 def test_micro_batches_of_which_nothing_counts(loss, world, sizes):
     _run("pp", world=world, sizes=sizes, module={"loss": loss}, gradient_clip_val=7.0)
+
+
+@pytest.mark.parametrize("loss", ["ignored", "class_weights", "masked", "sum_per_sample"])
+def test_what_is_logged_behind_a_backward_by_hand(loss):
+    _run("zero3" if loss == "ignored" else "ddp", sizes=UNEVEN, module={"loss": loss, "by_hand": True})
 
 
 class OfOwnLosses(Module):
