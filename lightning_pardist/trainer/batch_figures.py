@@ -44,6 +44,7 @@ _KEEPING |= {"mul", "__mul__", "__rmul__", "contiguous", "bfloat16", "cpu", "cud
 _DIVISIONS = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv__"}
 _OVER_IT = {"reciprocal", "__rtruediv__", "__rdiv__", *_DIVISIONS}
 _PRODUCTS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__"}
+_DIFFERENCES = {"sub", "__sub__", "subtract"}
 #: Functions that take numbers for sizes and places.
 _PLACING = {"arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "linspace", "__getitem__"}
 _PLACING |= {"repeat_interleave", "narrow", "split", "pack_padded_sequence", "one_hot", "index_select", "gather"}
@@ -62,12 +63,14 @@ class _Mark:
         what: How the figure was made.
         adds_up: Whether figures of parts of a batch add up to that of the batch, as counts do.
         is_over: Whether it is one over such a figure.
+        is_largest: Whether it is the largest of all: what is subtracted before exponentials are taken, to no effect.
     """
 
     dim: int | None
     what: str = ""
     adds_up: bool = False
     is_over: bool = False
+    is_largest: bool = False
 
 
 class BatchFigures(TorchFunctionMode):
@@ -103,9 +106,11 @@ class BatchFigures(TorchFunctionMode):
     def _follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         given = given_tensors((args, kwargs))
         results = [each for each in given_tensors(output) if type(each) is Tensor]
-        if name == "detach" and given and given[0].requires_grad and results:
+        if name == "detach" and given and given[0].requires_grad and not given[0].dim() and results:
             return self._detached(given[0], results[0])
         marked = [(each, self._marks[each]) for each in given if type(each) is Tensor and each in self._marks]
+        if not marked and not any(each.requires_grad for each in results):
+            marked = self._with_graphs(given)
         if not marked or not results:
             return None
         figures = [(each, mark) for each, mark in marked if mark.dim is None]
@@ -122,8 +127,14 @@ class BatchFigures(TorchFunctionMode):
     def _detached(self, given: Tensor, result: Tensor) -> None:
         """A loss without its graph is a figure."""
         node = given.grad_fn
-        if node is not None and not given.dim() and BatchDims(self._samples).of(node) == REDUCED:
+        if node is not None and BatchDims(self._samples).of(node) == REDUCED:
             self._marks[result] = _Mark(None, "a loss without its graph")
+
+    def _with_graphs(self, given: Sequence[Tensor]) -> list[tuple[Tensor, _Mark]]:
+        """Results with a gradient that hold samples: what is made of them without one does as well."""
+        dims = BatchDims(self._samples)
+        found = [(each, dims.of(each.grad_fn)) for each in given if each.grad_fn is not None and type(each) is Tensor]
+        return [(each, _Mark(dim)) for each, dim in found if dim >= 0 and each.shape[dim] == self._samples]
 
     def _computed(
         self, name: str, args: tuple[Any, ...], figures: Sequence[tuple[Tensor, _Mark]], results: Sequence[Tensor]
@@ -138,7 +149,9 @@ class BatchFigures(TorchFunctionMode):
             return
         is_divisor = name in _DIVISIONS and len(args) > 1 and args[1] is figure and mark.adds_up
         is_factor = name in _PRODUCTS and mark.is_over and not figure.dim()
-        if not is_divisor and not is_factor and not (name in _SUMMING and mark.adds_up and self._are_sums(args, own)):
+        is_shift = name in _DIFFERENCES and len(args) > 1 and args[1] is figure and mark.is_largest
+        is_added = name in _SUMMING and mark.adds_up and self._are_sums(args, own)
+        if not (is_divisor or is_factor or is_shift or is_added):
             self.found = mark.what
 
     def _are_sums(self, args: tuple[Any, ...], results: Sequence[Tensor]) -> bool:
@@ -155,7 +168,7 @@ class BatchFigures(TorchFunctionMode):
         if name in _OVER_IT and not others and mark.adds_up:
             divided = name in _DIVISIONS and args[0] is figure
             return mark if divided else replace(mark, adds_up=False, is_over=True)
-        return replace(mark, adds_up=False, is_over=False)
+        return replace(mark, adds_up=False, is_over=False, is_largest=False)
 
     def _of_samples(
         self,
@@ -189,7 +202,7 @@ class BatchFigures(TorchFunctionMode):
 
     def _figure(self, name: str, source: Tensor) -> _Mark:
         what = f"{name} of a tensor of shape {list(source.shape)} over samples"
-        return _Mark(None, what, adds_up=name in _SUMS)
+        return _Mark(None, what, adds_up=name in _SUMS, is_largest=name in ("max", "amax"))
 
 
 def given_tensors(tree: Any) -> list[Tensor]:

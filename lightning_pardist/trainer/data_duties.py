@@ -29,6 +29,7 @@ from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 from lightning_pardist.trainer.random_numbers import drawn_apart, draws
 from lightning_pardist.trainer.sample_mixing import SampleMixing, is_closed, mixed_samples
 from lightning_pardist.trainer.sample_orders import SampleOrders
+from lightning_pardist.trainer.sample_pairs import SamplePairs
 from lightning_pardist.trainer.trial_run import without_trace
 from lightning_pardist.trainer.uneven_inputs import EvenSteps, UnevenInputs
 
@@ -175,12 +176,16 @@ class DataParallelDuties:
         if not looks or module is None or samples is None or any(map(is_closed, module.modules())):
             yield
             return
-        with eagerly(), BatchFigures(batch, samples) as figures, SampleOrders(batch, samples) as orders:
+        pairs = SamplePairs(batch, samples)
+        with eagerly(), BatchFigures(batch, samples) as figures, SampleOrders(batch, samples) as orders, pairs:
             yield
         if figures.found is not None:
             rank_zero_warn(figures_of_ranks(module, figures.found))
         if orders.found is not None:
             rank_zero_warn(coupled_samples(module, orders.found))
+        # What the graph shows of it has been said.
+        if pairs.found is not None and not (self.loss_weights is not None and self.loss_weights.said_coupled):
+            rank_zero_warn(coupled_samples(module, pairs.found))
 
     def before_training_step(self, trainer: pl.Trainer, run_step: Callable[[Callable[[], None]], None]) -> None:
         """Before the second step look whether layers that the first has called mix samples. Collective over the world.

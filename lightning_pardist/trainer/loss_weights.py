@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -13,9 +13,13 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.optim import Optimizer
 
+from lightning_pardist.compat.autograd_graph import inputs_of, kind_of
 from lightning_pardist.compat.lightning_loops import logged
 from lightning_pardist.compat.metrics import set_forward_cache
+from lightning_pardist.engines.common.batch_dim import ADDITIONS
 from lightning_pardist.engines.common.devices import number_on
 from lightning_pardist.engines.common.loss_balance import (
     Balance,
@@ -24,6 +28,7 @@ from lightning_pardist.engines.common.loss_balance import (
     agreed_terms,
     exchange,
     scale_gradients,
+    signature,
     uneven_products,
 )
 from lightning_pardist.engines.common.loss_couplings import couplings
@@ -44,6 +49,7 @@ def weight_of_logged(
     samples: int | None,
     *,
     gathers: bool = False,
+    known: Mapping[Node, Sequence[Term]] | None = None,
 ) -> Tensor | float | None:
     """What weighs a logged value among those of other ranks or micro-batches: a count, or None for a sum.
 
@@ -54,6 +60,7 @@ def weight_of_logged(
         terms: Of the loss.
         samples: In the batch.
         gathers: Whether parts of the batch that gather samples gather those of all.
+        known: Terms below nodes of losses that backward has been run from, whose graphs say nothing any more.
 
     Raises:
         LookupError: If that is not known.
@@ -61,8 +68,25 @@ def weight_of_logged(
     graphs = [each for each in others if isinstance(each, Tensor) and each.grad_fn is not None]
     if not _is_same(value, loss):
         same = next((each for each in graphs if _is_same(value, each)), None)
-        terms = [] if same is None else find_terms(same, samples=samples, gathers=gathers)
+        terms = [] if same is None else _known_terms(same.grad_fn, known or {})
+        terms = find_terms(same, samples=samples, gathers=gathers) if same is not None and not terms else terms
     return weight_of(terms, float(samples or 1))
+
+
+def _known_terms(root: Node | None, known: Mapping[Node, Sequence[Term]]) -> Sequence[Term]:
+    """Of a loss that is known, its parts and multiples, and what is added up of these; none if others are in it."""
+    found: list[Term] = []
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node is None or (node not in known and kind_of(node) not in _LINEAR):
+            return []
+        found += known.get(node, ())
+        waiting += [] if node in known else [child for child in inputs_of(node) if child is not None]
+    return found
 
 
 def coupled_samples(module: pl.LightningModule, reason: str, who: str = "rank") -> str:
@@ -98,6 +122,24 @@ def divided_by_numbers(module: pl.LightningModule) -> str:
     )
 
 
+def unlike_settings(module: pl.LightningModule) -> str:
+    """A warning for optimizers that have other settings on other ranks."""
+    return (
+        f"The optimizers of {original_class(module).__name__} have other settings on other ranks (a learning rate),"
+        " with which each rank updates what it holds: training is not that of one process, and ranks drift apart."
+        " Set them by what all ranks have: self.all_gather(value).mean(), or logged values in trainer.callback_metrics."
+    )
+
+
+def _settings_of(optimizers: Sequence[Optimizer]) -> float:
+    """A small number that stands for the numbers in their groups; what lies on a device is not read."""
+    settings = [setting for each in optimizers for group in each.param_groups for setting in group.items()]
+    # Rounding may differ between ranks.
+    return signature([f"{name} {value:.9g}" for name, value in settings if isinstance(value, float | int)])
+
+
+#: Operations after which values go together as what they were made of does.
+_LINEAR = ADDITIONS | {"Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Sum", "Mean"}
 #: Steps after which ranks on a device look for losses that differ: looking waits for the device.
 _LOOK_EVERY = 100
 
@@ -130,6 +172,9 @@ class LossWeights:
         value_weights: What weighs logged values that have lost their graphs; to be filled by the step.
         loss_count: Gives what weighs a loss that has lost its graph, NaN where none has.
         agree: Combines what ranks that share a batch have each seen of what its losses count; None if none share one.
+
+    Attributes:
+        said_coupled: Whether the graph of the first loss showed samples that are compared with each other.
     """
 
     def __init__(
@@ -153,16 +198,21 @@ class LossWeights:
         self._before = before
         self._value_weights = value_weights
         self._device = trainer.strategy.root_device
+        self.said_coupled = False
         self._said: set[str] = set()
         self._alike: Tensor | None = None
-        self._said_unlike = self._said_numbers = False
+        self._said_unlike = self._said_numbers = self._said_settings = False
         self._same_numbers: Tensor | None = None
+        self._same_settings: Tensor | None = None
         self._weighed = 0
         self._batch: Any = None
         self._counts = self._weighs = True
         self._logged: list[_Logged] | None = None
         self._attached = PatchStack()
         self._scaling = Scaling()
+        #: Losses of a manual step, and the terms below their nodes and those of their parts.
+        self._losses: list[Tensor] = []
+        self._known: dict[Node, list[Term]] = {}
 
     def attach(self) -> None:
         """Note what steps log. Not collective."""
@@ -191,7 +241,7 @@ class LossWeights:
         self._own, self._has_loss = _UNWEIGHED, True
         if not self._weighs:
             return run()
-        self._logged = []
+        self._logged, self._losses, self._known = [], [], {}
         self._value_weights.clear()
         try:
             output = run()
@@ -199,6 +249,7 @@ class LossWeights:
             noted, self._logged = self._logged, None
         # A module that runs backward by itself does so in the step.
         self._weigh(find_loss(output) if self._trainer.lightning_module.automatic_optimization else None, noted)
+        self._losses, self._known = [], {}
         return output
 
     def before_manual_backward(self, loss: Tensor) -> None:
@@ -235,6 +286,7 @@ class LossWeights:
             samples=float(samples or 1),
             present=self._counts,
             values=[value for _, value in entries],
+            settings=_settings_of(self._trainer.optimizers),
             group=self._group(),
             device=self._device,
         )
@@ -245,23 +297,37 @@ class LossWeights:
         # The graph of an automatic step goes with its backward, and nothing here is to keep it.
         if not self._trainer.lightning_module.automatic_optimization:
             self._scaling = scaling
+            self._remember(loss, terms)
         for (entry, _), value in zip(entries, found.values, strict=False):
             self._correct(entry, value)
         if not self._counts:
             for entry in reversed(noted):
                 self._forget(entry)
 
+    def _remember(self, loss: Tensor | None, terms: list[Term]) -> None:
+        """Keep what a loss is made of, as manual steps log it behind its backward, which frees what its graph saved."""
+        if loss is None or loss.grad_fn is None:
+            return
+        self._losses.append(loss)
+        for term in terms:
+            for node in dict.fromkeys((loss.grad_fn, *term.path)):
+                self._known.setdefault(node, []).append(term)
+
     def _look_at(self, found: Balance) -> None:
-        """Say once that ranks' losses differ in their terms, or in numbers that divide them, if they do."""
-        alike, same = found.agreed, found.same_numbers
+        """Say once that ranks differ in terms of losses, in numbers that divide them, or in settings of optimizers."""
+        alike, same, settings = found.agreed, found.same_numbers, found.same_settings
         self._alike = alike if self._alike is None else self._alike & alike
         self._same_numbers = same if self._same_numbers is None else self._same_numbers & same
+        self._same_settings = settings if self._same_settings is None else self._same_settings & settings
         self._weighed += 1
         if alike.device.type != "cpu" and self._weighed % _LOOK_EVERY != 1:
             return
         if not self._same_numbers and not self._said_numbers:
             self._said_numbers = True
             rank_zero_warn(divided_by_numbers(self._trainer.lightning_module))
+        if not self._same_settings and not self._said_settings:
+            self._said_settings = True
+            rank_zero_warn(unlike_settings(self._trainer.lightning_module))
         if not self._alike and not self._said_unlike:
             self._said_unlike = True
             rank_zero_warn(unlike_losses(self._trainer.lightning_module))
@@ -304,7 +370,8 @@ class LossWeights:
     def _values(self, loss: Tensor | None, terms: list[Term], noted: list[_Logged]) -> list[tuple[_Logged, Value]]:
         """Of what was logged, means and sums whose weights are known."""
         found: dict[str, tuple[_Logged, Value]] = {}
-        values, samples = [each.value for each in noted], BatchCut().samples_of(self._batch)
+        samples = BatchCut().samples_of(self._batch)
+        values = [*(each.value for each in noted), *self._losses]
         for each in noted:
             item = self._item(each.name)
             if item is None or not item.is_tensor or (item.meta.on_epoch and not item.meta.is_mean_reduction):
@@ -313,7 +380,7 @@ class LossWeights:
                 weight = (
                     self._value_weights[each.name]
                     if self._value_weights
-                    else weight_of_logged(each.value, values, loss, terms, samples, gathers=True)
+                    else weight_of_logged(each.value, values, loss, terms, samples, gathers=True, known=self._known)
                 )
             except LookupError:
                 continue
@@ -355,6 +422,7 @@ class LossWeights:
             return
         reasons = [*(term.nonlinear for term in terms if term.nonlinear), *uneven_products(terms)]
         reasons += couplings(loss, samples=BatchCut().samples_of(self._batch), gathers=True)
+        self.said_coupled = bool(reasons)
         if reasons:
             rank_zero_warn(coupled_samples(self._trainer.lightning_module, reasons[0]))
 

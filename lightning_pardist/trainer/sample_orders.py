@@ -26,7 +26,7 @@ _PICKING = {"index_select", "__getitem__"}
 _REORDERING = {"flip", "flipud", "roll", *_PICKING}
 _TURNING = {"t", "t_", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "__get__"}
 #: What puts results side by side, each for itself.
-_SIDE_BY_SIDE = {"cat", "concat", "concatenate", "stack", "vstack", "hstack"}
+SIDE_BY_SIDE = {"cat", "concat", "concatenate", "stack", "vstack", "hstack"}
 
 
 class SampleOrders(TorchFunctionMode):
@@ -71,7 +71,7 @@ class SampleOrders(TorchFunctionMode):
         # An index says which samples, and is none of what they are put together from.
         given = [args[0], *args[2:]] if name == "__setitem__" else [args, kwargs]
         known = [self._known[each] for each in given_tensors(given) if each in self._known]
-        if not known or name in _SIDE_BY_SIDE:
+        if not known or name in SIDE_BY_SIDE:
             return
         orders = list(dict.fromkeys(order for _, order in known))
         # Answers of yes or no are for a log, or pick from what has an order itself.

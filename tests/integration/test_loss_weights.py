@@ -137,6 +137,12 @@ def mixed_up(logits, labels):
     return 0.3 * ignored(mixed, labels) + 0.7 * ignored(mixed, labels[order])
 
 
+def in_pairs(logits, labels):
+    """Which of two samples is ahead."""
+    scores = logits.mean((1, 2))
+    return F.softplus(scores[:, None] - scores).mean()
+
+
 def mean_of_classes(logits, labels):
     losses, classes = logits.square().mean((1, 2)), torch.arange(len(logits)) % 2
     counts = torch.bincount(classes, minlength=2).clamp(min=1)
@@ -147,14 +153,15 @@ def mean_of_classes(logits, labels):
 SINGLE = [ignored, class_weights, smoothed, masked, few, selected, added, per_sample, sum_per_sample]
 SEVERAL = [two_terms, mixed, of_positives, of_nothing]
 GATHERED = [compared_with_all, compared_with_those_of_all, overlap_of_all]
-TOGETHER = [contrastive, mean_of_classes, mixed_up, normalized, by_rank, *GATHERED]
+TOGETHER = [contrastive, in_pairs, mean_of_classes, mixed_up, normalized, by_rank, *GATHERED]
 LOSSES = {loss.__name__: loss for loss in (*SINGLE, *SEVERAL, *TOGETHER)}
 COUPLED = {loss.__name__ for loss in TOGETHER}
 
 
 class Module(pl.LightningModule):
-    def __init__(self, loss="ignored", decay=0.0, weight=False, at_points=0.0):
+    def __init__(self, loss="ignored", decay=0.0, weight=False, at_points=0.0, by_hand=False):
         super().__init__()
+        self.automatic_optimization = not by_hand
         self.register_buffer("grid", torch.linspace(-1, 1, 16).view(2, 8))
         layers = nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, CLASSES)
         self.net = nn.Sequential(nn.Embedding(11, 8), *layers)
@@ -166,8 +173,16 @@ class Module(pl.LightningModule):
         # First, so that stages of a pipeline send what the last one adds.
         penalty = self.net[1:](self.grid).square().sum() if self.at_points else 0.0
         loss = self.loss(self.net(ids), labels)
+        if not self.automatic_optimization:
+            # What is logged has been part of what backward was run from, which has freed its counts.
+            self.manual_backward(loss / 2)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            self.log("twice", 2 * loss, on_step=False, on_epoch=True)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("detached", loss.detach(), on_step=False, on_epoch=True)
+        if not self.automatic_optimization:
+            return None
         loss = loss + self.decay * sum(param.square().sum() for param in self.net.parameters())
         loss = loss + self.at_points * penalty
         return loss if self.log_weight is None else torch.exp(-self.log_weight) * (1 + loss) + self.log_weight
@@ -303,8 +318,29 @@ def test_micro_batches_of_which_nothing_counts(loss, world, sizes):
     _run("pp", world=world, sizes=sizes, module={"loss": loss}, gradient_clip_val=7.0)
 
 
-def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2):
-    module = Module(loss)
+@pytest.mark.parametrize("loss", ["ignored", "class_weights", "masked", "sum_per_sample"])
+def test_what_is_logged_behind_a_backward_by_hand(loss):
+    _run("zero3" if loss == "ignored" else "ddp", sizes=UNEVEN, module={"loss": loss, "by_hand": True})
+
+
+class OfOwnLosses(Module):
+    """Sets its learning rate by what the rank has seen, or by what all have."""
+
+    def __init__(self, loss="ignored", everywhere=False):
+        super().__init__(loss)
+        self.everywhere = everywhere
+
+    def training_step(self, batch, batch_idx):
+        self.last = super().training_step(batch, batch_idx)
+        return self.last
+
+    def on_train_batch_end(self, *args):
+        last = self.all_gather(self.last.detach()).mean() if self.everywhere else self.last
+        self.optimizers().param_groups[0]["lr"] = 0.05 * last.item()
+
+
+def _warned(sizes, given, strategy="pp", loss="contrastive", parts=2, everywhere=None):
+    module = Module(loss) if everywhere is None else OfOwnLosses(loss, everywhere)
     made = STRATEGIES[strategy](**given)
     trainer = quiet_trainer(strategy=made, devices=parts * len(sizes), use_distributed_sampler=False)
     with warnings.catch_warnings(record=True) as caught:
@@ -322,9 +358,12 @@ def test_samples_that_are_compared_with_each_other_are_said_once(sizes, given):
     assert sum("compares samples" in each or "couples the samples" in each for each in said) == 1
 
 
-@pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("pp", 2)])
-def test_samples_that_are_added_up_by_class_are_said_once(strategy, parts):
-    said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, "mean_of_classes", parts)
+@pytest.mark.parametrize(
+    ("strategy", "parts", "loss"),
+    [("ddp", 1, "mean_of_classes"), ("pp", 2, "mean_of_classes"), ("ddp", 1, "in_pairs"), ("ddp", 1, "contrastive")],
+)
+def test_samples_that_are_put_together_are_said_once(strategy, parts, loss):
+    said, *_ = run_ranks(2 * parts, _warned, EVEN, {}, strategy, loss, parts)
     assert sum("couples the samples of a batch" in each for each in said) == 1
 
 
@@ -381,6 +420,12 @@ def test_what_ranks_make_of_their_samples_without_a_gradient_is_said_once(strate
 def test_numbers_that_differ_between_ranks_are_no_constants():
     said, *_ = run_ranks(2, _warned, EVEN, {}, "ddp", "by_rank", 1)
     assert sum("that ranks divide by different numbers" in each for each in said) == 1
+
+
+@pytest.mark.parametrize(("strategy", "everywhere"), [("ddp", False), ("zero3", False), ("ddp", True)])
+def test_settings_of_optimizers_that_differ_between_ranks_are_said_once(strategy, everywhere):
+    said, *_ = run_ranks(2, _warned, EVEN, {}, strategy, "ignored", 1, everywhere)
+    assert sum("have other settings on other ranks" in each for each in said) == (not everywhere)
 
 
 def test_whole_batches_without_a_count_go_by_samples():

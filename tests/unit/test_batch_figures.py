@@ -50,6 +50,18 @@ def normalized_advantages(batch):
     return (_losses(batch) * (advantages - advantages.mean()) / (advantages.std() + 1e-8)).mean()
 
 
+def normalized_advantages_of_a_baseline(batch):
+    advantages = (batch["weight"] - NET(batch["x"])[:, 0]).detach()
+    return (_losses(batch) * (advantages - advantages.mean())).mean()
+
+
+def hardest_by_a_quantile(batch):
+    losses = _losses(batch)
+    with torch.no_grad():
+        bound = (2 * losses).quantile(0.5)
+    return (losses * (losses > bound / 2)).mean()
+
+
 def centred_inputs(batch):
     return NET(batch["x"] - batch["x"].mean(0, keepdim=True)).square().mean()
 
@@ -73,6 +85,19 @@ def losses_balanced_by_their_size(batch):
 
 def softmax_over_samples(batch):
     return (_losses(batch) * batch["weight"].softmax(0)).sum()
+
+
+def shifted_by_the_largest(batch):
+    """Before exponentials, which are divided by their sum."""
+    losses = _losses(batch)
+    shares = (losses - losses.detach().max()).exp()
+    return (shares / torch.zeros(3).index_add(0, batch["group"], shares)[batch["group"]]).square().mean()
+
+
+def chosen_by_themselves(batch):
+    logits = NET(batch["x"])
+    confident, labels = logits.detach().softmax(1).max(1)
+    return (F.cross_entropy(logits, labels, reduction="none") * (confident > 0.4)).mean()
 
 
 def plain(batch):
@@ -149,6 +174,8 @@ COUPLED = [
     weights_by_frequency,
     weights_of_positives,
     normalized_advantages,
+    normalized_advantages_of_a_baseline,
+    hardest_by_a_quantile,
     centred_inputs,
     largest_target,
     more_than_the_mean,
@@ -158,6 +185,8 @@ COUPLED = [
     less_than_the_sum,
 ]
 PLAIN = [
+    shifted_by_the_largest,
+    chosen_by_themselves,
     plain,
     masked,
     masked_by_a_reciprocal,

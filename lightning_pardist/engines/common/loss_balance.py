@@ -31,8 +31,9 @@ _COUNTS, _SIZES = 31, 6
 #: Numbers other than losses that fit into it.
 _VALUES = 16
 #: Numbers in front: ranks that take part, those with a loss, those with terms, their terms' signature and the square of
-#: that, samples, signature and square for the values, and what numbers divide sums by, and the square of that.
-_HEAD = 10
+#: that, samples, signature and square for the values, what numbers divide sums by, and the square of that, and what
+#: stands for the settings of optimizers, and its square.
+_HEAD = 12
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Balance:
         totals: For each term that is a mean, what all ranks have counted; shape ``[terms]``.
         samples: Of all ranks; no dims.
         same_numbers: Whether all ranks' sums are divided by the same numbers, which were taken for constants; no dims.
+        same_settings: Whether all ranks gave the same ``settings``; no dims.
     """
 
     factors: Tensor
@@ -70,6 +72,7 @@ class Balance:
     totals: Tensor
     samples: Tensor
     same_numbers: Tensor
+    same_settings: Tensor
 
 
 def signature(names: Sequence[str]) -> float:
@@ -97,6 +100,7 @@ def exchange(
     samples: float,
     present: bool = True,
     values: Sequence[Value] = (),
+    settings: float = 0.0,
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Balance:
@@ -107,6 +111,7 @@ def exchange(
         samples: Samples in this rank's batch.
         present: Whether this rank's batch counts at all.
         values: Further numbers to put together.
+        settings: A :func:`signature` of what ranks are to have alike.
         group: Ranks whose gradients are averaged; None if this one is alone.
         device: Of the message.
     """
@@ -119,6 +124,7 @@ def exchange(
     sums = [term for term in terms if term.kind == "sum"]
     numbers = math.fsum(place * term.number for place, term in enumerate(sums, start=1))
     head += [here * value_mark, here * value_mark**2, votes * numbers, votes * numbers**2]
+    head += [here * settings, here * settings**2]
     shares = [1.0 if value.weight is None else value.weight for value in values]
     own = _message([*head, *_table(terms), *_padded(shares, _VALUES)], device)
     own[_HEAD:] *= here
@@ -364,6 +370,7 @@ def _balance(terms: Sequence[Term], values: Sequence[Value], own: Tensor, total:
         torch.stack(totals) if totals else none,
         total[5],
         ~alike | ((total[2] * total[9] - total[8] ** 2).abs() <= 1e-9 * total[8] ** 2),
+        total[0] * total[11] == total[10] ** 2,
     )
 
 
