@@ -112,6 +112,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         except SIGTERMException as stop:
             children.stopped = stop.code
             raise
+        except SystemExit:
+            # `sys.exit`, or a print to a pipe that was closed: unless the others leave as well, they wait for this rank.
+            children.failing = True
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the processes that were started: a Trainer may be saved as a whole."""

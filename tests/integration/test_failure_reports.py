@@ -157,3 +157,10 @@ def test_an_exit_of_all_ranks_ends_the_run(strategy, tmp_path):
     assert "Traceback" not in finished.output, finished.output
     assert len(list(tmp_path.rglob("*.ckpt"))) == (strategy == "pardist_ddp")
     assert not finished.left
+
+
+def test_an_exit_of_the_first_rank_alone_ends_the_run(tmp_path):
+    """What it started would wait for it, and it for what it started."""
+    finished = run_script(SAVES, "pardist_zero2", "0", "SystemExit", str(tmp_path))
+    assert finished.code == 0, finished.output
+    assert not finished.left
