@@ -113,7 +113,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             children.stopped = stop.code
             raise
         except SystemExit:
-            # `sys.exit`, or a print to a pipe that was closed: unless the others leave as well, they wait for this rank.
+            # Or a print to a pipe that was closed: unless the others leave as well, they wait for this rank.
             children.failing = True
             raise
 
