@@ -515,12 +515,20 @@ def _command(local_rank: int) -> tuple[Any, str | None]:
     return basic_subprocess_cmd(), None
 
 
+_HINTS = {
+    "SIGKILL": " (the kernel does that when memory runs out)",
+    "SIGABRT": (
+        " (gloo does that to a rank that is sent what it does not expect: under ZeRO-3 and FSDP all ranks have to call"
+        " the same layers as often as each other, or set allow_divergent_forward=True)"
+    ),
+}
+
+
 def _obituary(local_rank: int, process: subprocess.Popen[bytes]) -> str:
     who, code = f"Rank {local_rank} (pid {process.pid})", process.returncode
     if code < 0:
         name = signal.Signals(-code).name
-        hint = " (the kernel does that when memory runs out)" if name == "SIGKILL" else ""
-        return f"{who} was killed by {name}{hint}."
+        return f"{who} was killed by {name}{_HINTS.get(name, '')}."
     return f"{who} ended with exit code {code}."
 
 
