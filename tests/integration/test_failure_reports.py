@@ -159,6 +159,7 @@ def test_an_exit_of_all_ranks_ends_the_run(strategy, tmp_path):
     assert not finished.left
 
 
+@pytest.mark.slow
 def test_an_exit_of_the_first_rank_alone_ends_the_run(tmp_path):
     """What it started would wait for it, and it for what it started."""
     finished = run_script(SAVES, "pardist_zero2", "0", "SystemExit", str(tmp_path))
