@@ -131,11 +131,15 @@ def unlike_settings(module: pl.LightningModule) -> str:
     )
 
 
+_NUMBERS = (int, float)
+
+
 def _settings_of(optimizers: Sequence[Optimizer]) -> float:
     """A small number that stands for the numbers in their groups; what lies on a device is not read."""
     settings = [setting for each in optimizers for group in each.param_groups for setting in group.items()]
-    # Rounding may differ between ranks.
-    return signature([f"{name} {value:.9g}" for name, value in settings if isinstance(value, float | int)])
+    # Most of hundreds of groups have the same ones. Rounding may differ between ranks.
+    numbers = dict.fromkeys(setting for setting in settings if isinstance(setting[1], _NUMBERS))
+    return signature([f"{name} {value:.9g}" for name, value in numbers])
 
 
 #: Operations after which values go together as what they were made of does.

@@ -109,3 +109,17 @@ def test_what_hooks_do_not_do_in_a_pipeline_is_told():
     inside = list(told_of_hooks(module, ["blocks.1.up", "head"], 1))
     assert len(inside) == 2
     assert not list(told_of_hooks(pl.LightningModule(), [], 4))
+
+
+class ByHand(pl.LightningModule):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        optimizer.step(closure=optimizer_closure)
+        self.largest = max(float(param.grad.abs().max()) for param in self.parameters())
+
+
+def test_gradients_read_around_an_update_are_told_and_a_warm_up_is_not():
+    (told,) = told_of_hooks(ByHand(), [], 4)
+    assert "In optimizer_step of ByHand the gradients of parameters of other stages are None" in told
+    warm_up = pl.LightningModule()
+    warm_up.optimizer_step = lambda epoch, batch_idx, optimizer, closure=None: optimizer.step(closure=closure)
+    assert not list(told_of_hooks(warm_up, [], 4))

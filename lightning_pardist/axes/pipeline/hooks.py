@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
+from types import CodeType
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -11,6 +14,9 @@ from lightning_pardist.compat.modules import has_full_backward_hooks
 from lightning_pardist.compat.tensors import gradient_hooks_of
 
 _ON_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+#: What is overridden for other reasons as well (a warm-up of the learning rate), and clips as a rule with what counts
+#: all stages.
+_AROUND_UPDATES = ("optimizer_step", "configure_gradient_clipping")
 
 
 def told_of_hooks(module: pl.LightningModule, units: Collection[str], num_microbatches: int) -> Iterator[str]:
@@ -38,9 +44,18 @@ def told_of_hooks(module: pl.LightningModule, units: Collection[str], num_microb
             " not linear in them (clipping by value) is other than of the batch. pardist_mp makes no micro-batches."
         )
     by_hand = [name for name in _ON_GRADIENTS if is_overridden(name, module, pl.LightningModule)]
+    by_hand += [name for name in _AROUND_UPDATES if _reads(getattr(module, name), "grad")]
     if by_hand:
         yield (
             f"In {', '.join(by_hand)} of {type(module).__name__} the gradients of parameters of other stages are None:"
             " what is computed of them by hand is of this stage alone. Lightning's grad_norm and torch's clipping"
             " functions count those of all stages."
         )
+
+
+def _reads(method: Any, name: str) -> bool:
+    """Whether a method's own code has an attribute or a global of a name; False for what is not written in Python."""
+    codes = [code] if (code := getattr(inspect.unwrap(method), "__code__", None)) else []
+    for code in codes:
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return any(name in code.co_names for code in codes)
