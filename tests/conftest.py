@@ -2,6 +2,7 @@
 
 import os
 import threading
+from fnmatch import fnmatchcase
 
 import psutil
 import pytest
@@ -27,6 +28,14 @@ _KNOWN_VARIABLES = (
     "CUDA_DEVICE_ORDER",
     "PARDIST_TEST_DEVICE",
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        marker = item.get_closest_marker("push")
+        if marker and not any(fnmatchcase(item.callspec.id, pattern) for pattern in marker.args):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_sessionfinish(session):

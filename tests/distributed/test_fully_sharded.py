@@ -144,6 +144,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_options_give_the_numbers_of_one_process():
     run_ranks(2, many, CASES)
 
@@ -157,6 +158,7 @@ HSDP = [
 ]
 
 
+@pytest.mark.slow
 def test_replicated_and_sharded_on_two_axes():
     run_ranks(4, many, HSDP)
 

@@ -129,12 +129,14 @@ def _check(ranks, stage, name, folder, dtype=torch.float32):
     assert os.listdir(folder) == []
 
 
+@pytest.mark.push("2", "1")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bit_for_bit_as_without(tmp_path, stage):
     for name in OPTIMIZERS:
         _check(2, stage, name, tmp_path)
 
 
+@pytest.mark.push("1")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_whole_tensors_bit_for_bit_as_without(tmp_path, stage):
     for name in WHOLE:

@@ -24,6 +24,7 @@ SCHEDULES = (
 _QUICK = ("gpt", "unet", "experts", "checkpointed")
 
 
+@pytest.mark.push("gpt", "experts")
 @pytest.mark.parametrize(
     "model",
     [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in sorted(ZOO)],
@@ -33,6 +34,7 @@ def test_every_schedule_at_two_ranks(model: str) -> None:
         assert all(result["freed"] > 0 for result in results)
 
 
+@pytest.mark.slow
 def test_every_schedule_at_four_ranks() -> None:
     cases = [replace(case, model="gpt") for case in SCHEDULES if case.chunks_per_rank == 1]
     cases.append(Case("classifier", "interleaved", num_microbatches=4, chunks_per_rank=2))

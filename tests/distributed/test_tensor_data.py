@@ -118,12 +118,14 @@ def train_sharded(name, optimizer_name):
     return held / sum(param.numel() for param in reference.parameters())
 
 
+@pytest.mark.push("llama-sgd", "mlp-sgd")
 @pytest.mark.parametrize(("name", "optimizer"), [("gpt", "fused"), ("llama", "sgd"), ("mlp", "sgd")])
 def test_parameters_sharded_over_data_ranks_too(name, optimizer):
     for held in run_ranks(4, train_sharded, name, optimizer):
         assert name == "mlp" or held < 0.3
 
 
+@pytest.mark.push("zero2-gpt-adam", "ddp-gpt-fused")
 @pytest.mark.parametrize(
     ("kind", "name", "optimizer"),
     [("ddp", "gpt", "fused"), ("ddp", "resnet", "sgd"), ("zero1", "llama", "adam"), ("zero2", "gpt", "adam")],

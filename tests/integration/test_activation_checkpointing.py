@@ -72,6 +72,7 @@ def _all(strategy, devices):
     return [_train(strategy, devices, setting) for setting in (None, "auto", ["Block"])]
 
 
+@pytest.mark.push("fsdp", "zero1")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bit_for_bit_as_without(strategy):
     for (plain, calls), *others in run_ranks(2, _all, STRATEGIES[strategy], 2):

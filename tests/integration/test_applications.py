@@ -111,6 +111,7 @@ class OwnOptimizerByHand(OwnOptimizer):
         self.own.step()
 
 
+@pytest.mark.push("pardist_3d-sgd", "pardist_zero3-adagrad", "pardist_pp-adagrad", "pardist_tp-sgd")
 @pytest.mark.parametrize("kind", ["sgd", "adagrad"])
 @pytest.mark.parametrize("strategy", SPLITTING)
 def test_optimizer_made_in_init(strategy, kind):
@@ -287,6 +288,7 @@ class MomentumEncoder(Base):
 IN_UNITS = functools.partial(FSDPStrategy, min_unit_size_mb=0.0)
 
 
+@pytest.mark.push("pardist_zero3-*")
 @pytest.mark.parametrize("when", ["before", "after", "lerp", "before-data", "lerp-after-data"])
 @pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero3", IN_UNITS, "pardist_tp"])
 def test_foreach_over_a_sub_module_in_a_step(strategy, when):

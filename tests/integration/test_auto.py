@@ -32,6 +32,7 @@ def _both(name):
     return auto, _fit(CHOICES[name], 2)
 
 
+@pytest.mark.push("pardist_tp")
 @pytest.mark.parametrize("name", CHOICES)
 def test_it_trains_as_what_it_has_chosen(name):
     results = run_ranks(2, _both, name)
@@ -68,6 +69,7 @@ def _without_a_plan(memory_gb):
     return str(strategy.chosen), trainer.global_step, strategy.dims.layout
 
 
+@pytest.mark.push("1.0-*")
 @pytest.mark.parametrize(("memory_gb", "name"), [(1.0, "pardist_ddp"), (1e-6, "pardist_zero3")])
 def test_without_a_plan_it_trains_by_what_states_take(memory_gb, name):
     (chosen, steps, _), other = run_ranks(2, _without_a_plan, memory_gb)

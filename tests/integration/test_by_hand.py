@@ -135,6 +135,7 @@ HOWS = [
 QUICK = (HOWS[1], HOWS[5])
 
 
+@pytest.mark.push("fsdp-*")
 @pytest.mark.parametrize(
     ("strategy", "world", "how", "split"),
     [pytest.param(*how, marks=() if how in QUICK else pytest.mark.slow) for how in HOWS],
@@ -156,6 +157,7 @@ LAYOUTS = [("ddp", 1, ""), ("tp", 2, "tensor"), ("fsdp", 2, "shard"), ("hybrid",
 WAYS = [(0, 3, "full"), (3, 1, "full"), (1, 2, "sharded"), (2, 0, "full"), (3, 4, "sharded"), (4, 1, "full")]
 
 
+@pytest.mark.push("1-2-sharded")
 @pytest.mark.parametrize(
     ("source", "target", "form"),
     [pytest.param(*way, marks=() if index in (1, 2) else pytest.mark.slow) for index, way in enumerate(WAYS)],

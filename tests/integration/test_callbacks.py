@@ -74,6 +74,7 @@ def _average(name, strategy="pardist_ddp", devices=2):
     return snapshot(module)
 
 
+@pytest.mark.push("average-pardist_zero3", "ema-pardist_zero2", "swa-pardist_zero1")
 @pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_zero3"])
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_averages_of_weights(name, strategy):

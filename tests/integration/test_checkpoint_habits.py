@@ -183,6 +183,7 @@ def _not_strict(strategy, folder, form):
         assert (state["extra.weight"] == 7.0).all()
 
 
+@pytest.mark.push("pp-sharded", "tp-full")
 @pytest.mark.parametrize(
     ("strategy", "form"), [("zero2", "sharded"), ("zero3", "full"), ("tp", "full"), ("pp", "sharded")]
 )

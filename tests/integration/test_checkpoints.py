@@ -86,6 +86,7 @@ def _with_model_checkpoint(strategy, form, async_save, folder):
     trainer.validate(module, DataLoader(module.dataset(8), batch_size=4), ckpt_path=top.best_model_path)
 
 
+@pytest.mark.push("fsdp-sharded-True", "fsdp-full-True")
 @pytest.mark.parametrize(("form", "async_save"), FORMS)
 @pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.slow), "fsdp"])
 def test_model_checkpoint(strategy, form, async_save, tmp_path):

@@ -67,6 +67,7 @@ def _goes_on(kind, folder):
     return whole, resumed, losses
 
 
+@pytest.mark.push("zero2")
 @pytest.mark.parametrize("kind", ["zero2", "zero3"])
 def test_exact_weights_are_validated_saved_and_gone_on_from(kind, tmp_path):
     results = run_ranks(2, _goes_on, kind, tmp_path)

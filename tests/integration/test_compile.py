@@ -125,6 +125,7 @@ BLOCKS = {"compile": "blocks", "compile_backend": "aot_eager"}
 STEP = {"compile": "step", "compile_backend": "aot_eager"}
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_numbers(tmp_path):
     kinds = ("ddp", "zero2", "zero3", "zero3 inside")
     _same(run_ranks(2, _each, kinds, tmp_path, BLOCKS, {}))

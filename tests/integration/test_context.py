@@ -123,6 +123,7 @@ def _compare(found, expected):
         assert found[0][0] == pytest.approx(expected[0], rel=1e-5)
 
 
+@pytest.mark.push("zero3")
 @pytest.mark.parametrize("data_parallel", ["ddp", "zero2", "zero3"])
 def test_two_ranks_train_like_one_process(data_parallel):
     _compare(run_ranks(2, _fit, functools.partial(_strategy, data_parallel), 2), _expected())

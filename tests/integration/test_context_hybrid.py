@@ -234,6 +234,7 @@ def _fit_kind(kind, strategy="auto", devices=1):
     return snapshot(module)
 
 
+@pytest.mark.push("1-Carried")
 @pytest.mark.parametrize("kind", [Trimmed, Carried])
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=_SLOW)])
 def test_what_travels_is_as_the_step_has_it(kind, tensor):

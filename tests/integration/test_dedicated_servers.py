@@ -255,6 +255,7 @@ def test_launchers_start_servers_as_they_start_workers(program, strategy, ends):
     assert not finished.left
 
 
+@pytest.mark.slow
 def test_ranks_by_fork_evaluate_behind_a_fit():
     finished = run_script(str(ROOT / "tests" / "scripts" / "train.py"), "dedicated by fork", "3", "evaluated", "0")
     assert finished.code == 0, finished.output

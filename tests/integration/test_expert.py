@@ -52,6 +52,7 @@ def test_weights_of_experts_may_travel_where_tokens_could():
         compare(found, one_process(layer), 1 / 2)
 
 
+@pytest.mark.push("zero2-listed", "ddp-stacked")
 @pytest.mark.parametrize("layer", ["listed", "stacked"])
 @pytest.mark.parametrize("data_parallel", ["ddp", "zero1", "zero2"])
 def test_accumulated_and_clipped_gradients_and_experts_that_get_nothing(layer, data_parallel):
@@ -183,6 +184,7 @@ _ALL_SHARDED = functools.partial(
 _SLOW = pytest.mark.slow
 
 
+@pytest.mark.push("listed-*")
 @pytest.mark.parametrize(
     ("layer", "settings", "share"),
     [

@@ -31,6 +31,7 @@ def _strategy(experts=2, context=2, data_parallel="ddp", **settings):
     )
 
 
+@pytest.mark.push("stacked-2-2-ddp")
 @pytest.mark.parametrize(
     ("layer", "experts", "ranks", "data_parallel"),
     [

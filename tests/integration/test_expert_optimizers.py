@@ -30,6 +30,7 @@ def _check(layer, optimizer, share, ranks, of_trainer=BUSY, **settings):
     assert_trains_like_one_process(functools.partial(_strategy, **settings), share, module, ranks, **of_trainer)
 
 
+@pytest.mark.push("listed-ddp-*")
 @pytest.mark.parametrize(
     ("layer", "data_parallel", "optimizer"),
     [

@@ -39,6 +39,7 @@ def _strategy(data_parallel="ddp", schedule="1f1b", experts=2, stages=2, pieces=
     )
 
 
+@pytest.mark.push("stacked-zero2-1f1b")
 @pytest.mark.parametrize(
     ("layer", "data_parallel", "schedule"),
     [
@@ -109,6 +110,7 @@ def _ragged(strategy):
     return {name: param.detach().clone() for name, param in module.named_parameters()}
 
 
+@pytest.mark.slow
 def test_data_ranks_make_as_many_micro_batches_as_each_other():
     expected = run_ranks(4, _ragged, functools.partial(_strategy, experts=1))[0]
     for each in run_ranks(4, _ragged, _strategy):
@@ -172,6 +174,7 @@ def test_what_cannot_be_right_with_stages_is_refused(settings, message):
         run_ranks(4, functools.partial(fit, functools.partial(_strategy, **settings), 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "pieces"),
     [

@@ -42,6 +42,7 @@ def test_experts_beside_tensor_and_context_ranks_train_like_one_process(layer):
     assert_trains_like_one_process(strategy, 1 / 4, busy_module(layer), ranks=8, **BUSY)
 
 
+@pytest.mark.push("tensor-stacked-ddp", "context-stacked-ddp")
 @pytest.mark.parametrize(
     ("beside", "layer", "data_parallel"),
     [

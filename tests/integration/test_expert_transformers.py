@@ -72,6 +72,7 @@ def _train(family, strategy="auto", devices=1, path=None, save=None, steps=STEPS
     return snapshot(module), torch.stack(module.losses), module.held
 
 
+@pytest.mark.push("Mixtral")
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in _ONE else pytest.mark.slow) for family in FAMILIES]
 )

@@ -42,6 +42,7 @@ def test_a_spawned_run_can_be_saved_and_its_optimizer_restored(tmp_path):
     assert "state 2" in finished.output, finished.output
 
 
+@pytest.mark.slow
 def test_predictions_come_back_from_forked_ranks(tmp_path):
     finished = run_script(SPAWNED, "pardist_ddp_fork", "predict", str(tmp_path))
     assert "the batches of 2 ranks in turns" in finished.output, finished.output
@@ -64,6 +65,7 @@ def test_a_stop_by_a_signal_is_no_failure(strategy, tmp_path):
     assert not finished.left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_failure_of_all_ranks_is_shown_once(late):
     finished = run_script(TRAIN, "pardist_ddp", "2", "late all", late)
@@ -140,6 +142,7 @@ def test_a_failure_that_not_all_ranks_share_saves_nothing_and_is_shown_last(stra
     assert not finished.left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pardist_ddp_fork", pytest.param("pardist_ddp", marks=pytest.mark.slow)])
 def test_an_interrupt_that_the_module_raises_ends_the_run_and_saves_nothing(strategy, tmp_path):
     finished = run_script(SAVES, strategy, "all", "KeyboardInterrupt", str(tmp_path))
@@ -150,6 +153,7 @@ def test_an_interrupt_that_the_module_raises_ends_the_run_and_saves_nothing(stra
     assert not finished.left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pardist_ddp_fork", pytest.param("pardist_ddp", marks=pytest.mark.slow)])
 def test_an_exit_of_all_ranks_ends_the_run(strategy, tmp_path):
     finished = run_script(SAVES, strategy, "all", "SystemExit", str(tmp_path))

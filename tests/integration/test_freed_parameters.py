@@ -71,6 +71,7 @@ def _replaced_bytes(name, ranks):
     return module.found
 
 
+@pytest.mark.push("zero3", "tp", "pp")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_replaced_parameters_are_freed(name):
     ranks = STRATEGIES[name][0]

@@ -66,6 +66,7 @@ def _resume(make, folder, devices, path, strategy=sharded):
     return callback.best_model_path
 
 
+@pytest.mark.push("Text")
 @pytest.mark.parametrize("make", [ParamGroups, Text])
 def test_a_checkpoint_is_the_plain_one_and_resumes_on_any_number_of_ranks(tmp_path, make):
     _, trainer = fit(make, "auto", 1, 1)
@@ -330,6 +331,7 @@ def _steps(name, devices, strategies):
     return [snapshot(fit(STEPS[name], strategy, devices, 3)[0]) for strategy in strategies]
 
 
+@pytest.mark.push("freezing")
 @pytest.mark.parametrize("name", STEPS)
 def test_same_weights_as_one_process(name):
     (expected,) = _steps(name, 1, ["auto"])
@@ -349,6 +351,7 @@ def _as_ddp(precision):
     return {name: [train(strategy, 2, name, {}, kwargs) for strategy in (sharded(), "pardist_ddp")] for name in names}
 
 
+@pytest.mark.push("bf16-mixed")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_mixed_precision_bit_for_bit_as_ddp(precision):
     for got, want in run_ranks(2, _as_ddp, precision)[0].values():

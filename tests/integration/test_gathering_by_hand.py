@@ -89,6 +89,7 @@ TP_DDP = functools.partial(HybridStrategy, tensor_parallel_size=2)
 TP_ZERO3 = functools.partial(HybridStrategy, tensor_parallel_size=2, data_parallel="zero3")
 
 
+@pytest.mark.push("strategy4-4-*", "pardist_*")
 @pytest.mark.parametrize("by", ["function", "nn", "world"])
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("pardist_ddp", 2), ("pardist_tp", 2), ("pardist_mp", 2), (TP_DDP, 4), (TP_ZERO3, 4)]

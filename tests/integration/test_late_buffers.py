@@ -75,6 +75,7 @@ def _fit(make, name, world, path):
     return {name: value.clone() for name, value in (*module.named_parameters(), *module.named_buffers())}
 
 
+@pytest.mark.push("SecondRank-zero3", "Late-mp")
 @pytest.mark.parametrize(
     ("make", "name"),
     [(Late, "pp"), (Late, "mp"), (SecondRank, "pp"), (SecondRank, "ddp"), (SecondRank, "zero2"), (SecondRank, "zero3")],

@@ -154,6 +154,7 @@ def test_diloco(inside, ranks, optimizer, start):
         assert_close(got, want)
 
 
+@pytest.mark.push("zero2-4", "ddp-2")
 @pytest.mark.parametrize(("inside", "ranks"), [("ddp", 2), ("zero2", 4), ("zero3", 4)])
 def test_post_local_sgd_begins_as_ddp(inside, ranks):
     """Gradients are averaged, clipped and stepped upon as on one process, as long as that is set."""
@@ -211,6 +212,7 @@ def _resumed(inside, ranks, form, folder):
     return _fit(inside, ranks, "adamw", 2, further, ckpt_path=path), path
 
 
+@pytest.mark.push("ddp-2-*")
 @pytest.mark.parametrize(
     ("inside", "ranks", "form"),
     [

@@ -249,6 +249,7 @@ def test_a_trained_factor_of_a_sum(strategy, sizes):
     _run(strategy, sizes=sizes, module={"loss": "smoothed", "decay": 0.01, "weight": True})
 
 
+@pytest.mark.push("ignored-zero3-2", "ignored-tp-4", "two_terms-zero2-2", "two_terms-zero1-2")
 @pytest.mark.parametrize(("strategy", "world"), [("zero1", 2), ("zero2", 2), ("zero3", 2), ("hsdp", 4), ("tp", 4)])
 @pytest.mark.parametrize("loss", ["ignored", "two_terms"])
 def test_under_every_strategy(strategy, world, loss):
@@ -256,6 +257,7 @@ def test_under_every_strategy(strategy, world, loss):
     _run(strategy, world=world, sizes=sizes, module={"loss": loss})
 
 
+@pytest.mark.push("ddp", "zero3")
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_with_accumulation_and_clipping(strategy):
     _run(strategy, module={"loss": "two_terms"}, accumulate_grad_batches=2, gradient_clip_val=0.3)
@@ -267,18 +269,21 @@ def test_a_batch_of_which_nothing_counts(loss, strategy, sizes):
     _run(strategy, sizes=sizes, module={"loss": loss}, gradient_clip_val=7.0)
 
 
+@pytest.mark.push("1f1b-two_terms", "1f1b-mixed", "1f1b-masked", "1f1b-ignored", "1f1b-of_nothing")
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in COUPLED])
 @pytest.mark.parametrize("in_parts", ["1f1b", "1f1b in 3"])
 def test_micro_batches_are_weighed_as_ranks_are(loss, in_parts):
     _run("pp", sizes=(SAMPLES,), module={"loss": loss, "decay": 0.01}, given=SCHEDULES[in_parts])
 
 
+@pytest.mark.push("mixed-interleaved", "mixed-zb", "ignored-gpipe")
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb", "mp"])
 @pytest.mark.parametrize("loss", ["ignored", "mixed"])
 def test_in_every_order(schedule, loss):
     _run("pp", sizes=(SAMPLES,), module={"loss": loss, "decay": 0.01}, given=SCHEDULES[schedule])
 
 
+@pytest.mark.push("*'zero2'}-*", "*'mp'}-ignored", "*'unsharded'}}-mixed")
 @pytest.mark.parametrize("loss", ["ignored", "mixed"])
 @pytest.mark.parametrize(
     "given",
@@ -295,6 +300,7 @@ def test_micro_batches_of_several_ranks(given, loss):
     _run("pp", world=4, sizes=UNEVEN, module={"loss": loss, "decay": 0.01}, given=given)
 
 
+@pytest.mark.push("ignored")
 @pytest.mark.parametrize("loss", ["ignored", "two_terms"])
 def test_micro_batches_of_split_layers(loss):
     _run("3d", world=4, sizes=(SAMPLES,), module={"loss": loss})
@@ -312,6 +318,7 @@ def test_micro_batches_with_accumulation_and_clipping(world, sizes):
     )
 
 
+@pytest.mark.push("2-sizes0-mixed", "2-sizes0-masked", "2-sizes0-of_positives", "4-sizes1-ignored")
 @pytest.mark.parametrize("loss", ["ignored", "masked", "selected", "mixed", "of_positives"])
 @pytest.mark.parametrize(("world", "sizes"), [(2, (SAMPLES,)), (4, EVEN)])
 def test_micro_batches_of_which_nothing_counts(loss, world, sizes):
@@ -383,6 +390,7 @@ def test_samples_that_a_step_mixes_are_said_once(strategy, sizes, given, who):
     assert sum("in two orders, one by an index" in each and f"and each {who} has some" in each for each in said) == 1
 
 
+@pytest.mark.push("ddp-*", "tp-*")
 @pytest.mark.parametrize(
     ("strategy", "sizes", "given"),
     [
@@ -402,6 +410,7 @@ def test_a_penalty_at_points_that_the_module_holds(strategy, sizes, given):
     _run(strategy, world=parts * len(sizes), sizes=sizes, module={"at_points": 0.1}, given=given)
 
 
+@pytest.mark.push("compared_with_all-ddp", "overlap_of_all-zero3")
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("loss", [loss.__name__ for loss in GATHERED])
 def test_samples_that_are_gathered_before_they_are_compared(loss, strategy):

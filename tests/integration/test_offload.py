@@ -35,6 +35,7 @@ def _columns(folder, names):
     return [_train(strategy, 2, name) for strategy in _strategies(folder) for name in names]
 
 
+@pytest.mark.slow
 def test_same_numbers_as_one_process(tmp_path):
     names = ("gpt", "param_groups", "gan", "awkward")
     wanted = [_train("auto", 1, name) for name in names]

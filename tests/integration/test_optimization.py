@@ -648,6 +648,16 @@ def _cells():
     return cells
 
 
+@pytest.mark.push(
+    "pardist_zero3-*",
+    "pardist_ddp-dict",
+    "pardist_ddp-gan",
+    "pardist_ddp-lbfgs",
+    "pardist_ddp-sparse",
+    "pardist_ddp-manual*",
+    "pardist_zero2-finetuning",
+    "pardist_zero2-accumulation_odd",
+)
 @pytest.mark.parametrize(("strategy", "name"), _cells())
 def test_same_as_one_process(strategy, name):
     if words := REFUSED.get(name, {}).get(strategy):
@@ -683,6 +693,7 @@ def _norms(strategy):
     return {"norms": module.norms, "logged": logged}
 
 
+@pytest.mark.push("pardist_pp", "pardist_zero3")
 @pytest.mark.parametrize("strategy", ["pardist_ddp", "pardist_zero2", "pardist_zero3", "pardist_tp", "pardist_pp"])
 def test_gradient_norms_that_users_log(strategy):
     expected = _norms("auto")
@@ -995,6 +1006,7 @@ def _fit_compiled(part, strategy="pardist_ddp", devices=2):
     return {name.replace("_orig_mod.", ""): value for name, value in snapshot(module).items()}
 
 
+@pytest.mark.push("part-units", "whole-pardist_zero2")
 @pytest.mark.parametrize(
     "strategy", ["pardist_ddp", pytest.param("pardist_zero1", marks=pytest.mark.slow), "pardist_zero2", "units"]
 )

@@ -166,6 +166,7 @@ def _compare(row, names):
                 assert_close(got[part], want[part], rtol=1e-9)
 
 
+@pytest.mark.push("zero3-2", "pp-2")
 @pytest.mark.parametrize("row", QUICK)
 def test_some_optimizers_under_every_strategy(row):
     _compare(row, QUICK[row])

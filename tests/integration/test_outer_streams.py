@@ -183,6 +183,7 @@ def test_as_islands_one_after_the_other(islands):
             assert_close(got[name], _wanted(name, islands), rtol=1e-9)
 
 
+@pytest.mark.push("inside2")
 @pytest.mark.parametrize(
     "inside",
     [

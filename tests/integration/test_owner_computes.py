@@ -192,6 +192,7 @@ def _sharded(data_parallel):
     return PipelineStrategy(schedule="mp", pipeline_parallel_size=2, data_parallel=data_parallel)
 
 
+@pytest.mark.push("Packed", "OwnBackward")
 @pytest.mark.parametrize("make", [GradientPenalty, Packed, OwnBackward])
 def test_whole_batches_layer_by_layer(make, tmp_path):
     _check(make, "pardist_mp", 2, tmp_path)

@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -112,6 +113,7 @@ def _weights(strategy="auto", devices=1):
     return snapshot(module)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_cast_to_its_own_dtype():
     """Several micro-batches have passed the first stage before the first of them comes back."""
     expected = _weights()

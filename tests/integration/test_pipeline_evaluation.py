@@ -184,6 +184,7 @@ def _evaluate_padded(strategy, devices):
     return found, torch.backends.mha.get_fastpath_enabled()
 
 
+@pytest.mark.push("pardist_tp", "pardist_mp")
 @pytest.mark.parametrize("strategy", ["pardist_pp", "pardist_mp", "pardist_tp"])
 def test_encoders_with_padding_masks(strategy):
     expected, _ = run_ranks(1, _evaluate_padded, "auto", 1)[0]

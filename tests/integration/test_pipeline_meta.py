@@ -106,6 +106,7 @@ def _on_meta(folder, settings):
     return snapshot(module), snapshot(again), held
 
 
+@pytest.mark.push("settings1")
 @pytest.mark.parametrize("settings", [{}, {"schedule": "zbv", "chunks_per_rank": 2}])
 def test_each_rank_creates_its_stages(tmp_path, settings):
     one, trainer, _ = _fit()

@@ -165,6 +165,7 @@ def _transformers(strategy="pardist_pp", devices=2):
 _ZERO3 = partial(PipelineStrategy, data_parallel="zero3", data_settings={"min_unit_size_mb": 0})
 
 
+@pytest.mark.push("pp")
 @pytest.mark.parametrize("strategy", ["pardist_pp", _ZERO3], ids=["pp", "pp_zero3"])
 def test_language_model_of_transformers_with_padding(strategy):
     pytest.importorskip("transformers")

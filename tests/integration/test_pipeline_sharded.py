@@ -124,6 +124,7 @@ def _on_ranks(settings, schedule, rest, kwargs):
     return _train(_sharded(settings, schedule, **rest), 4, **kwargs)
 
 
+@pytest.mark.push("uneven")
 @pytest.mark.parametrize(
     ("settings", "schedule", "rest", "kwargs"),
     [

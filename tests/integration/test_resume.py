@@ -202,6 +202,7 @@ CASES = [
 ]
 
 
+@pytest.mark.push("ddp-1-*", "zero2-2-*", "tp-2-*")
 @pytest.mark.parametrize(("strategy", "world", "case", "stops"), CASES, ids=str)
 def test_the_same_batches_losses_and_weights(strategy, world, case, stops, tmp_path):
     run_ranks(world, _resumed_alike, strategy, world, case, stops, str(tmp_path), timeout_s=250)

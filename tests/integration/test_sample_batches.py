@@ -147,6 +147,7 @@ def _fit(strategy="auto", devices=1, kinds=KINDS):
     return found
 
 
+@pytest.mark.push("pardist_tp")
 @pytest.mark.parametrize("strategy", ["pardist_pp", "pardist_tp"])
 def test_nothing_is_lost(strategy):
     want = _fit()

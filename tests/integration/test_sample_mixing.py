@@ -65,6 +65,7 @@ def _all(strategies):
     }
 
 
+@pytest.mark.push("pp")
 @pytest.mark.parametrize("strategies", [("ddp", "zero2", "zero3"), ("pp",)], ids="-".join)
 def test_the_layer_is_named_once_and_the_search_changes_nothing(strategies):
     first, second = run_ranks(2, _all, strategies)

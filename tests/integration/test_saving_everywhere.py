@@ -158,6 +158,7 @@ def _check(name, world, folder, expected):
 _OTHERS = ("zero1", "zero2", "fsdp", "pp_interleaved")
 
 
+@pytest.mark.push("zero3", "pp", "tp")
 @pytest.mark.parametrize(
     "name",
     ["ddp", "zero3", "tp", "pp", "mp", *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHERS)],
@@ -192,6 +193,7 @@ def _fail_in(name: str, world: int, hook: str, folder: str) -> None:
         trainer.fit(FailsIn(hook), datamodule=_Data(TensorDataset(tokens)))
 
 
+@pytest.mark.push("zero3-*", "mp-*")
 @pytest.mark.parametrize("hook", ["before the forward", "after the forward", "after the backward", "before the update"])
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "tp", "mp"])
 def test_saved_after_the_same_failure_of_all_ranks_in_a_step(name, hook, tmp_path):

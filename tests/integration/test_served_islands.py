@@ -70,6 +70,7 @@ def _island(address, number, inside, further, save_to=None, ckpt_path=None, opti
     return snapshot(module)
 
 
+@pytest.mark.push("pp-*", "ddp-*")
 @pytest.mark.parametrize(
     ("inside", "further"),
     [("ddp", {}), ("zero3", DILOCO), ("pp", {}), pytest.param("tp", DILOCO, marks=pytest.mark.slow)],

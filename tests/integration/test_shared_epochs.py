@@ -154,6 +154,7 @@ def test_loaders_whose_batches_nobody_else_knows_are_refused(loaders, message):
         fit(0, [], loaders=loaders())
 
 
+@pytest.mark.slow
 def test_a_job_trains_on_everything_once_without_a_worker(tmp_path):
     finished = lose(tmp_path, "kill", 1, LOSE_SHARE="1", LOSE_STEPS="8", LOSE_AT="3")
     assert finished.code == 0, finished.output

@@ -165,6 +165,7 @@ def _check(name, world, folder, expected):
             assert_close(values, expected[which])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pp", "ddp", "zero1", "zero2", "tp", "mp"))],

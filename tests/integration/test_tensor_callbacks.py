@@ -150,6 +150,7 @@ class SaveInTheMiddle(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.push("tp")
 @pytest.mark.parametrize(
     ("strategy", "devices"),
     [

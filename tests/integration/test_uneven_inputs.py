@@ -104,6 +104,7 @@ def _run(strategy, kind="sized", *, world=2, batches=BATCHES, wanted_batches=Non
         assert_close(found["logged"], wanted["logged"])
 
 
+@pytest.mark.push("tp-4-sized", "zero3-2-stream", "zero2-2-sized", "ddp-2-stream")
 @pytest.mark.parametrize("kind", ["sized", "stream"])
 @pytest.mark.parametrize(
     ("strategy", "world"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("tp", 4)], ids=str
@@ -127,6 +128,7 @@ _PIPELINES = [
 ]
 
 
+@pytest.mark.push("{}-sized")
 @pytest.mark.parametrize(("given", "kind"), _PIPELINES, ids=str)
 def test_every_sample_counts_once_in_pipelines(given, kind):
     _run("pp", kind, world=4, given=given)

@@ -13,6 +13,7 @@ def test_the_formula_is_the_papers():
             )
 
 
+@pytest.mark.push("*-mixed")
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_held_bytes_are_the_formulas(stage, mixed):

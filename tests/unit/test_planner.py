@@ -238,6 +238,7 @@ def test_islands_send_once_in_many_steps():
     assert row.time.step == pytest.approx(ddp.time.step, rel=0.2)
 
 
+@pytest.mark.slow
 def test_sequences_are_split_where_there_are_any():
     module = MODULES["gpt"]()
     batch = next(iter(DataLoader(module.dataset(8), batch_size=8)))
@@ -459,6 +460,7 @@ def test_an_operator_moves_what_it_picks_and_what_it_writes():
     assert moved["_foreach_add_"] == 2 * 8 * 4
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_run_together_and_wait_for_each_other():
     found = make_plan(devices=2, strategies=["pardist_pp", "pardist_pp_gpipe"])
     by_name = {row.candidate.strategy: row for row in found.rows}
@@ -487,6 +489,7 @@ def test_micro_batches_are_chosen_by_what_a_step_takes():
     assert 16 not in counts
 
 
+@pytest.mark.push("Contrasts-*")
 @pytest.mark.parametrize(("kind", "counts"), [(Contrasts, {1}), (Compares, {8, 4, 2})])
 def test_batches_whose_samples_are_compared_are_planned_whole(kind, counts):
     slow = replace(find_profile("h100"), host_s_per_operator=1e-3)
@@ -497,6 +500,7 @@ def test_batches_whose_samples_are_compared_are_planned_whole(kind, counts):
     assert settings == counts
 
 
+@pytest.mark.slow
 def test_three_axes_at_once():
     (row,) = make_plan(devices=8, strategies=["pardist_3d"]).rows
     assert row.dims.layout == {"pipeline_parallel": 2, "data_replicate": 2, "tensor_parallel": 2}
@@ -504,6 +508,7 @@ def test_three_axes_at_once():
     assert {"pipeline_parallel", "data_replicate"} <= set(row.sent)
 
 
+@pytest.mark.slow
 def test_a_global_batch_is_divided(planned):
     found = make_plan(strategies=["pardist_ddp", "pardist_tp"], global_batch=16)
     per_rank = {row.dims.batch_size: row.samples for row in found.rows}
