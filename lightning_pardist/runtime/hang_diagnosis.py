@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from types import FrameType
 
 #: Share of one core below which a process does next to nothing: its watchdog works, too.
@@ -46,6 +47,16 @@ def is_in_engines(stack: str) -> bool:
 
 def _last_frame(stack: str) -> str:
     return stack.rstrip().rsplit("  File ", 1)[-1]
+
+
+def advice(stacks: Iterable[str]) -> str:
+    """What the engine in which ranks wait for each other needs of the user's code; empty where nothing is known."""
+    if any("lightning_pardist/engines/fsdp" in stack for stack in stacks):
+        return (
+            " Under ZeRO-3 and FSDP all ranks have to call the same layers as often as each other in a step, or set"
+            " allow_divergent_forward=True."
+        )
+    return ""
 
 
 def places(stacks: dict[int, str]) -> str:

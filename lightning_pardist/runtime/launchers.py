@@ -518,8 +518,8 @@ def _command(local_rank: int) -> tuple[Any, str | None]:
 _HINTS = {
     "SIGKILL": " (the kernel does that when memory runs out)",
     "SIGABRT": (
-        " (gloo does that to a rank that is sent what it does not expect: under ZeRO-3 and FSDP all ranks have to call"
-        " the same layers as often as each other, or set allow_divergent_forward=True)"
+        " (gloo does that to a rank that is sent another size than it expects: ranks called a collective with tensors"
+        " of different sizes)"
     ),
 }
 

@@ -34,6 +34,7 @@ from lightning_pardist.compat.process_groups import PrefixStore, Store
 from lightning_pardist.runtime.failure_text import format_failure
 from lightning_pardist.runtime.hang_diagnosis import (
     StallDetector,
+    advice,
     is_in_engines,
     main_stack,
     places,
@@ -392,7 +393,7 @@ class Watchdog:
                 " (heartbeat_timeout_s), and nothing is sent: they differ in what they send or expect there, such as"
                 " the number or the shapes of tensors."
             )
-        self._publish(FailureReport(-1, "?", f"{text}\n{places(stacks)}"))
+        self._publish(FailureReport(-1, "?", f"{text}{advice(stacks.values())}\n{places(stacks)}"))
 
     def _patience_s(self) -> float:
         if self._failing.is_set():

@@ -95,6 +95,16 @@ def test_ranks_in_different_collectives_are_named_long_before_the_timeout():
     assert not finished.left
 
 
+def test_ranks_that_call_a_layer_another_number_of_times_are_named():
+    """Its parameters are of another size than those that the other rank gathers meanwhile."""
+    finished = run_script(TRAIN, "units", "2", "layer", "1")
+    assert finished.code == 1
+    report = finished.output[finished.output.rindex("Ranks wait in different collectives") :]
+    assert "or set allow_divergent_forward=True" in report, finished.output
+    assert "inputs = self.before(inputs)" in report, finished.output
+    assert not finished.left
+
+
 @pytest.mark.slow
 def test_stopped_rank_is_named():
     finished = run_script(TRAIN, "pardist_ddp", "2", "stop", "1")

@@ -18,6 +18,7 @@ class Module(pl.LightningModule):
     def __init__(self, fault: str, fault_rank: int) -> None:
         super().__init__()
         self.net = nn.Linear(8, 3)
+        self.before = nn.Linear(8, 8) if fault == "layer" else nn.Identity()
         self.fault, self.fault_rank = fault, fault_rank
 
     def on_fit_start(self):
@@ -47,7 +48,10 @@ class Module(pl.LightningModule):
             torch.distributed.recv(torch.zeros(1), src=1 - self.global_rank)
         if batch_idx == 3 and self.fault in ("all", "late all"):
             raise ValueError("a mistake on every rank")
-        return F.cross_entropy(self.net(batch[0]), batch[1])
+        inputs = self.before(batch[0])
+        if batch_idx == 3 and self.fault == "layer" and self.global_rank == self.fault_rank:
+            inputs = self.before(inputs)
+        return F.cross_entropy(self.net(inputs), batch[1])
 
     def validation_step(self, batch, batch_idx):
         self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
@@ -64,9 +68,11 @@ def main() -> None:
         print("sleeping", flush=True)
         time.sleep(600)
     timeout_s = 8.0 if fault == "hang" else 60.0
-    heartbeat_timeout_s = 5.0 if fault in ("desync", "stop", "stuck") else 60.0
+    heartbeat_timeout_s = 5.0 if fault in ("desync", "stop", "stuck", "layer") else 60.0
     if strategy == "pardist_ddp":
         strategy = lightning_pardist.DDPStrategy(timeout_s=timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
+    if strategy == "units":
+        strategy = lightning_pardist.FSDPStrategy(min_unit_size_mb=0, heartbeat_timeout_s=heartbeat_timeout_s)
     if strategy == "streams":
         strategy = lightning_pardist.LocalSGDStrategy(
             sync_every=2, outer_compression="int4", fragments=2, fragment_sync_delay=1, timeout_s=timeout_s

@@ -21,8 +21,10 @@ from torch import Tensor
 from lightning_pardist.collectives import all_gather_flat
 from lightning_pardist.compat.fake_group import backend_of
 
-#: Tags of messages on the group's connections, which users' own messages (0 and up) hardly have.
-_GATHER_TAG, _SCATTER_TAG = 1_634_235, 1_634_236
+#: Tags of messages on the group's connections, which users' own messages (0 and up) hardly have. The size of a message
+#: is added: gloo ends a process that receives more than it expects, whereas messages of unequal tags never meet, and
+#: the watchdog reports where ranks wait.
+_GATHER_TAG, _SCATTER_TAG = 1 << 29, 1 << 30
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -71,9 +73,9 @@ def gather_slices(whole: Tensor, *, group: dist.ProcessGroup) -> dist.Work:
         return work
     if not whole.numel():
         return SliceExchange([])
-    peers = _peers(group)
-    works = [dist.irecv(slices[peer], group=group, group_src=peer, tag=_GATHER_TAG) for peer in peers]
-    works += [dist.isend(slices[rank], group=group, group_dst=peer, tag=_GATHER_TAG) for peer in peers]
+    peers, tag = _peers(group), _tag(_GATHER_TAG, slices[rank])
+    works = [dist.irecv(slices[peer], group=group, group_src=peer, tag=tag) for peer in peers]
+    works += [dist.isend(slices[rank], group=group, group_dst=peer, tag=tag) for peer in peers]
     return SliceExchange(works)
 
 
@@ -135,12 +137,16 @@ def scatter_slices(whole: Tensor, *, group: dist.ProcessGroup) -> Reduction:
     received = whole.new_empty(size - 1, whole.numel() // size)
     works: list[Any] = []
     if whole.numel():
-        peers = _peers(group)
+        peers, tag = _peers(group), _tag(_SCATTER_TAG, slices[0])
         # In the order in which they are added.
         rows = dict(zip(sorted(peers), received.unbind(0), strict=True))
-        works = [dist.irecv(rows[peer], group=group, group_src=peer, tag=_SCATTER_TAG) for peer in peers]
-        works += [dist.isend(slices[peer], group=group, group_dst=peer, tag=_SCATTER_TAG) for peer in peers]
+        works = [dist.irecv(rows[peer], group=group, group_src=peer, tag=tag) for peer in peers]
+        works += [dist.isend(slices[peer], group=group, group_dst=peer, tag=tag) for peer in peers]
     return Reduction(whole, received, group.rank(), SliceExchange(works))
+
+
+def _tag(kind: int, message: Tensor) -> int:
+    return kind + message.nbytes % _GATHER_TAG
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:
