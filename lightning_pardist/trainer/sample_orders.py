@@ -109,7 +109,7 @@ class SampleOrders(TorchFunctionMode):
                 self._known[result] = 0, picked[0][1]
             return
         dim, order = known
-        # In plans, indices have no values.
+        # In trial runs without real data, indices have no values.
         with suppress(Exception):
             moved = _moved(name, args, kwargs, source, dim)
             if len(moved) == len(order) and result.shape[dim : dim + 1] == (len(order),):

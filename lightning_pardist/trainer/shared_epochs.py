@@ -238,7 +238,7 @@ class SharedEpochs:
     def _order(self) -> Any:
         return None if self._loader is None else index_sampler(self._loader)
 
-    # --- what others have left ------------------------------------------------------------------------------------
+    # --- batches of lost workers ----------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
         """Synchronise the lost workers and deal their unfinished batches. Collective over the remaining workers."""
@@ -342,7 +342,7 @@ class SharedEpochs:
             self._give(turns, otherwise=next(iter(self._dealt.given_to(self._workers[0])), None))
         self._have(self._least + len(turns))
 
-    # --- refusals -------------------------------------------------------------------------------------------------
+    # --- checks ---------------------------------------------------------------------------------------------------
 
     def _only_loader(self, fetcher: DataFetcher) -> DataLoader[Any]:
         """Return the training loader, if every worker's batches can be computed from it.

@@ -1,4 +1,4 @@
-"""Breaks down the time of training steps on this rank's main thread into compute, data, checkpoint and host."""
+"""Breaks down the time of training steps on this rank's main thread by kind of activity."""
 
 from __future__ import annotations
 
