@@ -184,7 +184,7 @@ class _WithoutAdvice(WarningCache):
 
 
 def no_sync_advice() -> Patch:
-    """Return a patch that suppresses Lightning's advice to set ``sync_dist=True``, which is not needed here."""
+    """Return a patch that suppresses the advice to set ``sync_dist=True``, as epoch values are combined without it."""
     return Patch(result, "warning_cache", _WithoutAdvice(result.warning_cache))
 
 

@@ -2,8 +2,8 @@
 
 [Note: agreement without waiting] A signal reaches ranks at different times, or only one of them, and saving is
 collective. The handler therefore only records the signal. Before each step the first rank starts an asynchronous
-broadcast of one number, which overlaps with the step and says whether all ranks stop before the next one. Signals that
-other ranks received reach the first rank through the watchdog's store. This replaces Lightning's own broadcast, on
+broadcast of one number, which overlaps with the step and encodes whether all ranks stop before the next one. Signals
+that other ranks received reach the first rank through the watchdog's store. This replaces Lightning's own broadcast, on
 which every rank waits before every batch, and the one inside its signal handler. Ranks that are not in lockstep count
 their steps in the store instead of using the broadcast.
 """
