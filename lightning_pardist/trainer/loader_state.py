@@ -161,7 +161,7 @@ class LoaderState:
             self._first_advance = None
 
     def _start_loaders_anew(self, trainer: pl.Trainer) -> None:
-        """Drop loaders that were set up before counters were restored (``estimated_stepping_batches`` does so)."""
+        """Drop loaders that were set up before counters were restored, as by ``estimated_stepping_batches``."""
         drop_loaders(trainer.fit_loop)
         for order in self._orders:
             order.detach()

@@ -184,7 +184,7 @@ class _WithoutAdvice(WarningCache):
 
 
 def no_sync_advice() -> Patch:
-    """Return a patch that suppresses the advice to set ``sync_dist=True``, as epoch values are combined without it."""
+    """Return a patch that suppresses the advice to set ``sync_dist=True``: epoch values are right without it."""
     return Patch(result, "warning_cache", _WithoutAdvice(result.warning_cache))
 
 

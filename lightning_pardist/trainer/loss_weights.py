@@ -266,10 +266,9 @@ class LossWeights:
         self._scaling.remove()
 
     def of_all_ranks(self, loss: Tensor | None) -> Tensor | None:
-        """Return the single-process loss of the latest step, in which this rank had ``loss``. Collective.
+        """Return the single-process loss of the latest step from this rank's ``loss``. Collective over the group.
 
-        The collective is over the group. Optimizers that evaluate their closure repeatedly decide by this value, which
-        must be equal on all ranks.
+        Optimizers that evaluate their closure repeatedly decide by this value, which must be equal on all ranks.
         """
         self._before()
         value = loss if self._has_loss else None

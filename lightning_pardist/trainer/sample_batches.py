@@ -299,7 +299,7 @@ class _Again:
 
 
 class _StatefulAgain(_Again):
-    """:class:`_Again` for a stateful loader, whose loaded state replaces the consumed batch in a resumed run."""
+    """Variant of ``_Again`` for a stateful loader, whose loaded state replaces the consumed batch in a resumed run."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped loader's state."""

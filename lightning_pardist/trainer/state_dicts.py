@@ -86,10 +86,9 @@ class StateDicts:
         self._at_end = None
 
     def remember_names(self) -> None:
-        """Record the names of the previous run's optimizer parameters, before the module is sharded again.
+        """Record the names of parameters in a previous run's optimizers before the module is sharded. Not collective.
 
-        An evaluation replaces the module's parameters, and a checkpoint saved after it includes the optimizers. Not
-        collective.
+        An evaluation replaces the module's parameters, and a checkpoint saved after it includes the optimizers.
         """
         names, optimizers = self.current_names(), self.context.optimizers
         held = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
