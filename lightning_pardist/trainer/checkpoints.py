@@ -452,7 +452,7 @@ def _refuse_to_save(trainer: pl.Trainer | None, refusal: SaveRefusal) -> NoRetur
 
 
 def _with_default(io: CheckpointIO | None) -> CheckpointIO:
-    """Return the user's checkpoint plugin, with the strategies' default in place of none or of Lightning's default."""
+    """Return the checkpoint plugin; the strategies' default replaces None, and None or Lightning's in a wrapper."""
     if io is None:
         return PardistCheckpointIO()
     if isinstance(io, WrappingCheckpointIO) and type(io.checkpoint_io) in (type(None), TorchCheckpointIO):
