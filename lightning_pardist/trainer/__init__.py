@@ -1,1 +1,1 @@
-"""Helpers between a strategy and the Trainer: loaders, evaluation, logged values, state dicts, resuming."""
+"""Trainer integration of the strategies: loaders, evaluation, logged values, state dicts, resuming."""

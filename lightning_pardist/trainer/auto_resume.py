@@ -1,4 +1,4 @@
-"""Resumes a restarted job from the newest checkpoint that it has written."""
+"""Resumes a restarted job from the newest checkpoint that it wrote."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REMEMBERED = 8
 
 @dataclass(frozen=True)
 class _Notes:
-    """Record for a job's next start: its checkpoints, newest last, and its launchers."""
+    """Record for a job's next start: paths of its checkpoints, newest last, and identifiers of its launchers."""
 
     paths: list[str] = field(default_factory=list)
     starters: list[str] = field(default_factory=list)
@@ -45,15 +45,15 @@ class _Notes:
 class AutoResume:
     """Records the checkpoints of a fit, and resumes a later start of the same job from the newest.
 
-    The notes lie beside the logs, in ``default_root_dir``: one file for each job, command and ``fit`` in the script.
+    The record is a file in ``default_root_dir``, one for each job, command and ``fit`` in the script.
 
     Args:
-        trainer: The Trainer, about to fit.
-        context: Its strategy's; the process group exists.
-        checkpoints: Writes them.
-        environment: Who started this process.
-        mode: ``"auto"`` continues where the launcher says that this job was started before, ``"always"`` wherever the
-            same command has left a note, ``"never"`` does not.
+        trainer: The Trainer, before ``fit`` runs.
+        context: Context of its strategy; the process group exists.
+        checkpoints: Writes the checkpoints.
+        environment: Environment of the launcher that started this process.
+        mode: ``"auto"`` resumes if the launcher's data show that this job was started before, ``"always"`` if the same
+            command has left a record, ``"never"`` does not.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class AutoResume:
         self._mode = mode
         self._environment = environment if isinstance(environment, ExternalEnvironment) else None
         job = self._environment.job_key if self._environment is not None and mode == "auto" else None
-        #: Whether somebody may start this job again, so that notes are of use.
+        #: Whether this job may be started again, so that a record is useful.
         self._takes_notes = mode == "always" or job is not None
         self._starters: list[str] = []
-        #: The Trainer's own ``save_checkpoint`` before the run: its user may have replaced the method.
+        #: Instance attribute ``save_checkpoint`` of the Trainer before the run, set if user code replaced the method.
         self._saved_by: dict[str, Any] | None = None
-        #: What stands there meanwhile, unless the user replaces that.
+        #: The replacement of that method during the run, which user code may replace in turn.
         self._saves: Callable[..., None] | None = None
-        # Equal on all ranks, and when the same script runs again.
+        # Equal on all ranks, and in a later run of the same script.
         parts = (job, program_key(), f"fit{count_up('fits')}")
         self._fs, root = url_to_fs(str(trainer.default_root_dir))
         self._folder = f"{root}/{_FOLDER}/{'-'.join(part for part in parts if part)}"
-        #: Where a run that was asked to stop leaves its checkpoint.
+        #: Path of the checkpoint that a run saves when a signal stops it.
         self.stopped_path = f"{self._folder}/stopped.ckpt"
         self._is_local = isinstance(self._fs, LocalFileSystem)
 
     def attach(self) -> None:
-        """Choose the checkpoint to continue from, and note those that will be written. Collective over the world."""
+        """Choose the checkpoint to resume from, and record those that will be written. Collective over the world."""
         if not self._takes_notes:
             return
         trainer = self._trainer
@@ -95,7 +95,7 @@ class AutoResume:
         if self._was_started_before(noted):
             resume = self._context.broadcast(self._newest(noted) if trainer.is_global_zero else None)
         elif trainer.is_global_zero and self._fs.exists(self._notes_path):
-            # Left by another job of that name.
+            # Left by another job of the same name.
             self._fs.rm(self._notes_path)
         if resume is not None:
             start = connector.resume_start
@@ -117,7 +117,7 @@ class AutoResume:
         trainer.__dict__["save_checkpoint"] = self._saves = save_and_note
 
     def detach(self) -> None:
-        """Give the Trainer its methods back; after a run that has ended well, remove what a stop has left."""
+        """Restore the Trainer's methods; after a run that ended well, remove the checkpoint of an earlier stop."""
         own = self._trainer.__dict__
         if self._saved_by is not None and own.get("save_checkpoint") is self._saves:
             del own["save_checkpoint"]
@@ -129,17 +129,17 @@ class AutoResume:
             self._fs.rm(self.stopped_path, recursive=True)
 
     def save(self) -> str:
-        """Save a checkpoint to continue from: complete or absent. Collective over the world.
+        """Save a checkpoint to resume from, which is either complete or absent. Collective over the world.
 
         Returns:
-            Its path.
+            Path of the checkpoint.
         """
         path = self._name(self.stopped_path)
         if self._trainer.is_global_zero:
             self._fs.makedirs(self._folder, exist_ok=True)
         barrier(self._context.device)
         pl.Trainer.save_checkpoint(self._trainer, path, weights_only=False)
-        # It may be written in the background, which the end of this process would cut short.
+        # It may be written in the background, and this process may end next.
         self._checkpoints.finish()
         barrier(self._context.device)
         if self._trainer.is_global_zero:
@@ -150,7 +150,7 @@ class AutoResume:
         return path if self._is_local else str(self._fs.unstrip_protocol(path))
 
     def _was_started_before(self, noted: _Notes) -> bool:
-        """Whether some host knows of an earlier start: one that joins later does not. Collective over the world."""
+        """Return whether any host records an earlier start; later joined hosts do not. Collective over the world."""
         if self._mode == "always" or self._environment is None:
             return self._mode == "always"
         own = (self._environment.restart_count, self._environment.starter)
@@ -187,7 +187,7 @@ class AutoResume:
 
 
 def _is_complete(path: str) -> bool:
-    """Whether a checkpoint of either form is there, whole and unaltered."""
+    """Return whether a checkpoint of either form exists, complete and unaltered."""
     try:
         if (plain := local_path(path)) is not None:
             recover(plain)
@@ -196,7 +196,7 @@ def _is_complete(path: str) -> bool:
         else:
             verify_file(path)
     except FileNotFoundError:
-        # Callbacks remove those that are not among the best.
+        # Callbacks remove checkpoints that are not among the best.
         return False
     except (OSError, DamagedCheckpointError) as error:
         rank_zero_warn(f"Not continuing from {path}: {error}")

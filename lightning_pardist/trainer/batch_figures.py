@@ -1,14 +1,14 @@
-"""Numbers that a step makes of all samples of its batch without a gradient, and computes its loss with.
+"""Detects figures: numbers that a step reduces from all samples of its batch without a gradient, and uses in its loss.
 
-Weights of classes by their frequency in the batch, advantages normalized over it, ``weights / weights.sum()``: where
-ranks have some of the samples each, each makes its own, and no graph shows it, as no gradient passes there. So the
-functions that the first step calls are followed from the batch: what reduces its samples is such a figure, and so is
-all that is made of one, until a result with a gradient is computed with it.
+Examples are class weights by frequency in the batch, advantages normalized over it, ``weights / weights.sum()``. If
+each rank has a part of the samples, each computes its own figure, and the autograd graph does not show it, since no
+gradient passes through it. So the functions that the first step calls are traced from the batch: a result that reduces
+over samples is a figure, and so is everything computed from one, until a result with a gradient is computed with it.
 
 [Note: what is no figure]
-A sum that a result is divided by is a count, which losses are weighed by. The largest of whole numbers is a length, and
-an answer of yes or no a condition. Sorting and adding up along the batch put samples in an order or say where each
-begins, and change nothing for any.
+A sum that a result is divided by is a count, and losses are weighted by counts. The maximum of integers is a length,
+and a boolean is a condition. Sorting and cumulative sums along the batch order samples or give their offsets, and do
+not change any sample.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lightning_pardist.engines.pipeline.nested import tensors_in
 _SUMS = {"sum", "nansum", "count_nonzero", "bincount"}
 _EXTREMES = {"max", "min", "amax", "amin"}
 _OVER_DIM = {"softmax", "log_softmax"}
-#: What reduces dims, and at which place it takes them.
+#: Reductions, and the position of their ``dim`` argument.
 DIM_AT = dict.fromkeys(
     (*_SUMS, *_EXTREMES, *_OVER_DIM, "mean", "nanmean", "std", "var", "std_mean", "var_mean", "median", "nanmedian")
     + ("prod", "logsumexp"),
     1,
 ) | dict.fromkeys(("norm", "quantile", "linalg_norm", "linalg_vector_norm"), 2)
 _HISTOGRAMS = {"bincount", "histc"}
-#: Functions after which a count is one still, or what is one over it.
+#: Functions that keep a count a count, and the reciprocal of a count a reciprocal.
 _KEEPING = {"clamp", "clamp_min", "clip", "maximum", "max", "to", "float", "double", "long", "type_as", "type", "clone"}
 _KEEPING |= {"detach", "squeeze", "unsqueeze", "view", "reshape", "expand", "add", "__add__", "__radd__", "half", "int"}
 _KEEPING |= {"mul", "__mul__", "__rmul__", "contiguous", "bfloat16", "cpu", "cuda", "__get__", "item", "add_", "clamp_"}
@@ -45,25 +45,25 @@ _DIVISIONS = {"div", "__truediv__", "true_divide", "divide", "div_", "__itruediv
 _OVER_IT = {"reciprocal", "__rtruediv__", "__rdiv__", *_DIVISIONS}
 _PRODUCTS = {"mul", "__mul__", "__rmul__", "multiply", "mul_", "__imul__"}
 _DIFFERENCES = {"sub", "__sub__", "subtract"}
-#: Functions that take numbers for sizes and places.
+#: Functions that take numbers as sizes and indices.
 _PLACING = {"arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "linspace", "__getitem__"}
 _PLACING |= {"repeat_interleave", "narrow", "split", "pack_padded_sequence", "one_hot", "index_select", "gather"}
 _PLACING |= {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
-#: What may be done with figures that add up before they are brought together.
+#: Functions that may be applied to additive figures before these are summed over ranks.
 _SUMMING = {"add", "__add__", "__radd__", "add_", "__iadd__", "sub", "__sub__", "__rsub__", "rsub", "sub_", "__isub__"}
 _ASKING = {"any", "all", "eq", "equal", "allclose", "isnan", "isinf", "isfinite", "is_nonzero", "__bool__"}
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """What is known of a tensor without a gradient that was made of the batch.
+    """Trace record of a tensor without a gradient that was computed from the batch.
 
     Attributes:
-        dim: That holds samples; None for a figure, or what was computed with one.
-        what: How the figure was made.
-        adds_up: Whether figures of parts of a batch add up to that of the batch, as counts do.
-        is_over: Whether it is one over such a figure.
-        is_largest: Whether it is the largest of all: what is subtracted before exponentials are taken, to no effect.
+        dim: Dim that holds samples; None for a figure, or a tensor that was computed with one.
+        what: Description of how the figure was computed.
+        adds_up: Whether the figures of parts of a batch add up to that of the batch, as counts do.
+        is_over: Whether it is the reciprocal of such a figure.
+        is_largest: Whether it is a maximum, which may be subtracted before exponentials without changing the result.
     """
 
     dim: int | None
@@ -74,14 +74,14 @@ class _Mark:
 
 
 class BatchFigures(TorchFunctionMode):
-    """Follows the functions that a step calls.
+    """Torch function mode that traces the functions of a step from its batch.
 
     Args:
-        batch: The step's.
-        samples: In it.
+        batch: Batch of the step.
+        samples: Number of samples in it.
 
     Attributes:
-        found: What was made of all samples and computed with, in words; None if nothing was.
+        found: Description of the first figure that a result with a gradient was computed with; None if there is none.
     """
 
     def __init__(self, batch: Any, samples: int) -> None:
@@ -125,13 +125,13 @@ class BatchFigures(TorchFunctionMode):
         return None
 
     def _detached(self, given: Tensor, result: Tensor) -> None:
-        """A loss without its graph is a figure."""
+        """Mark a detached loss as a figure."""
         node = given.grad_fn
         if node is not None and BatchDims(self._samples).of(node) == REDUCED:
             self._marks[result] = _Mark(None, "a loss without its graph")
 
     def _with_graphs(self, given: Sequence[Tensor]) -> list[tuple[Tensor, _Mark]]:
-        """Results with a gradient that hold samples: what is made of them without one does as well."""
+        """Return marks for tensors with a graph that hold samples, as their gradient-free results do as well."""
         dims = BatchDims(self._samples)
         found = [(each, dims.of(each.grad_fn)) for each in given if each.grad_fn is not None and type(each) is Tensor]
         return [(each, _Mark(dim)) for each, dim in found if dim >= 0 and each.shape[dim] == self._samples]
@@ -155,13 +155,13 @@ class BatchFigures(TorchFunctionMode):
             self.found = mark.what
 
     def _are_sums(self, args: tuple[Any, ...], results: Sequence[Tensor]) -> bool:
-        """Whether a figure is added to others of its kind, with a gradient: both add up to those of the batch."""
+        """Return whether a figure is added to reductions over samples with a gradient, so that both are additive."""
         others = [each.grad_fn for each in given_tensors(args) if each.requires_grad]
         dims = BatchDims(self._samples)
         return bool(results) and all(node is not None and dims.of(node) == REDUCED for node in others)
 
     def _kept(self, name: str, args: tuple[Any, ...], figure: Tensor, mark: _Mark) -> _Mark:
-        """What a result without a gradient is that was computed with a figure."""
+        """Return the mark of a result without a gradient that was computed with a figure."""
         others = [each for each in args if isinstance(each, Tensor) and each is not figure and each.dim()]
         if name in _KEEPING and not others:
             return mark
@@ -178,11 +178,11 @@ class BatchFigures(TorchFunctionMode):
         marked: Sequence[tuple[Tensor, _Mark]],
         result: Tensor,
     ) -> _Mark | None:
-        """What a result is that was computed from tensors which hold samples."""
+        """Return the mark of a result that was computed from tensors that hold samples; None if it has none."""
         source, mark = marked[0]
         dim = mark.dim or 0
         if name in _HISTOGRAMS:
-            # Rows that are in order by what they belong to are counted for each of these: nodes of a graph.
+            # Sorted values are group indices of the rows, and the result is each group's size (nodes of a graph).
             in_order = bool((source[1:] >= source[:-1]).all()) if source.dim() == 1 else False
             return None if in_order or len(result) in self._lengths else self._figure(name, source)
         if name in DIM_AT and not (name in _EXTREMES and len(args) > 1 and isinstance(args[1], Tensor)):
@@ -206,7 +206,7 @@ class BatchFigures(TorchFunctionMode):
 
 
 def given_tensors(tree: Any) -> list[Tensor]:
-    """Tensors among the arguments of a function, or what it returned."""
+    """Return the tensors in the arguments or the output of a function."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -215,7 +215,7 @@ def given_tensors(tree: Any) -> list[Tensor]:
 
 
 def reduced_dims(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> set[int]:
-    """Dims that a reduction reduces."""
+    """Return the dims over which a call of a reduction reduces."""
     place = DIM_AT[name]
     found = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else None))
     if isinstance(found, bool) or found is None or found == ():
@@ -226,11 +226,11 @@ def reduced_dims(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], ndim:
 
 
 def figures_of_ranks(module: pl.LightningModule, found: str) -> str:
-    """A warning for what each rank makes of its own samples.
+    """Return the warning for a figure that each rank computes from its own samples.
 
     Args:
-        module: The user's.
-        found: The figure, in words.
+        module: The user's module.
+        found: Description of the figure.
     """
     return (
         f"{original_class(module).__name__}.training_step computes its loss with a number that it makes of all samples"

@@ -1,4 +1,4 @@
-"""Loaders as well as steps take the ranks with different samples for the world, where user code makes them."""
+"""Makes the ranks with different samples the default process group of user code, in steps and dataloader hooks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 
 
 def show_batch_ranks(trainer: pl.Trainer, default_group: DefaultGroup, patches: PatchStack) -> None:
-    """Let user code of this run see the batch's ranks as torch's default group. Not collective.
+    """Make the batch's ranks torch's default group for user code of this run. Not collective.
 
     Args:
-        trainer: About to run.
-        default_group: Answers in steps from here on.
-        patches: Of the run.
+        trainer: The Trainer, before the run.
+        default_group: Patch of the default group; effective in steps once attached.
+        patches: Patches of the run.
     """
     patches.attach(default_group)
     fit = trainer.fit_loop
     loops = (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for source in map(data_source, loops):
-        # A hook may make a sampler of torch.distributed's rank and size.
+        # A dataloader hook may create a sampler from torch.distributed's rank and world size.
         patches.attach(Patch(source, "dataloader", in_step()(source.dataloader)))

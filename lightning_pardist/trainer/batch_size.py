@@ -10,11 +10,11 @@ from lightning_pardist.compat.lightning_loops import combined_loader
 
 
 class ExpectedBatchSize(pl.Callback):
-    """Refuses a training loader with another batch size before the first step.
+    """Callback that raises before the first step if a training loader has another batch size than configured.
 
     Args:
-        micro_batch_size: Samples a rank and batch; None for any.
-        global_batch_size: Samples an optimizer step over all ranks and accumulated batches; None for any.
+        micro_batch_size: Samples per rank and batch; None for any.
+        global_batch_size: Samples per optimizer step over all ranks and accumulated batches; None for any.
     """
 
     def __init__(self, micro_batch_size: int | None = None, global_batch_size: int | None = None) -> None:
@@ -23,10 +23,10 @@ class ExpectedBatchSize(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare with the training loaders.
+        """Check the batch size of the training loaders.
 
         Raises:
-            ValueError: If they differ, with both numbers.
+            ValueError: If it differs from the configured one; the message gives both numbers.
         """
         combined = combined_loader(trainer.fit_loop)
         loaders = [] if combined is None else combined.flattened

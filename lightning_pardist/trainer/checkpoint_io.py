@@ -15,25 +15,25 @@ from lightning_pardist.compat.lightning_functions import PATH, load_from_url
 
 
 class PardistCheckpointIO(CheckpointIO):
-    """The strategies' default, usable under any other; the files are Lightning's plain ones.
+    """Default checkpoint plugin of the strategies, also usable with others; it writes Lightning's plain files.
 
-    A file appears under its name when it is on disk and whole: a process killed at any moment, or a full disk, leaves
-    the one that was there. Before anything is loaded from a file, every record is compared with its checksum.
+    A file appears under its name only once it is completely on disk: if the process is killed at any time, or the disk
+    is full, the previous file stays. Before anything is loaded from a file, every record is compared with its checksum.
     ``AsyncCheckpointIO`` may wrap it.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PATH, storage_options: Any | None = None) -> None:
-        """Write a file. Called on the first rank.
+        """Write a checkpoint file. Called on the first rank.
 
         Args:
-            checkpoint: As Lightning makes it.
-            path: Local path, or URL that fsspec knows.
-            storage_options: Not taken.
+            checkpoint: Lightning's checkpoint dict.
+            path: Local path, or URL with a protocol of fsspec.
+            storage_options: Not supported.
 
         Raises:
             TypeError: If ``storage_options`` are given.
-            OSError: From the filesystem; what was there before is intact.
+            OSError: From the filesystem; a previous file is left intact.
         """
         if storage_options is not None:
             raise TypeError(
@@ -46,26 +46,27 @@ class PardistCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: PATH, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Check and read a file.
+        """Verify and read a checkpoint file.
 
         Args:
             path: Local path or URL.
-            map_location: As ``torch.load`` takes it; host memory if None.
-            weights_only: As ``torch.load`` takes it. By default no code from the file is run.
+            map_location: As in ``torch.load``; host memory if None.
+            weights_only: As in ``torch.load``. By default no code from the file is run.
 
         Raises:
-            FileNotFoundError: If there is none.
+            FileNotFoundError: If the file does not exist.
             DamagedCheckpointError: If it is truncated or altered.
-            pickle.UnpicklingError: If it holds objects that take code to build, with the classes and two ways out.
+            pickle.UnpicklingError: If it holds objects that need code to be built; the message names the classes and
+                two ways out.
         """
         self.verify(path)
         return self.read(path, map_location=map_location, weights_only=weights_only)
 
     def verify(self, path: PATH) -> None:
-        """Compare a file with its checksums; a download is checked when it is read.
+        """Compare a file with its checksums; a download is not checked here but when it is read.
 
         Raises:
-            FileNotFoundError: If there is none.
+            FileNotFoundError: If the file does not exist.
             DamagedCheckpointError: If it is truncated or altered.
         """
         if _is_download(path):
@@ -76,7 +77,7 @@ class PardistCheckpointIO(CheckpointIO):
         verify_file(path)
 
     def read(self, path: PATH, *, map_location: Any | None = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file that :meth:`verify` has passed."""
+        """Read a file that has passed :meth:`verify`."""
         content: dict[str, Any]
         if _is_download(path):
             content = load_from_url(path, map_location=map_location or "cpu", weights_only=weights_only)
@@ -86,7 +87,7 @@ class PardistCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: PATH) -> None:
-        """Remove a file or a folder, if it is there. Called on the first rank."""
+        """Remove a checkpoint file or folder, if it exists. Called on the first rank."""
         plain = local_path(path)
         if plain is not None:
             discard(plain)

@@ -17,19 +17,19 @@ ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
 def load_from_checkpoint(
     cls: type[ModuleT], path: PATH, *, strict: bool | None = None, weights_only: bool | None = None, **kwargs: Any
 ) -> ModuleT:
-    """``cls.load_from_checkpoint`` for checkpoints of either form, on the host. Not collective.
+    """Load a module on the host, as ``cls.load_from_checkpoint``, from a checkpoint of either form. Not collective.
 
     Args:
         cls: The module's class.
         path: A checkpoint folder, or Lightning's single file: local paths or URLs.
         strict: Whether names must match; the module's ``strict_loading`` if None.
-        weights_only: As ``torch.load`` takes it. By default no code from the checkpoint is run.
-        **kwargs: Arguments of the class, over the saved hyperparameters.
+        weights_only: As in ``torch.load``. By default no code from the checkpoint is run.
+        **kwargs: Arguments of the class, which override the saved hyperparameters.
 
     Raises:
         FileNotFoundError: If there is no complete checkpoint.
         DamagedCheckpointError: If a file of the folder is missing, truncated or altered.
-        pickle.UnpicklingError: If it holds objects that take code to build.
+        pickle.UnpicklingError: If it holds objects that need code to be built.
     """
     if not is_folder(path):
         return cls.load_from_checkpoint(path, map_location="cpu", strict=strict, weights_only=weights_only, **kwargs)

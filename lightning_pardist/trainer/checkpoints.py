@@ -1,4 +1,4 @@
-"""Writes and reads a strategy's checkpoints, full or sharded, blocking or in the background."""
+"""Saves and loads a strategy's checkpoints, full or sharded, blocking or in the background."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ Form = Literal["full", "sharded"]
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What one save cost.
+    """Cost of one save.
 
     Attributes:
-        path: Where the checkpoint is.
-        stall_s: Seconds for which training waited.
-        write_s: Seconds from the beginning until it was complete.
+        path: Path of the checkpoint.
+        stall_s: Seconds for which training was blocked.
+        write_s: Seconds from the start of the save until the checkpoint was complete.
     """
 
     path: str
@@ -72,22 +72,22 @@ class SaveReport:
 
 
 class Checkpoints:
-    """A strategy's checkpoints.
+    """Saves, loads and removes a strategy's checkpoints.
 
     Args:
-        context: The strategy's.
-        states: Makes the module's and the optimizers' state dicts.
-        loader_state: Says where in its data a run is.
-        io: Writes and reads single files; the strategies' own if None.
+        context: Context of the strategy.
+        states: Creates and loads the module's and the optimizers' state dicts.
+        loader_state: Creates the state of data loaders and random numbers.
+        io: Plugin that writes and reads single files; the strategies' default if None.
         form: ``"full"`` for Lightning's single file, written by the first rank; ``"sharded"`` for a folder that all
             ranks write in parallel.
-        async_save: Whether training goes on while a checkpoint is written.
+        async_save: Whether training continues while a checkpoint is written.
 
     Attributes:
-        reports: What the saves of the run cost.
+        reports: Costs of the run's saves.
 
     Raises:
-        ValueError: If a setting is out of range.
+        ValueError: If ``form`` is unknown.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Checkpoints:
 
     @property
     def io(self) -> CheckpointIO:
-        """Writes and reads single files."""
+        """Plugin that writes and reads single files."""
         self._io = _with_default(self._io)
         return self._io
 
@@ -126,7 +126,7 @@ class Checkpoints:
 
     @property
     def form(self) -> Form:
-        """``"full"`` or ``"sharded"``."""
+        """Form of the checkpoints, ``"full"`` or ``"sharded"``."""
         return "sharded" if self.context.sharded_checkpoints else "full"
 
     @form.setter
@@ -135,14 +135,14 @@ class Checkpoints:
 
     @property
     def _in_background(self) -> bool:
-        """After a run nobody would wait for a background save."""
+        """Whether saves run in the background: not after the run, when nothing would wait for them."""
         return self.async_save and not self._closed
 
     def check(self, trainer: pl.Trainer) -> None:
-        """Refuse combinations that cannot be right. Not collective.
+        """Check the checkpoint settings against the Trainer's plugins and callbacks. Not collective.
 
         Raises:
-            ValueError: With what was set, what was found and the fix.
+            ValueError: If they conflict; the message gives the setting, the conflict and the fix.
         """
         self._closed, self.reports = False, []
         io = self.io
@@ -165,12 +165,12 @@ class Checkpoints:
     # --- saving -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A checkpoint is being put together: time counts from here. An earlier one is waited for.
+        """Start timing a checkpoint before it is assembled, and wait for earlier saves.
 
-        After a failure that is not the same on all ranks, what failed is raised again in place of a checkpoint.
+        After a failure that is not the same on all ranks, the failure is raised again instead of saving.
 
         Raises:
-            RuntimeError: If a run has failed before, and nothing can be saved any more.
+            RuntimeError: If a run has failed before, so that nothing can be saved any more.
         """
         trainer = None if self.context.module is None else trainer_of(self.context.module)
         refusal = self.context.distributed.save_refusal("" if trainer is None else _progress(trainer))
@@ -180,11 +180,12 @@ class Checkpoints:
         self.finish()
 
     def save(self, checkpoint: dict[str, Any], path: PATH, storage_options: Any | None) -> None:
-        """Write a checkpoint, or begin to. Collective over the world.
+        """Write a checkpoint, or start writing it in the background. Collective over the world.
 
         Raises:
-            OSError: On the rank whose filesystem refused; what was there before is intact.
-            RuntimeError: On the others, with its rank and reason; of an earlier save in the background as well.
+            OSError: On the rank whose filesystem failed; a previous checkpoint is left intact.
+            RuntimeError: On the other ranks, with its rank and reason. Failures of an earlier background save are
+                raised as well.
         """
         began = time.perf_counter() if self._began is None else self._began
         self._began = None
@@ -192,12 +193,12 @@ class Checkpoints:
         self.context.before_collective()
         whole = self.states.pop_whole()
         done = ("optimizer_states", "state_dict") if self.context.sharded_checkpoints else ("optimizer_states",)
-        # Callbacks add what they keep of the module, averages of its weights say, or put it in the module's place.
-        # Ranks may add different things.
+        # Callbacks add values derived from the module, such as averaged weights, or replace its state dict by them.
+        # Ranks may add different values.
         added = {key: value for key, value in checkpoint.items() if key not in done and value is not whole}
         for axis in (self.context.data_axis, *self.context.model_axes):
             added = axis.whole_values(added)
-        # Hooks may have kept the Trainer's own.
+        # A new dict, since hooks may have kept a reference to the Trainer's.
         checkpoint = {**checkpoint, **added}
         for axis in self.context.axes:
             axis.saved_loops(checkpoint.get("loops", {}))
@@ -232,7 +233,7 @@ class Checkpoints:
         self._submit(in_background)
 
     def remove(self, path: PATH) -> None:
-        """Remove a checkpoint on the first rank, in the background after what was begun before is complete."""
+        """Remove a checkpoint on the first rank, in the background after pending saves if there are any."""
         if not self.context.distributed.is_first:
             return
         if not self._pending:
@@ -241,27 +242,27 @@ class Checkpoints:
         earlier = list(self._pending)
 
         def in_background() -> None:
-            # A checkpoint whose successor could not be written stays.
+            # Keep a checkpoint whose successor could not be written.
             if all(future.exception() is None for future in earlier):
                 self.io.remove_checkpoint(path)
 
         self._submit(in_background)
 
     def finish(self) -> None:
-        """Wait until everything begun is complete. Not collective.
+        """Wait until all background operations are complete. Not collective.
 
         Raises:
-            BaseException: What went wrong in the background.
+            BaseException: The failure of a background operation.
         """
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
 
     def close(self, *, well: bool) -> None:
-        """The run has ended: complete what was begun, and say what it cost. Not collective.
+        """Complete pending saves at the end of the run, and log their cost. Not collective.
 
         Args:
-            well: Whether a failure of a save is to be raised; it is warned of if another failure ended the run.
+            well: Whether the run ended well, so that a failed save is raised; otherwise it is only warned about.
         """
         try:
             self.finish()
@@ -278,7 +279,7 @@ class Checkpoints:
             rank_zero_info(self.describe())
 
     def describe(self) -> str:
-        """What the saves so far cost, in one line."""
+        """Return the cost of the saves so far, in one line."""
         stall = statistics.median(report.stall_s for report in self.reports)
         write = statistics.median(report.write_s for report in self.reports)
         return (
@@ -345,7 +346,7 @@ class Checkpoints:
             "versions": {
                 "lightning_pardist": __version__,
                 "lightning": lightning.__version__,
-                # A plain string: weights_only refuses torch's own class for it.
+                # A plain string: weights_only loading rejects torch's version class.
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },
@@ -367,12 +368,13 @@ class Checkpoints:
     # --- loading ------------------------------------------------------------------------------------------------
 
     def load(self, path: PATH, weights_only: bool | None) -> dict[str, Any]:
-        """Check a checkpoint of either form and read it, its tensors when they are needed. Collective over the world.
+        """Verify and read a checkpoint of either form, with tensors loaded on demand. Collective over the world.
 
         Raises:
-            FileNotFoundError: If there is none.
+            FileNotFoundError: If there is no checkpoint.
             DamagedCheckpointError: If a part of it is missing, truncated or altered; nothing has been loaded then.
-            pickle.UnpicklingError: If it holds objects that take code to build, with the classes and two ways out.
+            pickle.UnpicklingError: If it holds objects that need code to be built; the message names the classes and
+                two ways out.
         """
         self.finish()
         exchange = world_coordinator()
@@ -410,13 +412,13 @@ class Checkpoints:
         if not isinstance(inner, PardistCheckpointIO):
             checkpoint = together(exchange, what, lambda: io.load_checkpoint(path, weights_only=weights_only))
             return checkpoint
-        # Every byte is read once on every node, which also brings it into the node's cache for all of its ranks.
+        # Every byte is read once per node, which also brings the file into the node's page cache for all its ranks.
         together(exchange, what, lambda: inner.verify(path) if self.context.distributed.local_rank == 0 else None)
         checkpoint = together(exchange, what, lambda: inner.read(path, weights_only=weights_only))
         large = ("state_dict", "optimizer_states")
         about = dict(checkpoint.get(ABOUT, {}))
         tensors = about.pop("tensors", {})
-        # The rest may live as long as the run; a mapping must not.
+        # The rest may live as long as the run, and must not keep the file mapped.
         rest = {key: value for key, value in checkpoint.items() if key not in large} | ({ABOUT: about} if about else {})
         rest = apply_to_collection(rest, Tensor, torch.clone)
         if about:
@@ -425,7 +427,7 @@ class Checkpoints:
 
 
 def _progress(trainer: pl.Trainer) -> str:
-    """How far a run has come, in numbers that ranks have alike."""
+    """Return the progress of a run, in numbers that are equal on all ranks."""
     loop = trainer.fit_loop.epoch_loop
     batches, validation = loop.batch_progress.current.ready, loop.val_loop.batch_progress.current.ready
     return f"epoch {trainer.current_epoch}, batch {batches}, step {trainer.global_step}, validation batch {validation}"
@@ -444,13 +446,13 @@ def _refuse_to_save(trainer: pl.Trainer | None, refusal: SaveRefusal) -> NoRetur
     if trainer is not None:
         tear_down(trainer)
     if isinstance(failure, KeyboardInterrupt):
-        # As Lightning ends there.
+        # Lightning exits with this status as well.
         raise SystemExit(1)
     raise failure
 
 
 def _with_default(io: CheckpointIO | None) -> CheckpointIO:
-    """The strategies' own way to write files where the user has not chosen another."""
+    """Return the checkpoint plugin; the strategies' default replaces None, and None or Lightning's in a wrapper."""
     if io is None:
         return PardistCheckpointIO()
     if isinstance(io, WrappingCheckpointIO) and type(io.checkpoint_io) in (type(None), TorchCheckpointIO):
@@ -459,7 +461,7 @@ def _with_default(io: CheckpointIO | None) -> CheckpointIO:
 
 
 def _merged_islands(of_ranks: Sequence[tuple[int, list[dict[str, Any]]]]) -> dict[int, list[dict[str, Any]]]:
-    """Of every model but the first, the rest of its optimizers' states, from what its ranks know of it."""
+    """Merge, for every model but the first, the non-tensor optimizer states of its ranks."""
     by_island: dict[int, list[list[dict[str, Any]]]] = {}
     for island, rests in of_ranks:
         if island:
@@ -473,7 +475,7 @@ def _merged_islands(of_ranks: Sequence[tuple[int, list[dict[str, Any]]]]) -> dic
 
 
 class _Staging:
-    """Copies tensors to host memory, keeping shared storages shared."""
+    """Copies tensors to host memory, with one copy for tensors that are the same view of a storage."""
 
     def __init__(self) -> None:
         self._copies: dict[Any, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The settings ``compile`` and ``compile_backend``: what of a module is compiled while it trains."""
+"""Applies the settings ``compile`` and ``compile_backend``: what of a module is compiled during training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_pardist.trainer.patch_stack import Patch
 
 
 class CompiledParts:
-    """Compiles blocks or the step for a run of ``fit``.
+    """Compiles a module's blocks or its training step for a run of ``fit``.
 
     Args:
         setting: What to compile.
-        backend: By what.
-        context: Of the run.
+        backend: The compiler backend.
+        context: Context of the run.
 
     Raises:
         ValueError: If the setting is unknown.
@@ -36,10 +36,10 @@ class CompiledParts:
         self._step: Patch | None = None
 
     def check(self, trainer: pl.Trainer) -> None:
-        """Refuse what cannot be compiled, before the module is changed. Not collective.
+        """Check that the setting can be applied, before the module is changed. Not collective.
 
         Raises:
-            ValueError: With the reason, and what to do.
+            ValueError: If it cannot; the message gives the reason and the fix.
         """
         if self.setting == "auto":
             return
@@ -68,20 +68,20 @@ class CompiledParts:
             )
 
     def compile_blocks(self, module: pl.LightningModule) -> None:
-        """Compile blocks, if they are to be; their classes change. Not collective.
+        """Compile the blocks if the setting is ``"blocks"``; this changes their classes. Not collective.
 
         Raises:
-            ValueError: If there are none, or no such backend.
+            ValueError: If there are no blocks, or the backend is unknown.
         """
         if self.setting == "blocks":
             self._compilation = Compilation("blocks", self.backend, report=rank_zero_warn)
             self._compilation.compile_blocks(module)
 
     def compile_step(self, module: pl.LightningModule) -> None:
-        """Compile the training step, if it is to be, when nobody tries it any more. Not collective.
+        """Compile the training step if the setting is ``"step"``. Called after all trial runs. Not collective.
 
         Raises:
-            ValueError: If there is no such backend.
+            ValueError: If the backend is unknown.
         """
         if self.setting == "step":
             self._compilation = Compilation("step", self.backend, report=rank_zero_warn)
@@ -90,11 +90,11 @@ class CompiledParts:
             self._step.attach()
 
     def describe(self) -> str:
-        """What is compiled, in a line for the log; empty if nothing is."""
+        """Return one line for the log on what is compiled; empty if nothing is."""
         return "" if self._compilation is None else str(self._compilation)
 
     def undo(self) -> None:
-        """Say what was compiled, and leave the module as it was. Not collective."""
+        """Log what was compiled and restore the module. Not collective."""
         compilation, self._compilation = self._compilation, None
         if compilation is None:
             return

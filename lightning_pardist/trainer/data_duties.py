@@ -1,4 +1,4 @@
-"""Data-parallel duties besides gradients: buffers, exact evaluation, epoch values, Lightning's collectives."""
+"""Data-parallel duties besides gradients: buffers, exact evaluation, metric reduction, Lightning's collectives."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from lightning_pardist.trainer.uneven_inputs import EvenSteps, UnevenInputs
 
 
 class DataParallelDuties:
-    """Equal buffers, evaluation that sees every sample once, epoch values of all samples, and Lightning's collectives.
+    """Handles buffers, exact evaluation, reduction of epoch values and Lightning's collectives on data-parallel ranks.
 
     Args:
-        context: The strategy's.
-        broadcast_buffers: Whether buffers follow the first rank's.
+        context: Context of the strategy.
+        broadcast_buffers: Whether buffers are synchronised to the first rank's.
         sync_metrics: Whether epoch values are combined over the batch mesh.
-        uneven_inputs: What is done about ranks with fewer batches than others.
+        uneven_inputs: How ranks with fewer batches than others are handled.
 
     Attributes:
-        evaluation: During a run with several data ranks.
-        loss_weights: During ``fit``, if ranks see different samples.
-        even_steps: During ``fit`` on several ranks.
+        evaluation: Exact evaluation; set during a run with several data ranks.
+        loss_weights: Loss weighting; set during ``fit`` if ranks see different samples.
+        even_steps: Step count synchronisation; set during ``fit`` on several ranks.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class DataParallelDuties:
         self.loss_weights: LossWeights | None = None
         self.even_steps: EvenSteps | None = None
         self._buffers: BufferSync | None = None
-        #: In the first step of a run None until it runs, then what it called.
+        #: Whether the first step is still to be checked for mixed samples and for batch-wide numbers.
         self._looks_for_mixing = self._looks_for_figures = False
         self._batch_norms: WatchedBatchNorms | None = None
         self._mixing: SampleMixing | None = None
         self._has_warned = self._watches_parameters = self._is_first = False
-        #: Where random numbers were before hooks got the first batch.
+        #: Fingerprint of the random number state before hooks received the first batch.
         self._drawn_before: int | None = None
         self._first_batch, self._attached = PatchStack(), PatchStack()
 
     def attach_first(self, trainer: pl.Trainer) -> None:
-        """Before optimizers are made, which may ask for the number of steps. Not collective."""
+        """Attach what must precede the creation of optimizers, which may need the number of steps. Not collective."""
         dims = self.context.dims
         if not self._trains(trainer) or dims.world_size == 1:
             return
@@ -95,10 +95,10 @@ class DataParallelDuties:
         return trainer.state.fn == TrainerFn.FITTING
 
     def attach(self, trainer: pl.Trainer) -> None:
-        """Serve a run, if there are several data ranks. Not collective.
+        """Attach to a run, as far as there are several data ranks. Not collective.
 
         Args:
-            trainer: Its loaders are not made yet.
+            trainer: Trainer of the run; its loaders are not created yet.
         """
         context, module = self.context, self.context.module
         if self._trains(trainer) and context.dims.batch_size > 1:
@@ -118,14 +118,14 @@ class DataParallelDuties:
             return
         self._is_first = self._trains(trainer)
         if self._is_first:
-            # The first thing that the loop does with a batch.
+            # The first operation of the loop on a batch.
             plugin = trainer.precision_plugin
             self._first_batch.attach(Patch(plugin, "convert_input", partial(self._note_batch, plugin.convert_input)))
-        # Ranks that compute a layer together meet in its calls, which nobody can try alone.
+        # If ranks compute a layer together, its calls are collective, and no rank can try them alone.
         alone = context.dims.batch_size == context.distributed.world_size and context.in_lockstep
         alone = alone and all(axis.calls_may_differ for axis in context.axes)
         self._looks_for_mixing = context.check_samples and alone and self._trains(trainer)
-        # Elsewhere nobody expects one process's numbers.
+        # Without lockstep, results are not expected to equal those of a single process.
         self._looks_for_figures = context.check_samples and context.in_lockstep and self._trains(trainer)
         whole_updates = context.in_lockstep and context.data_group.size() > 1
         if context.check_samples and whole_updates and self._trains(trainer):
@@ -134,7 +134,7 @@ class DataParallelDuties:
         group = context.batch_group
         if self.broadcast_buffers:
             self._buffers = BufferSync(module, group=context.gradient_group)
-            # Steps that optimize by hand change parameters anyway.
+            # Steps with manual optimization change parameters anyway.
             self._watches_parameters = self._trains(trainer) and module.automatic_optimization
         self.evaluation = ExactEvaluation(trainer, group=group, sit_out=self._sit_out)
         self._attached.attach(self.evaluation)
@@ -143,20 +143,20 @@ class DataParallelDuties:
             self._attached.attach(EpochResults(trainer, group=group, before=context.before_collective))
 
     def detach(self) -> None:
-        """The run is over. Not collective."""
+        """Detach after the run. Not collective."""
         self._first_batch.detach()
         self._attached.detach()
         self.context.batch_counts = self._mixing = self._batch_norms = None
         self.evaluation = self._buffers = self.loss_weights = self.even_steps = self.context.batches_of_own = None
 
     def _sit_out(self) -> None:
-        """Take part in an evaluation without samples: other ranks may need what this one holds."""
+        """Take part in an evaluation without samples, since other ranks may need parameters that this rank holds."""
         for axis in self.context.axes:
             axis.start_evaluation()
         for axis in self.context.axes:
             axis.end_evaluation()
 
-    # --- samples that are mixed -----------------------------------------------------------------------------------
+    # --- checks of the first step ---------------------------------------------------------------------------------
 
     def _noting_calls(self, batch: Any) -> AbstractContextManager[None]:
         module = self.context.module
@@ -169,10 +169,13 @@ class DataParallelDuties:
 
     @contextmanager
     def _following(self, batch: Any) -> Iterator[None]:
-        """Around the first step: say if it computes with what it makes of this rank's samples. Not collective."""
+        """Context for the first step: warn if its loss depends on numbers, orders or pairs of this rank's samples only.
+
+        Not collective.
+        """
         module, samples = self.context.module, BatchCut().samples_of(batch)
         looks, self._looks_for_figures = self._looks_for_figures, False
-        # A mode would be traced into compiled functions.
+        # A torch function mode would be traced into compiled functions.
         if not looks or module is None or samples is None or any(map(is_closed, module.modules())):
             yield
             return
@@ -183,17 +186,17 @@ class DataParallelDuties:
             rank_zero_warn(figures_of_ranks(module, figures.found))
         if orders.found is not None:
             rank_zero_warn(coupled_samples(module, orders.found))
-        # What the graph shows of it has been said.
+        # Coupling that the loss' graph shows has already been warned about.
         if pairs.found is not None and not (self.loss_weights is not None and self.loss_weights.said_coupled):
             rank_zero_warn(coupled_samples(module, pairs.found))
 
     def before_training_step(self, trainer: pl.Trainer, run_step: Callable[[Callable[[], None]], None]) -> None:
-        """Before the second step look whether layers that the first has called mix samples. Collective over the world.
+        """Check, before the second step, whether layers called in the first mix samples. Collective over the world.
 
-        Between steps nothing waits for a backward, and calls are as those of an evaluation.
+        Between steps no backward is pending, and calls are like those of an evaluation.
 
         Args:
-            trainer: For the precision of a step.
+            trainer: Trainer that provides the precision context of a step.
             run_step: Runs a function as a step of the module.
         """
         mixing, self._mixing = self._mixing, None
@@ -223,11 +226,11 @@ class DataParallelDuties:
     # --- buffers ------------------------------------------------------------------------------------------------
 
     def training_step(self, run: Callable[[], Any], batch: Any) -> Any:
-        """Run a training step, which may read and change buffers, and weigh its loss. Collective over gradient ranks.
+        """Run a training step, synchronise buffers and weight its loss. Collective over the gradient ranks.
 
         Args:
-            run: The step.
-            batch: That it gets.
+            run: Runs the step.
+            batch: Batch of the step.
         """
         if self._buffers is not None:
             self._buffers.before_training_step()
@@ -263,7 +266,7 @@ class DataParallelDuties:
         return output
 
     def _note_batch(self, convert: Callable[[Any], Any], batch: Any) -> Any:
-        """Stands in for the precision's ``convert_input`` until the first step."""
+        """Replacement for the precision plugin's ``convert_input`` until the first step."""
         module = self.context.module
         if module is not None and module.trainer.training:
             self._drawn_before = self._draws()
@@ -273,19 +276,19 @@ class DataParallelDuties:
         return None if self.context.module is None else draws(self.context.module)
 
     def _dtypes(self) -> dict[torch.nn.Parameter, torch.dtype]:
-        """Of all parameters that train."""
+        """Return the dtypes of all parameters that require a gradient."""
         module = self.context.module
         return {each: each.dtype for each in ([] if module is None else module.parameters()) if each.requires_grad}
 
     def _refuse_casts(self, dtypes: dict[torch.nn.Parameter, torch.dtype]) -> None:
-        """Raise if a step has cast parameters (``layer.to(dtype)`` in forward), whose gradients ranks cannot average.
+        """Check that the step has not cast parameters (``layer.to(dtype)`` in forward), which breaks averaging.
 
         Raises:
-            RuntimeError: With the name of one.
+            RuntimeError: If it has; the message names one parameter.
         """
         module = self.context.module
         for name, each in module.named_parameters() if dtypes and module is not None else ():
-            # What stands in the place of a shard for a step has a dtype of its own.
+            # A full parameter that replaces a shard during a step may have another dtype.
             if each.dtype != dtypes.get(each, each.dtype):
                 raise RuntimeError(cast_parameter(name, dtypes[each], each.dtype))
 
@@ -307,31 +310,31 @@ class DataParallelDuties:
         )
 
     def synchronize_buffers(self) -> None:
-        """Make all buffers the first rank's: before evaluation and before a checkpoint. Collective over the axis."""
+        """Broadcast the first rank's buffers before evaluation and before a checkpoint. Collective over the axis."""
         if self._buffers is not None:
             self._buffers.synchronize()
 
     # --- collectives --------------------------------------------------------------------------------------------
 
     def reduce(self, tensor: Tensor, group: Any | None, op: dist.ReduceOp | str | None) -> Tensor:
-        """Combine a tensor over ``group``, the axis if None: in a step of evaluation over the ranks with a batch."""
+        """Reduce a tensor over ``group`` (the axis if None); in an evaluation step, over the ranks with a batch."""
         batch_group = self.context.batch_group
         if (present := self._present_in(group)) is not None:
             return reduce_among(tensor, group=batch_group, ranks=present, op=op)
         return reduce(tensor, group=batch_group if group is None else group, op=op)
 
     def all_gather(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
-        """Stack a tensor over ``group``, as :meth:`reduce`; the world is taken for the axis."""
+        """Gather a tensor over ``group`` and stack it, as in :meth:`reduce`; the world is treated as the axis."""
         batch_group = self.context.batch_group
         if (present := self._present_in(group)) is not None:
             return gather_among(tensor, group=batch_group, ranks=present)
-        # LightningModule.all_gather names the world where it means the default.
+        # LightningModule.all_gather passes the world as its default.
         if group is None or group is dist.group.WORLD:
             group = batch_group
         return all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def _present_in(self, group: Any | None) -> list[int] | None:
-        """In an evaluation step that not all ranks have a batch for: those that have. None anywhere else."""
+        """Return the ranks with a batch in an evaluation step for which some ranks have none; None otherwise."""
         if self.evaluation is None or (group is not None and group is not dist.group.WORLD):
             return None
         return self.evaluation.present

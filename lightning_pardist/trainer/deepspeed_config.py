@@ -20,7 +20,7 @@ from lightning_pardist.trainer.batch_size import ExpectedBatchSize
 
 _MIB = 2**20
 
-#: What holds here without being asked for; listed only where a file asks for the contrary.
+#: Settings that always have these values here; a key is reported as ignored only if the file sets another value.
 _ALWAYS = {
     "overlap_comm": True,
     "contiguous_gradients": True,
@@ -46,13 +46,13 @@ class DeepSpeedConfig:
     Attributes:
         zero_stage: 0 (data parallelism) to 3.
         strategy: Arguments of the strategy of that stage.
-        precision: For ``Trainer(precision=...)``; None where the file leaves it to the Trainer.
+        precision: Value for ``Trainer(precision=...)``; None if the file leaves it to the Trainer.
         loss_scale: Arguments of ``torch.amp.GradScaler``, under fp16.
-        gradient_clip_val: For the Trainer, or None.
-        accumulate_grad_batches: For the Trainer, or None.
-        micro_batch_size: Samples a rank and batch, or None.
-        global_batch_size: Samples an optimizer step, or None.
-        ignored: Names of what has no counterpart.
+        gradient_clip_val: Value for the Trainer, or None.
+        accumulate_grad_batches: Value for the Trainer, or None.
+        micro_batch_size: Samples per rank and batch, or None.
+        global_batch_size: Samples per optimizer step, or None.
+        ignored: Names of settings that have no counterpart.
     """
 
     zero_stage: int
@@ -67,7 +67,7 @@ class DeepSpeedConfig:
 
     @classmethod
     def read(cls, config: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSpeedConfig:
-        """From a file or what it holds. ``"auto"`` stands for what the Trainer and the strategy have by themselves.
+        """Read a file or its parsed content. ``"auto"`` leaves a value to the Trainer and the strategy.
 
         Raises:
             ValueError: If the file cannot be read, or its settings are out of range or contradict each other.
@@ -94,7 +94,7 @@ class DeepSpeedConfig:
 
     @property
     def precision_plugin(self) -> Precision | None:
-        """What ``precision`` stands for, with the file's loss scale."""
+        """Precision plugin for ``precision``, with the file's loss scale; None if the file sets no precision."""
         if self.precision == "bf16-true":
             return HalfPrecision("bf16-true")
         if self.precision is None:
@@ -105,23 +105,23 @@ class DeepSpeedConfig:
 
     @property
     def strategy_class(self) -> str:
-        """Name of the strategy of the file's stage."""
+        """Name of the strategy class for the file's ZeRO stage."""
         return {0: "DDPStrategy", 3: "FSDPStrategy"}.get(self.zero_stage, "ZeroStrategy")
 
     def warn(self) -> None:
-        """One warning that lists what has no counterpart."""
+        """Warn once with the list of settings that have no counterpart."""
         if self.ignored:
             rank_zero_warn(f"No counterpart here, and left out, of the DeepSpeed config: {', '.join(self.ignored)}.")
 
     def apply(self, trainer: pl.Trainer, *, replicas: int) -> None:
-        """Carry over to a Trainer what is its business. Called by the strategy when it is set up.
+        """Apply the settings that belong to the Trainer. Called by the strategy during setup.
 
         Args:
-            trainer: About to run.
-            replicas: Ranks that see different samples.
+            trainer: The Trainer, before its run.
+            replicas: Number of ranks that see different samples.
 
         Raises:
-            ValueError: If the Trainer was told otherwise.
+            ValueError: If the Trainer has a contradicting setting, or the batch sizes do not divide.
         """
         flag = precision_flag(trainer)
         if self.precision is not None and flag not in ("32-true", self.precision):
@@ -160,13 +160,13 @@ class _Reader:
         self._sections: list[_Reader] = []
 
     def value(self, name: str) -> Any:
-        """A setting; None where it is missing or left to the Trainer."""
+        """Return a setting and mark it as used; None if it is missing or ``"auto"``."""
         self._read.add(name)
         value = self._values.get(name)
         return None if value == "auto" else value
 
     def peek(self, name: str) -> Any:
-        """A setting that may turn out to have no counterpart."""
+        """Return a setting without marking it as used."""
         return self._values.get(name)
 
     def section(self, name: str) -> _Reader:
@@ -188,7 +188,7 @@ class _Reader:
 
     def integer(self, name: str, *, least: int) -> int | None:
         value = self.number(name, least=least)
-        # JSON has people write 5e8.
+        # In JSON, large integers are often written as 5e8, which is parsed as a float.
         if value is not None and value != int(value):
             raise ValueError(f"{self._prefix}{name}={value} is not a whole number.")
         return None if value is None else int(value)
@@ -200,7 +200,7 @@ class _Reader:
         return value
 
     def rest(self) -> list[str]:
-        """Names of what was set and not understood."""
+        """Return the names of settings that are present but were not used."""
         own = [
             f"{self._prefix}{name}"
             for name, value in self._values.items()
@@ -210,7 +210,7 @@ class _Reader:
 
 
 def _few_bits(zero: _Reader, *, scaled: bool) -> dict[str, Any]:
-    """Traffic in few bits (ZeRO++); what is left of gradients cannot be kept where their scale changes."""
+    """Return quantized communication settings (ZeRO++); error feedback is off where a loss scale may change."""
     found: dict[str, Any] = {}
     if zero.switch("zero_quantized_weights"):
         found["gather"] = "int8"
@@ -243,7 +243,7 @@ def _precision(
     static, power = fp16.number("loss_scale"), fp16.number("initial_scale_power")
     window = fp16.integer("loss_scale_window", least=1)
     if use_bf16:
-        # DeepSpeed keeps bf16 weights and updates fp32 masters of them, as sharded stages do here.
+        # DeepSpeed keeps bf16 weights with fp32 master weights, as the sharded stages do here.
         return ("bf16-true" if stage else "bf16-mixed"), {}
     if not use_fp16:
         return None, {}
@@ -260,7 +260,7 @@ def _strategy(zero: _Reader, stage: int, *, half: bool) -> dict[str, Any]:
     if stage in (1, 2):
         found["zero_stage"] = stage
     if stage < 3:
-        # DeepSpeed counts elements.
+        # DeepSpeed's bucket size is in elements, not bytes.
         elements = zero.number("reduce_bucket_size", least=1)
         if elements is not None:
             found["bucket_size_mb"] = elements * (2 if half else 4) / _MIB

@@ -1,10 +1,10 @@
-"""Evaluation that sees every sample once, on any number of ranks.
+"""Exact distributed evaluation: every sample is evaluated once, on any number of ranks.
 
-Lightning's sampler repeats samples until the dataset divides by the number of ranks, so that metrics come out wrong by
-the repeated ones. Here no sample is repeated, and every rank still runs the same number of batches: where a rank has a
-sample less, one of its batches is split in two. Only where nothing can be split (batches of one sample) does a rank run
-out a batch early. It then gets a *filler* batch, which is not handed to the user's step and hooks, and what the other
-ranks reduce or gather within that step goes over those that have a batch.
+Lightning's distributed sampler repeats samples until the dataset size is divisible by the number of ranks, which biases
+metrics. Here no sample is repeated, and all ranks still run the same number of batches: a rank with one sample fewer
+splits its last batch in two. Only if there is nothing to split (batches of one sample) does a rank run out one batch
+early. It then receives a *filler* batch, which is not passed to the user's step and hooks, and the other ranks reduce
+and gather within that step over the ranks that have a batch.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ _EXACT_STAGES = (RunningStage.SANITY_CHECKING, RunningStage.VALIDATING, RunningS
 
 
 class ShardSampler(UnrepeatedDistributedSampler):
-    """Every ``num_replicas``-th index of another sampler, none repeated and none dropped.
+    """Sampler of every ``num_replicas``-th index of another sampler, with none repeated and none dropped.
 
-    Of the class that Lightning's own strategies use for the same, so that programs which ask for it find it.
+    A subclass of the sampler that Lightning's own strategies use for this, so that ``isinstance`` checks still hold.
 
     Args:
-        sampler: The indices of one process, the same on every rank.
-        num_replicas: Ranks that share them.
-        rank: Which share to take, ``0 <= rank < num_replicas``.
+        sampler: Indices of the whole dataset, in the same order on every rank.
+        num_replicas: Number of ranks over which the indices are divided.
+        rank: Share of this rank, ``0 <= rank < num_replicas``.
         limit: Use only this many of the indices.
     """
 
     def __init__(
         self, sampler: Sequence[int] | Sampler[int], *, num_replicas: int, rank: int, limit: int | None = None
     ) -> None:
-        # Lightning's own refuses to have no sample on a rank.
+        # Lightning's constructor raises if a rank would have no sample.
         DistributedSampler.__init__(
             self,
             sampler,  # type: ignore[arg-type]
@@ -87,26 +87,26 @@ class ShardSampler(UnrepeatedDistributedSampler):
 
     @override
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the sampler underneath, if it wants it."""
+        """Forward the epoch to the wrapped sampler, if it has a ``set_epoch``."""
         super().set_epoch(epoch)
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
 
 
 class ShardBatchSampler(BatchSampler):
-    """Batches of a rank's share of the samples, which learns of epochs also where a loader has it as ``sampler``."""
+    """Batch sampler over a rank's share that forwards ``set_epoch``, also when a loader uses it as ``sampler``."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the sampler underneath."""
+        """Forward the epoch to the wrapped sampler."""
         if callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
 
 
 class EvenBatchSampler(ShardBatchSampler):
-    """Batches of a :class:`ShardSampler`, as many on every rank.
+    """Batch sampler over a :class:`ShardSampler` with the same number of batches on every rank.
 
     Attributes:
-        filler_batches: Batches at the end that are fillers on this rank (0 or 1).
+        filler_batches: Number of filler batches at the end on this rank (0 or 1).
     """
 
     def __init__(self, sampler: ShardSampler, batch_size: int) -> None:
@@ -120,7 +120,7 @@ class EvenBatchSampler(ShardBatchSampler):
         self._real_batches = [len(_batch_sizes(length, self.num_batches, batch_size)) for length in lengths]
 
     def ranks_with_batch(self, batch_idx: int) -> list[int]:
-        """Ranks whose batch of this index is not a filler; the same answer on every rank."""
+        """Return the ranks whose batch at this index is not a filler; equal on every rank."""
         return [rank for rank, batches in enumerate(self._real_batches) if batch_idx < batches]
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -146,7 +146,7 @@ def _share(total: int, rank: int, num_replicas: int) -> int:
 
 
 def _batch_sizes(samples: int, batches: int, batch_size: int) -> list[int]:
-    """Sizes of ``batches`` batches, or of one less where there are not samples enough to fill them."""
+    """Return the sizes of ``batches`` batches, or of one fewer if there are not enough samples."""
     full, rest = divmod(samples, batch_size)
     sizes = [batch_size] * full + ([rest] if rest else [])
     if len(sizes) < batches and sizes and sizes[-1] > 1:
@@ -156,12 +156,12 @@ def _batch_sizes(samples: int, batches: int, batch_size: int) -> list[int]:
 
 
 class ExactEvaluation:
-    """Makes the Trainer's evaluation loaders see every sample once.
+    """Patches the Trainer so that its evaluation loops process every sample once.
 
     Args:
-        trainer: Whose loaders are changed, as far as Lightning itself would put a distributed sampler into them.
-        group: The data axis' process group.
-        sit_out: Called on a rank that has no samples to predict, and so leaves at once without any hooks.
+        trainer: The Trainer to patch. Only loaders that Lightning would give a distributed sampler are changed.
+        group: Process group of the data axis.
+        sit_out: Called on a rank that has no samples to predict and skips the predict loop without running hooks.
     """
 
     def __init__(self, trainer: Trainer, *, group: dist.ProcessGroup, sit_out: Callable[[], None]) -> None:
@@ -173,12 +173,12 @@ class ExactEvaluation:
         self._connector: Any = data_connector(trainer)
         self._original = method(self._connector, PREPARE_DATALOADER)
         self._loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-        #: Ranks of the group that have a batch in the step that runs now; None where all have.
+        #: Ranks of the group that have a batch in the current step; None if all have one.
         self.present: list[int] | None = None
         self._told: LightningModule | None = None
 
     def attach(self) -> None:
-        """Change loaders and loops from now on."""
+        """Patch the loaders and loops."""
         replace(self._connector, PREPARE_DATALOADER, self._prepare)
         for loop in self._loops:
             replace(loop, EVALUATION_STEP, partial(self._step, loop, method(loop, EVALUATION_STEP)))
@@ -187,12 +187,12 @@ class ExactEvaluation:
         loop, module = self._trainer.predict_loop, self._trainer.lightning_module
         loop.run = partial(self._predict, loop, loop.run)  # type: ignore[method-assign]
         if not module.allow_zero_length_dataloader_with_multiple_devices:
-            # Where there are fewer samples than ranks, a rank without any has nothing to predict.
+            # With fewer samples than ranks, some ranks have nothing to predict.
             module.allow_zero_length_dataloader_with_multiple_devices = True
             self._told = module
 
     def detach(self) -> None:
-        """Leave the Trainer as it was."""
+        """Restore the Trainer."""
         restore(self._connector, PREPARE_DATALOADER)
         for loop in self._loops:
             restore(loop, EVALUATION_STEP)
@@ -202,7 +202,7 @@ class ExactEvaluation:
             self._told = None
 
     def _predict(self, loop: Any, run: Callable[[], Any]) -> Any:
-        """In place of the loop's run."""
+        """Replacement for the predict loop's ``run``."""
         predictions = run()
         if loop.skip:
             self._sit_out()
@@ -211,7 +211,7 @@ class ExactEvaluation:
     def _step(
         self, loop: Any, original: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any
     ) -> None:
-        """In place of the loop's step with its hooks and its bookkeeping."""
+        """Replacement for the loop's step, including its hooks and progress tracking."""
         loaders = combined_loader(loop).flattened
         if is_sequential(loop):
             sampler = _even_sampler(loaders[dataloader_idx])
@@ -228,7 +228,7 @@ class ExactEvaluation:
             self.present = None
 
     def _parallel_batch(self, loop: Any, batch: Any, batch_idx: int) -> tuple[Any, list[int]]:
-        """The same for a :class:`CombinedLoader` that takes a batch of each loader at a time."""
+        """Return the batch and the ranks that have one for a :class:`CombinedLoader` that reads all loaders in step."""
         everyone = range(self.num_replicas)
         samplers = [_even_sampler(loader) for loader in combined_loader(loop).flattened]
         have = [list(everyone) if one is None else one.ranks_with_batch(batch_idx) for one in samplers]
@@ -236,7 +236,7 @@ class ExactEvaluation:
         if combine_mode(combined) == "min_size":
             return batch, [rank for rank in everyone if all(rank in ranks for ranks in have)]
         if combine_mode(combined) == "max_size":
-            # A loader that has run out contributes None, as on one process.
+            # An exhausted loader contributes None, as on one process.
             pieces = combine_spec(combined).flatten_up_to(batch)
             pieces = [piece if self.rank in ranks else None for piece, ranks in zip(pieces, have, strict=True)]
             batch = tree_unflatten(pieces, combine_spec(combined))
@@ -254,7 +254,10 @@ class ExactEvaluation:
         progress.increment_completed()
 
     def batches_of_own(self) -> list[int]:
-        """Batches of each loader that this rank runs in the evaluation that begins now, fillers left out."""
+        """Return how many batches of each loader this rank runs in the evaluation that is starting, without fillers.
+
+        Outside of prediction, 0 stands for a loader without an :class:`EvenBatchSampler`.
+        """
         trainer = self._trainer
         if trainer.predicting:
             return [] if trainer.predict_loop.skip else [int(number) for number in trainer.num_predict_batches]
@@ -263,7 +266,7 @@ class ExactEvaluation:
         return [0 if one is None else one.num_batches - one.filler_batches for one in samplers]
 
     def _is_distributed(self, dataloader: DataLoader[Any]) -> bool:
-        # Looked up each time: it is replaced where ranks have nobody to share samples with.
+        # Looked up on each call: it is patched when the samples are not divided over ranks.
         return bool(method(self._connector, REQUIRES_DISTRIBUTED_SAMPLER)(dataloader))
 
     def _prepare(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
@@ -274,18 +277,19 @@ class ExactEvaluation:
             return update_dataloader(dataloader, shard, mode=mode)
         batches = batches_of(dataloader)
         if batches is not None and isinstance(batches.sampler, DistributedSampler):
-            # As where it draws single samples: each rank has its share already.
+            # The inner sampler is distributed already: each rank has its share, as with a loader of single samples.
             return with_batches(dataloader, batches)
         if mode in _EXACT_STAGES:
             return self._exact(dataloader, batches, mode)
         if batches is None or (type(dataloader) is DataLoader and dataloader.batch_size is not None):
             return self._original(dataloader, shuffle, mode)
-        # Lightning calls the constructor of a subclass again, which may do more than pass its arguments on. A sampler
-        # of batches that was passed loses its batch size there, or has its batches shared, drawn by each rank anew.
+        # Lightning re-instantiates a DataLoader subclass, whose constructor may do more than forward its arguments. A
+        # custom batch sampler would lose its batch size there, or have its batches divided although each rank draws
+        # them independently.
         return with_batches(dataloader, self._share_of(dataloader, batches, shuffle=shuffle))
 
     def _share_of(self, dataloader: DataLoader[Any], batches: BatchSampler, *, shuffle: bool) -> BatchSampler:
-        """A rank's batches to train on, drawn as Lightning draws them for a plain loader."""
+        """Return a batch sampler over this rank's share for training, drawn as Lightning does for a plain loader."""
         settings: dict[str, Any] = {
             "num_replicas": self.num_replicas,
             "rank": self.rank,
@@ -315,5 +319,5 @@ class ExactEvaluation:
 
 
 def _order(own: Any) -> Any:
-    """As in Lightning's evaluation: the dataset's own order, unless the user brought a sampler of another kind."""
+    """Return the evaluation order, as in Lightning: the dataset's own, unless the user passed a custom sampler."""
     return range(len(own.data_source)) if isinstance(own, RandomSampler | SequentialSampler) else own

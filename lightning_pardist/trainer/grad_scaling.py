@@ -1,4 +1,4 @@
-"""Gradient scaling with one scale and one overflow decision for all ranks."""
+"""Gradient scaling (``GradScaler``) with the same scale and overflow decision on all ranks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_pardist.engines.data_engine import DataEngine
 
 
 class JobWideScaling:
-    """Makes a gradient scaler unscale local shards and skip steps on all ranks together.
+    """Makes a gradient scaler unscale local gradient shards and skip optimizer steps on all ranks together.
 
-    torch's scaler looks at ``param.grad``, which is a shard, or stands for slices that the engine keeps, and decides
-    on each rank by itself: a rank whose shard overflowed would skip the step that the others take.
+    torch's scaler reads ``param.grad``, which is a shard or a stand-in for slices that the engine holds, and detects
+    overflow on each rank separately: a rank whose shard overflowed would skip a step that the others run.
 
     Args:
-        scaler: Of the precision plugin.
-        engine: Of the data axis.
-        group: All ranks of the job.
-        device: This rank's.
+        scaler: Scaler of the precision plugin.
+        engine: Engine of the data axis.
+        group: Process group of all ranks of the job.
+        device: Device of this rank.
         before: Called before the collective of each step.
     """
 
@@ -44,13 +44,13 @@ class JobWideScaling:
         self.before = before
 
     def attach(self) -> None:
-        """Take over from the scaler. Not collective; from now on unscaling is, over the job."""
-        # It waits for its first loss, which this rank may not have in the first step.
+        """Replace the scaler's unscaling, which becomes collective over ``group``. Not collective itself."""
+        # The scaler is initialized lazily by its first loss, and this rank may have none in the first step.
         initialize_scaler(self.scaler, self.device)
         replace_unscale(self.scaler, self._unscale)
 
     def detach(self) -> None:
-        """Give back to the scaler. Not collective."""
+        """Restore the scaler's unscaling. Not collective."""
         replace_unscale(self.scaler, None)
 
     @torch.no_grad()

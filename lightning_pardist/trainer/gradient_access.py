@@ -1,4 +1,4 @@
-"""Redirects clipping, unscaling and ``zero_grad`` to the engine that keeps the gradients."""
+"""Redirects gradient clipping, unscaling and ``zero_grad`` to the engine that holds the gradients."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 
 
 class GradientAccess:
-    """Redirects clipping, unscaling and ``zero_grad`` to the data engine while attached.
+    """Redirects gradient clipping, unscaling and ``zero_grad`` to the data engine while attached.
 
     They are replaced where Lightning and users call them: on the precision plugin and its scaler, on the module and its
-    optimizers, and, in torch and Lightning, by :class:`JobWideGradients`.
+    optimizers, and, for functions of torch and Lightning, by :class:`JobWideGradients`.
 
     Args:
-        context: Set up for ``fit``, optimizers and all.
-        module: Whose gradients.
-        engine: That keeps them, of the data axis.
+        context: Context that is set up for ``fit``, including optimizers.
+        module: Module whose gradients are handled.
+        engine: Engine of the data axis that holds the gradients.
         wrapped: Lightning's wrappers of the optimizers.
     """
 
@@ -42,9 +42,9 @@ class GradientAccess:
         self._attached = PatchStack()
 
     def attach(self) -> None:
-        """Replace them. Not collective."""
+        """Replace the methods. Not collective."""
         context = self.context
-        # The plugin's own see only what this rank's optimizer holds.
+        # The plugin's methods see only the gradients in this rank's optimizer.
         plugin = context.precision
         self._attached.attach(Patch(plugin, "clip_grad_by_norm", self._clip_by_norm))
         self._attached.attach(Patch(plugin, "clip_grad_by_value", self._clip_by_value))
@@ -63,12 +63,12 @@ class GradientAccess:
                 )
             )
         for wrapped in self.wrapped:
-            # It took over what the optimizer had before the engine came.
+            # The wrapper copied the optimizer's zero_grad before the engine replaced it.
             if "zero_grad" in wrapped.optimizer.__dict__:
                 wrapped.__dict__["zero_grad"] = wrapped.optimizer.zero_grad
 
     def detach(self) -> None:
-        """Give everything back. Not collective."""
+        """Restore the methods. Not collective."""
         self._attached.detach()
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -78,7 +78,7 @@ class GradientAccess:
         clip_grad_value(self.engine, _params(optimizer), float(clip_val))
 
     def _zero_grad_after(self, own: Callable[..., None]) -> Callable[..., None]:
-        # No bound method: a deep copy of the module, as averages of weights need, would take the strategy along.
+        # Not a bound method: deep copies of the module (weight averaging) would copy the strategy with it.
         @wraps(own)
         def zero_grad(*args: Any, **kwargs: Any) -> None:
             own(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""Replaces torch's and Lightning's gradient functions for sharded gradients.
+"""Replaces torch's and Lightning's gradient clipping and norm functions for sharded gradients.
 
-Modules clip by hand, in ``on_before_optimizer_step`` or between ``manual_backward`` and ``step``, and log what
-:func:`lightning.pytorch.utilities.grad_norm` gives. These functions see ``param.grad``, which is a part of the gradient
-where gradients are sharded, and would be wrong without a word; or stands for slices, which they would gather.
+User code clips gradients itself, in ``on_before_optimizer_step`` or between ``manual_backward`` and ``step``, and logs
+the result of :func:`lightning.pytorch.utilities.grad_norm`. These functions read ``param.grad``. If gradients are
+sharded, it is a shard, so that results would be silently wrong, or a stand-in for slices, which would be gathered.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lightning_pardist.engines.data_engine import DataEngine
 
 
 class JobWideGradients:
-    """While attached, torch's ``clip_grad_norm_``, ``clip_grad_value_`` and Lightning's ``grad_norm`` reach all ranks.
+    """Makes torch's ``clip_grad_norm_``, ``clip_grad_value_`` and Lightning's ``grad_norm`` cover all ranks' gradients.
 
-    So does ``get_total_norm`` where ranks hold stages. All become collective for parameters of the module, as any
-    clipping by a norm over several ranks has to be. Those of other modules are treated as always.
+    The same holds for ``get_total_norm`` if ranks hold pipeline stages. While attached, all of them are collective for
+    parameters of the module, as a norm over several ranks requires. Parameters of other modules are treated as usual.
 
     Args:
-        module: Whose parameters are meant.
-        engine: Of its data axis.
-        axes: Tensor and pipeline axes, of those that there are.
+        module: Module whose parameters are covered.
+        engine: Engine of its data axis.
+        axes: Tensor and pipeline axes of the run, if any.
         stages: Whether other ranks hold other parameters, whose ``grad`` is None here.
     """
 
@@ -48,18 +48,18 @@ class JobWideGradients:
         self.engine = engine
         self.axes = list(axes)
         self.stages = stages
-        #: Whether torch's own function for others' parameters runs, which asks for the total norm of their gradients.
+        #: Whether torch's own clipping runs for other modules' parameters, which calls ``get_total_norm``.
         self._of_others = False
         self._originals: list[tuple[types.CellType, Callable[..., Any]]] = []
 
     def attach(self) -> None:
-        """Take the functions over. Not collective."""
+        """Replace the functions. Not collective."""
         replaced: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
             (nn.utils.clip_grad_norm_, self._norm),
             (nn.utils.clip_grad_value_, self._value),
         ]
         if self.stages:
-            # Elsewhere each rank has all gradients, or parts of all that torch's function knows for parts.
+            # Without stages each rank has all gradients, or shards of all that torch's function handles as such.
             replaced.append((nn.utils.get_total_norm, self._total))
         for function, replace in replaced:
             cell = cell_of(function)
@@ -69,7 +69,7 @@ class JobWideGradients:
         replace_grad_norm(_redirected.__code__)
 
     def detach(self) -> None:
-        """Give the functions back. Not collective."""
+        """Restore the functions. Not collective."""
         while self._originals:
             cell, original = self._originals.pop()
             cell.cell_contents = original
@@ -79,7 +79,7 @@ class JobWideGradients:
             replace_grad_norm(_lightning_grad_norm.__code__)
 
     def grad_norm(self, module: nn.Module, norm_type: float, separator: str) -> dict[str, Tensor] | None:
-        """What Lightning's function returns for parameters of the module; None if others are among them. Collective."""
+        """Return the result of Lightning's ``grad_norm``; None for a module with other or no parameters. Collective."""
         named = dict(module.named_parameters())
         if not named or not set(named.values()) <= set(self.module.parameters()):
             return None
@@ -148,12 +148,12 @@ class JobWideGradients:
         return get_total_norm
 
     def _parameters_of(self, given: Sequence[Tensor | None]) -> list[nn.Parameter] | None:
-        """Whose gradients these are, of the module's; None where other ranks have none to add to them.
+        """Return the module's parameters with these gradients; None if other ranks have no gradients to add to them.
 
         [Note: gradients of some stages]
-        A list of all gradients is one of this rank's stage, with None for the others' or without them, and empty where
-        a rank has none. What was asked for by name is in one list of one: it is taken for all of a stage only where
-        this stage has no more.
+        A list of all gradients holds those of this rank's stage, with or without None for those of other stages, and
+        is empty on a rank without any. A gradient that was selected by name comes as a list of one: it is treated as
+        the gradients of a whole stage only if the stage has no other.
         """
         known: dict[Hashable, nn.Parameter] = {}
         for param in self.module.parameters():
@@ -193,12 +193,12 @@ class JobWideGradients:
 
 
 def _keys(grad: Tensor) -> list[Hashable]:
-    """What tells a gradient, the same one detached as well."""
+    """Return keys that identify a gradient, including its detached aliases."""
     plain = type(grad) is Tensor and grad.layout is torch.strided and grad.numel() > 0
     return [id(grad), *([(grad.data_ptr(), grad.shape)] if plain else [])]
 
 
-#: Those that are attached now, latest last.
+#: Instances that are attached, latest last.
 _attached: list[JobWideGradients] = []
 _lightning_grad_norm = types.FunctionType(
     lightning_grads.grad_norm.__code__,
@@ -208,7 +208,7 @@ _lightning_grad_norm = types.FunctionType(
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str) -> dict[str, Any]:
-    """Lightning's ``grad_norm`` over all ranks for modules that are spread over them, and as always for others."""
+    """Compute Lightning's ``grad_norm`` over all ranks for a module of an attached instance, locally for others."""
     if float(norm_type) > 0:
         for attached in reversed(_attached):
             norms = attached.grad_norm(module, float(norm_type), group_separator)
@@ -219,8 +219,8 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str) -
 
 
 def _redirected(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
-    # Runs as the code of Lightning's function, among the names of Lightning's module: whatever names users imported the
-    # function by, they come here.
+    # Runs as the code of Lightning's function, with the globals of Lightning's module, so that it takes effect under
+    # whatever name the function was imported.
     from lightning_pardist.trainer.gradient_functions import grad_norm
 
     return grad_norm(module, norm_type, group_separator)

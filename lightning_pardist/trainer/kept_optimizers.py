@@ -1,4 +1,4 @@
-"""Optimizers that a module made before a run, in ``__init__`` say, and keeps after it."""
+"""Optimizers that a module creates before a run, for example in ``__init__``, and keeps after it."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from lightning_pardist.engines.pipeline.placement import replace_in
 from lightning_pardist.engines.tensor import tensor_optimizer
 from lightning_pardist.trainer.state_dicts import StateDicts
 
-#: On a parameter: of which run it was noted, and its name then.
+#: Parameter attribute that holds the number of the run and the parameter's name in it.
 _NAME = "_pardist_noted"
 _RUNS = itertools.count(1)
 
 
 class KeptOptimizers:
-    """Lets optimizers hold the parameters that the module has, whatever it had when they were made.
+    """Rebinds optimizers to the module's current parameters if they were created with earlier ones.
 
-    A strategy replaces parameters by shards, or by empty ones where another rank holds them. An optimizer made earlier
-    would go on stepping on those that were replaced, and nothing would train. After the run it holds the module's whole
-    parameters again, with the state that one process has.
+    A strategy replaces parameters by shards, or by empty parameters if another rank holds them. An optimizer that was
+    created earlier would keep stepping the replaced parameters, and nothing would be trained. After the run the
+    optimizer holds the module's full parameters again, with full optimizer state.
 
     Args:
-        context: Of the strategy whose optimizers they are.
-        states: Puts their state together, and takes it apart.
+        context: Context of the strategy that uses the optimizers.
+        states: Gathers and shards the optimizer state.
     """
 
     def __init__(self, context: RunContext, states: StateDicts) -> None:
         self.context = context
         self.states = states
-        #: Which names are this run's.
+        #: Number of the run whose names are valid.
         self._run = 0
         self._kept: list[Optimizer] = []
         self._states: dict[Optimizer, dict[str, Any]] = {}
 
     def note(self, module: nn.Module) -> None:
-        """Note parameters and optimizers of a module that is about to be transformed. Not collective."""
+        """Record the parameter names and the optimizers of a module before it is transformed. Not collective."""
         self._name({param: name for name, param in module.named_parameters(remove_duplicate=False)})
         attributes = (value for child in module.modules() for value in vars(child).values())
         self._kept = list(dict.fromkeys(value for value in attributes if isinstance(value, Optimizer)))
         self._states = {}
 
     def adopt(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Give optimizers the module's parameters in place of those that were noted. Not collective.
+        """Replace recorded parameters in the optimizers by the module's current ones. Not collective.
 
         Args:
             module: The transformed module.
-            optimizers: From ``configure_optimizers``.
+            optimizers: Optimizers from ``configure_optimizers``.
 
         Raises:
-            ValueError: If an optimizer of several ranks holds a parameter that the module does not have.
+            ValueError: If, on several ranks, an optimizer holds a parameter that the module does not have.
         """
         present = set(module.parameters())
         for optimizer in optimizers:
@@ -73,13 +73,13 @@ class KeptOptimizers:
         _unname(present)
 
     def load(self) -> None:
-        """Bring the state that adopted optimizers came with to what this rank holds. Not collective."""
+        """Load this rank's part of the state that adopted optimizers had before the run. Not collective."""
         for optimizer, state in self._states.items():
             self.states.load_optimizer(optimizer, state)
         self._states = {}
 
     def gather(self) -> None:
-        """Put the state of optimizers that outlive a fit together, before it ends. Collective over the world."""
+        """Gather the full state of optimizers that outlive the fit, before it ends. Collective over the world."""
         self._name(self.states.current_names())
         for optimizer in self.context.optimizers:
             if optimizer in self._kept:
@@ -87,7 +87,7 @@ class KeptOptimizers:
                 self._states[optimizer] = self.context.broadcast(whole)
 
     def give_back(self) -> None:
-        """The run has ended: where the module is whole, the optimizers that it keeps are, too. Not collective."""
+        """Rebind kept optimizers to the module after the run, with full state if it is unsharded. Not collective."""
         states, kept, module = self._states, self._kept, self.context.module
         self._states, self._kept = {}, []
         if module is None:
@@ -99,7 +99,7 @@ class KeptOptimizers:
             state = states.get(optimizer) or optimizer.state_dict()
             replace_in([optimizer], replaced)
             if any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
-                # Too large to be made whole: parameters and state go on as they are.
+                # Too large to be unsharded: parameters and state stay as they are.
                 continue
             tensor_optimizer.detach(optimizer)
             optimizer.state.clear()
@@ -107,13 +107,13 @@ class KeptOptimizers:
         _unname(module.parameters())
 
     def _name(self, names: Mapping[Tensor, str]) -> None:
-        """Write names onto parameters: a record of them would keep alive what is replaced, and is to be freed."""
+        """Store names as parameter attributes: a dict would keep replaced parameters alive, which must be freed."""
         self._run = next(_RUNS)
         for param, name in names.items():
             setattr(param, _NAME, (self._run, name))
 
     def _replaced(self, optimizer: Optimizer, module: nn.Module) -> dict[Any, nn.Parameter]:
-        """Parameters of an optimizer that were noted, and what the module has in their places."""
+        """Map an optimizer's recorded parameters to the module's current parameters of the same names."""
         now = dict(module.named_parameters(remove_duplicate=False))
         present = set(now.values())
         held = (param for group in optimizer.param_groups for param in group["params"] if param not in present)
@@ -127,7 +127,7 @@ def _unname(parameters: Iterable[Tensor]) -> None:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """On its way to ranks whose devices have other numbers."""
+    """Copy a tensor to the host before a broadcast, since device indices differ between ranks; DTensors stay."""
     return tensor if isinstance(tensor, DTensor) else tensor.cpu()
 
 

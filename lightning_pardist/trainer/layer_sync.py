@@ -14,33 +14,33 @@ from lightning_pardist.engines.common import sync_batchnorm
 
 
 def converts(layer_sync: LayerSync | None, model: nn.Module) -> bool:
-    """Whether a Trainer's plugin would change layers of a model: sync_batchnorm=True has nothing to do without any."""
+    """Return whether a layer-sync plugin changes a model; ``sync_batchnorm=True`` changes only batch norms."""
     if syncs_batch_norms(layer_sync):
         return any(isinstance(layer, BatchNorm) for layer in model.modules())
     return layer_sync is not None
 
 
 def syncs_batch_norms(layer_sync: LayerSync | None) -> bool:
-    """Whether the plugin is that of ``sync_batchnorm=True``."""
+    """Return whether the plugin is that of ``sync_batchnorm=True``."""
     return isinstance(layer_sync, TorchSyncBatchNorm)
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """Names of the batch norms in training, which normalize a batch."""
+    """Return the names of batch norms in training mode, which normalize with batch statistics."""
     return [name for name, layer in model.named_modules() if isinstance(layer, BatchNorm) and layer.training]
 
 
 class WatchedBatchNorms:
-    """Warns once of batch norms that normalize some of a batch's samples, at the first step in which there are any.
+    """Warns once about batch norms whose statistics cover only a part of the batch, at the first step with any.
 
-    Which layers are in training is for hooks to say (frozen backbones, which are thawed in a later epoch), so every
-    step is looked at until then.
+    Hooks may change which layers are in training mode (a frozen backbone that is unfrozen in a later epoch), so every
+    step is checked until the warning.
 
     Args:
-        model: Whose layers.
-        who: Has some of the samples of a batch.
-        remedy: What gives the numbers of one process, as a sentence.
-        apart: Whether layers that combine what ranks have are left out.
+        model: Model whose layers are checked.
+        who: What holds a part of the batch (``"rank"``, for example), for the message.
+        remedy: Sentence for the message on how to normalize over the whole batch.
+        apart: Whether to leave out layers that already synchronise their statistics across ranks.
     """
 
     def __init__(self, model: nn.Module, who: str, remedy: str, *, apart: bool) -> None:
@@ -54,7 +54,7 @@ class WatchedBatchNorms:
         }
 
     def look(self) -> None:
-        """Behind a training step, in which layers have the modes that hooks have set. Not collective."""
+        """Check the layers after a training step, with the modes that hooks have set. Not collective."""
         names = [name for name, layer in self._layers.items() if layer.training]
         if not names:
             return
@@ -74,14 +74,14 @@ def convert_layers(
 
     Args:
         layer_sync: The Trainer's plugin.
-        model: Whose layers.
+        model: Model whose layers are converted.
         group: Ranks whose samples are normalised together.
 
     Returns:
-        The model to go on with, and what makes of it the one that it was.
+        The converted model, and a function that reverts the conversion.
     """
     if syncs_batch_norms(layer_sync):
-        # torch's own layer refuses CPU tensors and knows only the whole world.
+        # torch's SyncBatchNorm rejects CPU tensors, and the plugin's conversion to it uses the whole world.
         sync_batchnorm.convert(model, group=group)
 
         def revert(model: nn.Module) -> nn.Module:

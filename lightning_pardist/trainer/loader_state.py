@@ -1,4 +1,4 @@
-"""Loader state in checkpoints: resumes with the next samples and their random numbers."""
+"""Loader state in checkpoints, from which a run resumes with the next samples and their random numbers."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from lightning_pardist.trainer.resumable_loaders import Order, Skipping, rng_sta
 
 
 class LoaderState:
-    """State of loaders, samplers and random generators that checkpoints hold beside the Trainer's counters.
+    """Saves and restores the state of loaders, samplers and random generators, besides the Trainer's counters.
 
-    Lightning counts the batches of an epoch, but starts the loader of a resumed run from its first one. Here the
-    indices of the batches that were trained on are skipped, without loading them: with a ``DistributedSampler`` batch
-    ``b`` of all ranks together is the same set of samples at any number of ranks, as long as the global batch is.
-    Loaders that keep a state of their own (``torchdata``'s) get it back, each rank its own.
+    Lightning counts the batches of an epoch, but a resumed run starts its loader from the first batch. Here the indices
+    of batches that were trained on are skipped without loading them: with a ``DistributedSampler``, global batch ``b``
+    is the same set of samples at any number of ranks, as long as the global batch size is the same. Stateful loaders
+    (``torchdata``) are restored from their own state, each rank from its own.
 
     Args:
-        context: The strategy's.
+        context: Context of the strategy.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -50,18 +50,18 @@ class LoaderState:
         self._saved: dict[str, Any] = {}
         self._orders: list[Order] = []
         self._first_advance: Patch | None = None
-        #: What a save after the run has to say: where its samplers were when it ended.
+        #: State for a save after the run: that of the samplers at its end.
         self._at_end: dict[str, Any] | None = None
-        #: While batches are trained on, a checkpoint is loaded for its weights: counters and loaders go on.
+        #: Whether batches are being trained on; a checkpoint is then loaded for its weights only.
         self.training = False
 
     # --- saving -------------------------------------------------------------------------------------------------
 
     def state(self, exchange: Coordinator) -> dict[str, Any]:
-        """What to save. Collective over the exchange.
+        """Return the state to save. Collective over the exchange.
 
         Returns:
-            On the first rank the states of all ranks, elsewhere nothing.
+            The states of all ranks on the first rank, an empty dict elsewhere.
         """
         module = self.context.module
         trainer = None if module is None else trainer_of(module)
@@ -88,17 +88,17 @@ class LoaderState:
     # --- loading ------------------------------------------------------------------------------------------------
 
     def take(self, checkpoint: dict[str, Any]) -> None:
-        """Note what a checkpoint says of its ranks, and leave what Lightning's own hold. Not collective."""
+        """Take the per-rank state out of a checkpoint, which leaves a plain Lightning checkpoint. Not collective."""
         saved = dict(checkpoint.pop(ABOUT, {}))
         if not self.training:
             self._saved = saved
 
     def settle(self, trainer: pl.Trainer) -> None:
-        """Set the restored counters to what a run that was never interrupted has there. Not collective.
+        """Set the restored counters to those of an uninterrupted run at this point. Not collective.
 
-        Lightning takes an epoch that ``max_steps`` cut short for a finished one, and one that ended with its last batch
-        for unfinished if the run is counted in steps: its next batch is of the wrong epoch, or one that was seen.
-        It goes on in the validation at the end of an epoch, and after it.
+        Lightning treats an epoch that ``max_steps`` cut short as finished, and an epoch that ended with its last batch
+        as unfinished if the run is counted in steps: the next batch is of the wrong epoch, or was seen already. With
+        the corrected counters, a run also resumes within the validation at the end of an epoch, and after it.
         """
         if trainer.state.fn != TrainerFn.FITTING or self.training:
             return
@@ -107,7 +107,7 @@ class LoaderState:
         current: Any = epochs.current
         total: Any = epochs.total
         batch: Any = batches.current
-        # Saved by a callback at the end of a batch: the batch is done, its counter comes later.
+        # Saved by a callback at the end of a batch: the batch is done, but not counted as completed yet.
         at_batch_end = batch.completed == batch.processed - 1 and batch.ready == batch.processed
         if at_batch_end:
             batches.increment_completed()
@@ -118,7 +118,7 @@ class LoaderState:
             for progress in (current, total):
                 progress.processed -= 1
                 progress.completed -= 1
-            # Decided when the counters were loaded, from what they said then.
+            # The flag was set when the counters were loaded, from their earlier values.
             set_restarting(fit_loop, True)
         elif at_batch_end and whole and current.processed == current.ready - 1:
             epochs.increment_processed()
@@ -142,15 +142,15 @@ class LoaderState:
             self._start_loaders_anew(trainer)
 
     def _go_on_behind_batch(self, epoch_loop: Any, data_fetcher: Any) -> None:
-        """Stands in for the first ``advance``: with the batch counted, it would seem saved behind its validation."""
+        """Replacement for the first ``advance``: a counted batch would be taken as saved after its validation."""
         self._forget_first_advance()
         restart_at_batch_end(epoch_loop)
         epoch_loop.advance(data_fetcher)
 
     def _end_epoch(self, epoch_loop: Any, data_fetcher: Any) -> None:
-        """Stands in for ``advance`` where an epoch has no batches left, only its end."""
+        """Replacement for the first ``advance`` if the epoch has no batches left, only its end."""
         self._forget_first_advance()
-        # Its samplers and random numbers get to where the run was saved when the loader is asked for the next batch.
+        # Requesting a batch brings samplers and random numbers to the state of the save.
         with suppress(StopIteration):
             next(data_fetcher)
         epoch_loop.advance(data_fetcher)
@@ -161,19 +161,19 @@ class LoaderState:
             self._first_advance = None
 
     def _start_loaders_anew(self, trainer: pl.Trainer) -> None:
-        """Loaders were asked for before there were counters: ``estimated_stepping_batches`` in configure_optimizers."""
+        """Drop loaders that were set up before counters were restored, as by ``estimated_stepping_batches``."""
         drop_loaders(trainer.fit_loop)
         for order in self._orders:
             order.detach()
         self._orders = []
 
     def prepare(self, trainer: pl.Trainer, loader: Any, whole: Any) -> Any:
-        """Make a training loader go on behind the batches of this epoch that were trained on. Not collective.
+        """Make a training loader resume after the batches of this epoch that were trained on. Not collective.
 
         Args:
-            trainer: In ``fit``, its counters restored.
-            loader: With the sampler that it is going to use.
-            whole: The same loader, with the batch in front that was taken of it to plan with.
+            trainer: Trainer in ``fit``, with restored counters.
+            loader: The loader, with its final sampler.
+            whole: The same loader, with the batch that was consumed for planning in front.
         """
         self._at_end = None
         restored = was_restored(trainer.fit_loop)
@@ -186,14 +186,14 @@ class LoaderState:
             return whole
         done = self._batches_done(trainer, loader) if trainer.fit_loop.restarting else 0
         if restored:
-            # Workers begin before Lightning tells samplers the epoch.
+            # Workers start before Lightning sets the samplers' epoch.
             set_sampler_epoch(loader, trainer.current_epoch)
         if not done and rng:
             set_rng_state(rng)
         if isinstance(loader.dataset, IterableDataset):
             return Skipping(whole, done, rng) if done else whole
         index = len(self._orders)
-        # Samplers of the user's own draw one order on all ranks, however many there are.
+        # Custom samplers draw the same order on all ranks, at any number of ranks.
         started = self._of_samples().get("orders", [])[index : index + 1]
         order = Order(loader, done, started[0] if started else None, rng)
         order.attach()
@@ -203,7 +203,7 @@ class LoaderState:
         return whole
 
     def forget(self) -> None:
-        """The run is over: loaders get their own samplers back. It may still be saved, or saved again."""
+        """Restore the loaders' samplers after the run, and keep the state for saves after it."""
         module = self.context.module
         trainer = None if module is None else trainer_of(module)
         if (
@@ -218,16 +218,16 @@ class LoaderState:
         self._orders, self._saved, self.training = [], {}, False
 
     def _own(self, what: str) -> Any:
-        """This rank's part of a state, or that of a rank with the same samples; None if other ranks share them now."""
+        """Return this rank's part of a saved state, from a rank with the same samples; None if the shares changed."""
         saved = self._saved_dims
         if saved is None or saved.batch_size != self.context.dims.batch_size or self.context.distributed.is_follower:
             return None
         return self._of_samples().get(what)
 
     def _of_samples(self) -> Mapping[str, Any]:
-        """What this rank saved; if the layout changed, what the first of the ranks with its samples saved."""
+        """Return the state that this rank saved; if the layout changed, that of the first rank with its samples."""
         saved, dims = self._saved_dims, self.context.dims
-        # Of worlds side by side, the first one saves.
+        # Of parallel worlds, only the first one saves.
         rank = self.context.distributed.global_rank % dims.world_size
         if saved is None:
             return {}
@@ -242,14 +242,14 @@ class LoaderState:
         return None if layout is None else ParallelDims.from_layout(layout)
 
     def _load_axes(self) -> None:
-        """Give every axis its state of a rank with the same samples, if there are as many shares of them.
+        """Load every axis' state from a rank with the same samples, if the number of shares is unchanged.
 
-        Of worlds side by side the first one saves, for all of them and however many there are.
+        Of parallel worlds only the first one saves, for all of them at any number.
         """
         alike = any(axis.workers_apart for axis in self.context.axes)
         states = dict((self._of_samples().get("axes") if alike else self._own("axes")) or {})
         if (position := self._own("pipeline")) is not None:
-            # Before 0.1.0.
+            # Key of checkpoints before 0.1.0.
             states["pipeline"] = {"random_position": position}
         for axis in self.context.axes:
             if axis.name in states:

@@ -1,4 +1,4 @@
-"""Graphs that loggers draw of the module, drawn before ranks take it apart."""
+"""Logs the module's graph (``log_graph``) before the module is sharded or split."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 
 class LoggedGraphs:
-    """Has loggers trace the module, as ``TensorBoardLogger(log_graph=True)`` does, while it is whole.
+    """Calls the loggers' ``log_graph``, as for ``TensorBoardLogger(log_graph=True)``, on the untransformed module.
 
-    Lightning asks for it on the first rank alone when the module is set up, where one that is split or sharded cannot
-    be called. Its own call is left out, once.
+    Lightning calls it during setup on the first rank only, where a split or sharded module cannot be called. That one
+    call of Lightning's is skipped.
 
     Args:
-        trainer: Whose loggers.
-        module: Plain, as the user wrote it.
+        trainer: Trainer whose loggers are called.
+        module: The user's module, not transformed yet.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -30,7 +30,7 @@ class LoggedGraphs:
         self._attached = PatchStack()
 
     def attach(self) -> None:
-        """Have it drawn, if the module has values to be called with. Not collective: loggers draw on the first rank."""
+        """Log the graph, unless parameters are on the meta device. Not collective: loggers act on the first rank."""
         if not self._loggers or any(parameter.is_meta for parameter in self._module.parameters()):
             return
         before = rng_state()
@@ -38,18 +38,18 @@ class LoggedGraphs:
             try:
                 logger.log_graph(self._module)
             except Exception as error:
-                # On one rank alone, which the others would wait for; a module may run on its device only.
+                # Not raised, since it fails on one rank only and the others would wait. Some modules need their device.
                 why = (str(error).splitlines() or [""])[0]
                 rank_zero_warn(
                     f"{type(logger).__name__} could not draw the module's graph on the host, before ranks take it apart"
                     f" ({type(error).__name__}: {why}). Train without it, or draw it in a process by itself."
                 )
             self._attached.attach(_leave_out_once(logger))
-        # Other ranks have drawn no random numbers.
+        # The other ranks have drawn no random numbers.
         set_rng_state(before)
 
     def detach(self) -> None:
-        """Give loggers their methods back. Not collective."""
+        """Restore the loggers' methods. Not collective."""
         self._attached.detach()
 
 

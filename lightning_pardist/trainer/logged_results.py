@@ -1,8 +1,8 @@
-"""Reduces logged epoch values over the data axis, so that every rank decides by the same numbers.
+"""Reduces logged epoch values over the data axis, so that callbacks and schedulers use the same values on all ranks.
 
 Without ``sync_dist=True`` Lightning reports the first rank's share of an epoch as the epoch's value. A module written
 for one process does not set it, so its epoch values are combined here: means weighted by samples, sums, minima and
-maxima over ranks, as one process would have computed them.
+maxima over ranks, equal to the values of a single process.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class _Share:
     """A rank's part of a logged value.
 
     Attributes:
-        meta: How it was logged.
-        sync_dist: Whether with ``sync_dist=True``.
-        value: The part; None for a torchmetrics object.
-        weight: Samples behind a mean.
+        meta: Metadata of the log call.
+        sync_dist: Whether it was logged with ``sync_dist=True``.
+        value: This rank's accumulated value; None for a torchmetrics object.
+        weight: Number of samples in a mean.
     """
 
     meta: LogMetadata
@@ -58,16 +58,16 @@ _Layouts = dict[tuple[str, str], tuple[torch.Size, torch.dtype]]
 
 
 class EpochResults:
-    """Combines the Trainer's logged values over a group whenever an epoch of training or evaluation ends.
+    """Combines the Trainer's logged values over a group at the end of each training or evaluation epoch.
 
-    One collective an epoch end, whatever the number of values. Ranks need not have logged the same keys: a rank that
-    lacks one takes no part in its value, and receives it. torchmetrics objects combine themselves, when they are
-    computed here on all ranks in one order. Values logged with ``rank_zero_only`` or with a ``sync_dist_group`` of
-    their own are left alone.
+    Uses one collective per call, whatever the number of values. Ranks may have logged different keys: a rank that lacks
+    one contributes nothing to its value and receives the result. torchmetrics objects synchronise themselves in
+    ``compute``, which is called here on all ranks in the same order. Values logged with ``rank_zero_only`` or with
+    their own ``sync_dist_group`` are left alone.
 
     Args:
-        trainer: Whose results are combined.
-        group: The data axis' process group.
+        trainer: Trainer whose results are combined.
+        group: Process group of the data axis.
         before: Called before each collective.
     """
 
@@ -79,21 +79,24 @@ class EpochResults:
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
 
     def attach(self) -> None:
-        """Combine from now on."""
-        # The two moments at which all ranks are known to be at the end of an epoch: before the epoch-end hooks, which
-        # may read what was logged, and after them, since they may log.
+        """Patch the Trainer to combine values from now on."""
+        # The two points at which all ranks are at the end of an epoch: before the epoch-end hooks, which may read
+        # logged values, and after them, since they may log.
         self._after("epoch_end_reached", self.combine)
         self._before("on_epoch_end", self.combine)
         replace(self._epoch_loop, GET_MONITOR_VALUE, self._monitored)
 
     def detach(self) -> None:
-        """Leave the Trainer as it was."""
+        """Restore the Trainer."""
         for name in ("epoch_end_reached", "on_epoch_end"):
             self._connector.__dict__.pop(name, None)
         restore(self._epoch_loop, GET_MONITOR_VALUE)
 
     def _monitored(self, key: str) -> Any:
-        """What a scheduler steps by, the same on every rank: the value of a step is a rank's own until here."""
+        """Return the metric that a scheduler steps by: the mean over ranks that have it. Collective over the group.
+
+        Replacement for the loop's lookup, where a value logged in a step is still local to its rank.
+        """
         value = self._trainer.callback_metrics.get(key)
         self._announce()
         gathered: list[float | None] = [None] * self.group.size()
@@ -105,7 +108,7 @@ class EpochResults:
         return mean if value is None else mean.to(value.dtype)
 
     def combine(self) -> None:
-        """Combine what was logged and not combined yet. Collective over the group."""
+        """Combine the logged values that are not combined yet. Collective over the group."""
         results = logged(self._trainer)
         if results is None:
             return
@@ -128,17 +131,17 @@ class EpochResults:
     def _compute_metric(self, results: LoggedMetrics, key: str, share: _Share) -> None:
         item = results.get(key)
         if item is None:
-            # This rank saw no samples: its metric object joins with its empty state.
+            # This rank saw no samples: its metric object takes part with its empty state.
             item = results[key] = self._new_item(share)
             item.value = attrgetter(share.meta.metric_attribute or "")(self._trainer.lightning_module)
         if item.has_reset:
-            # Not logged since: what it computed belongs to an earlier epoch.
+            # Not logged since the reset: the cached result is from an earlier epoch.
             set_computed(item, None)
             item.has_reset = False
         item.compute()
 
     def _new_item(self, share: _Share) -> LoggedMetric:
-        """An entry for what only other ranks have logged, as if it had been logged here."""
+        """Create the entry for a value that only other ranks have logged, as if it had been logged on this rank."""
         meta = dataclasses.replace(share.meta)
         meta.sync = wants_sync(share.sync_dist, self._trainer.strategy.reduce)
         item = LoggedMetric(meta, is_tensor=share.value is not None)
@@ -181,7 +184,7 @@ class _WithoutAdvice(WarningCache):
 
 
 def no_sync_advice() -> Patch:
-    """Keeps Lightning from advising ``sync_dist=True`` for epoch values that are combined, or equal, without it."""
+    """Return a patch that suppresses the advice to set ``sync_dist=True``: epoch values are right without it."""
     return Patch(result, "warning_cache", _WithoutAdvice(result.warning_cache))
 
 
@@ -189,7 +192,7 @@ def _wants_combining(item: LoggedMetric) -> bool:
     meta = item.meta
     if not meta.on_epoch or meta.sync.rank_zero_only or meta.sync.group is not None:
         return False
-    # Logging again clears the computed value, so this tells whether it is the combined one.
+    # Logging again clears the computed value, so a value that is still set is the combined one.
     computed = computed_of(item)
     if not item.is_tensor:
         return computed is None
@@ -197,7 +200,7 @@ def _wants_combining(item: LoggedMetric) -> bool:
 
 
 def _list_states(module: nn.Module) -> _Layouts:
-    """Shape (without the first dim) and dtype of what torchmetrics objects keep in lists, if there is anything."""
+    """Return shape (without the first dim) and dtype of the non-empty list states of a module's torchmetrics."""
     return {
         (name, state): (values[0].shape[1:], values[0].dtype)
         for name, metric in module.named_modules()
@@ -208,7 +211,7 @@ def _list_states(module: nn.Module) -> _Layouts:
 
 
 def _fill_empty_states(module: nn.Module, layouts: _Layouts) -> None:
-    """Let lists that stayed empty on this rank join a gather: torchmetrics takes them for one-dimensional floats."""
+    """Put empty tensors of the right layout into empty list states, which torchmetrics would gather as 1-D floats."""
     for (name, state), (shape, dtype) in layouts.items():
         metric = module.get_submodule(name)
         if isinstance(metric, Metric) and getattr(metric, state) == []:
@@ -219,7 +222,7 @@ def _share(item: LoggedMetric) -> _Share:
     meta = dataclasses.replace(item.meta, _sync=None)
     if not item.is_tensor:
         return _Share(meta, item.meta.sync.should, None)
-    # Python floats are float64: nothing is lost on the way.
+    # Python floats are float64, so no precision is lost.
     weight = float(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1.0
     return _Share(meta, item.meta.sync.should, float(item.value), weight)
 

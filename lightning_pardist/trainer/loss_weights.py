@@ -1,4 +1,4 @@
-"""Ranks' losses weighed by what they hold, so that gradients and logged losses are those of one process."""
+"""Weights each rank's loss by its counts, so that gradients and logged losses equal those of a single process."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def weight_of_logged(
     gathers: bool = False,
     known: Mapping[Node, Sequence[Term]] | None = None,
 ) -> Tensor | float | None:
-    """What weighs a logged value among those of other ranks or micro-batches: a count, or None for a sum.
+    """Return the weight of a logged value in the mean over ranks or micro-batches: a count, or None for a sum.
 
     Args:
-        value: With its graph, or equal to the loss or another value that has one.
+        value: Logged value with its graph, or equal to the loss or to another logged value that has one.
         others: All values that the step has logged.
-        loss: Of the step.
-        terms: Of the loss.
-        samples: In the batch.
-        gathers: Whether parts of the batch that gather samples gather those of all.
-        known: Terms below nodes of losses that backward has been run from, whose graphs say nothing any more.
+        loss: Loss of the step.
+        terms: Terms of the loss.
+        samples: Number of samples in the batch.
+        gathers: Whether a part of the batch that gathers samples gathers those of all parts.
+        known: Terms by graph node of losses whose backward has run, which has freed their graphs.
 
     Raises:
-        LookupError: If that is not known.
+        LookupError: If the weight cannot be determined.
     """
     graphs = [each for each in others if isinstance(each, Tensor) and each.grad_fn is not None]
     if not _is_same(value, loss):
@@ -74,7 +74,7 @@ def weight_of_logged(
 
 
 def _known_terms(root: Node | None, known: Mapping[Node, Sequence[Term]]) -> Sequence[Term]:
-    """Of a loss that is known, its parts and multiples, and what is added up of these; none if others are in it."""
+    """Return the terms of a linear combination of recorded losses and their parts; empty if anything else is in it."""
     found: list[Term] = []
     waiting, seen = [root], set()
     while waiting:
@@ -90,12 +90,12 @@ def _known_terms(root: Node | None, known: Mapping[Node, Sequence[Term]]) -> Seq
 
 
 def coupled_samples(module: pl.LightningModule, reason: str, who: str = "rank") -> str:
-    """A warning for losses of samples that are compared with each other.
+    """Return the warning for a loss that compares samples of the batch with each other.
 
     Args:
-        module: The user's.
-        reason: What was found.
-        who: Has some of the samples of a batch.
+        module: The user's module.
+        reason: What couples the samples.
+        who: What holds a part of the batch.
     """
     return (
         f"The loss of {original_class(module).__name__}.training_step couples the samples of a batch ({reason}),"
@@ -104,7 +104,7 @@ def coupled_samples(module: pl.LightningModule, reason: str, who: str = "rank") 
 
 
 def unlike_losses(module: pl.LightningModule) -> str:
-    """A warning for losses that consist of other terms for other parts of a batch."""
+    """Return the warning for losses whose terms differ between parts of a batch."""
     return (
         f"The loss of {original_class(module).__name__}.training_step consists of other terms for some parts of a"
         " batch than for others, so that what counts in each is not known: it is weighed by samples, and training may"
@@ -113,7 +113,7 @@ def unlike_losses(module: pl.LightningModule) -> str:
 
 
 def divided_by_numbers(module: pl.LightningModule) -> str:
-    """A warning for sums that are divided by other numbers of Python's on other ranks."""
+    """Return the warning for sums that ranks divide by different Python numbers."""
     return (
         f"The loss of {original_class(module).__name__}.training_step has a sum over samples that ranks divide by"
         " different numbers, as they would by counts, and what these count is not known: they were taken for constants,"
@@ -123,7 +123,7 @@ def divided_by_numbers(module: pl.LightningModule) -> str:
 
 
 def unlike_settings(module: pl.LightningModule) -> str:
-    """A warning for optimizers that have other settings on other ranks."""
+    """Return the warning for optimizers whose settings differ between ranks."""
     return (
         f"The optimizers of {original_class(module).__name__} have other settings on other ranks (a learning rate),"
         " with which each rank updates what it holds: training is not that of one process, and ranks drift apart."
@@ -135,16 +135,16 @@ _NUMBERS = (int, float)
 
 
 def _settings_of(optimizers: Sequence[Optimizer]) -> float:
-    """A small number that stands for the numbers in their groups; what lies on a device is not read."""
+    """Return a signature of the Python numbers in the optimizers' parameter groups; tensors are not read."""
     settings = [setting for each in optimizers for group in each.param_groups for setting in group.items()]
-    # Most of hundreds of groups have the same ones. Rounding may differ between ranks.
+    # Deduplicated, since hundreds of groups mostly share values; rounded, since last digits may differ between ranks.
     numbers = dict.fromkeys(setting for setting in settings if isinstance(setting[1], _NUMBERS))
     return signature([f"{name} {value:.9g}" for name, value in numbers])
 
 
-#: Operations after which values go together as what they were made of does.
+#: Linear operations, whose results are combined over ranks like their inputs.
 _LINEAR = ADDITIONS | {"Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Sum", "Mean"}
-#: Steps after which ranks on a device look for losses that differ: looking waits for the device.
+#: Interval in steps of the check for differing losses on an accelerator, where reading the flags synchronises.
 _LOOK_EVERY = 100
 
 
@@ -153,10 +153,10 @@ class _Logged:
     """A value that the step has logged.
 
     Attributes:
-        name: As given.
-        value: As given.
-        sum_before: What the Trainer had summed up under the name; None if nothing.
-        samples_before: Over how many samples.
+        name: Name passed to ``log``.
+        value: Value passed to ``log``.
+        sum_before: The Trainer's accumulated sum under the name before this call; None if there was none.
+        samples_before: Number of samples in that sum.
     """
 
     name: str
@@ -166,16 +166,16 @@ class _Logged:
 
 
 class LossWeights:
-    """Weighs the losses of ranks that see different samples, and puts together what steps log of them.
+    """Weights the losses of ranks that see different samples, and combines the values that their steps log.
 
     Args:
-        trainer: It runs ``fit``.
-        setting: How losses are weighed.
-        group: Gives the ranks whose losses make up that of the next step.
+        trainer: Trainer that runs ``fit``.
+        setting: How losses are weighted.
+        group: Returns the ranks whose losses make up that of the next step.
         before: Called before each collective.
-        value_weights: What weighs logged values that have lost their graphs; to be filled by the step.
-        loss_count: Gives what weighs a loss that has lost its graph, NaN where none has.
-        agree: Combines what ranks that share a batch have each seen of what its losses count; None if none share one.
+        value_weights: Weights of logged values that have lost their graphs; filled by the step.
+        loss_count: Returns the weight of a loss that has lost its graph; NaN if none has.
+        agree: Combines the loss counts of ranks that share a batch; None if no ranks share one.
 
     Attributes:
         said_coupled: Whether the graph of the first loss showed samples that are compared with each other.
@@ -194,7 +194,7 @@ class LossWeights:
     ) -> None:
         self._agree = agree
         self._loss_count = loss_count
-        #: What is known of the latest loss beside its value, and whether the step had one at all.
+        #: Weight and sample count of the latest loss, and whether the latest step had a loss.
         self._own, self._has_loss = _UNWEIGHED, True
         self._trainer = trainer
         self._setting = setting
@@ -214,32 +214,32 @@ class LossWeights:
         self._logged: list[_Logged] | None = None
         self._attached = PatchStack()
         self._scaling = Scaling()
-        #: Losses of a manual step, and the terms below their nodes and those of their parts.
+        #: Losses of a step with manual optimization, and the terms by node of these losses and their parts.
         self._losses: list[Tensor] = []
         self._known: dict[Node, list[Term]] = {}
 
     def attach(self) -> None:
-        """Note what steps log. Not collective."""
+        """Patch the module's ``log`` to record logged values. Not collective."""
         module = self._trainer.lightning_module
         self._attached.attach(Patch(module, "log", self._noting(module.log)))
 
     def detach(self) -> None:
-        """Leave the module as it was. Not collective."""
+        """Restore the module. Not collective."""
         self._attached.detach()
 
     def training_step(self, run: Callable[[], Any], batch: Any, *, counts: bool | None = None) -> Any:
-        """Run a training step and weigh its loss. Collective over the group.
+        """Run a training step and weight its loss. Collective over the group.
 
         Args:
-            run: The step.
-            batch: That it gets.
-            counts: Whether the batch counts, where some ranks' may not: if not, gradients are zero and nothing is
-                logged. None where all do.
+            run: Runs the step.
+            batch: Batch of the step.
+            counts: Whether this rank's batch counts, if that may differ between ranks: if not, gradients are zero and
+                nothing is logged. None if all batches count.
 
         Returns:
-            What the step returned; the gradient of its loss is scaled on its way down.
+            The step's output; the gradient of its loss is scaled in backward.
         """
-        # Who is alone in its group may have a batch that does not count all the same.
+        # A rank that is alone in its group may also have a batch that does not count.
         self._weighs = (self._setting != "ranks" and self._group().size() > 1) or counts is not None
         self._batch, self._counts = batch, counts is not False
         self._own, self._has_loss = _UNWEIGHED, True
@@ -251,24 +251,24 @@ class LossWeights:
             output = run()
         finally:
             noted, self._logged = self._logged, None
-        # A module that runs backward by itself does so in the step.
+        # With manual optimization, backward runs inside the step.
         self._weigh(find_loss(output) if self._trainer.lightning_module.automatic_optimization else None, noted)
         self._losses, self._known = [], {}
         return output
 
     def before_manual_backward(self, loss: Tensor) -> None:
-        """Weigh a loss that user code runs backward from. Collective over the group."""
+        """Weight a loss before a manual backward. Collective over the group."""
         if self._weighs:
             self._weigh(loss, [])
 
     def after_manual_backward(self) -> None:
-        """Leave what the backward has kept of the graph as it was: losses of later ones may share it."""
+        """Remove the scaling from the graph after a manual backward, since later losses may share the graph."""
         self._scaling.remove()
 
     def of_all_ranks(self, loss: Tensor | None) -> Tensor | None:
-        """The loss that one process has where this rank had ``loss`` last. Collective over the group.
+        """Return the single-process loss of the latest step from this rank's ``loss``. Collective over the group.
 
-        Optimizers that call their closure again decide by it, and have to decide alike on all ranks.
+        Optimizers that evaluate their closure repeatedly decide by this value, which must be equal on all ranks.
         """
         self._before()
         value = loss if self._has_loss else None
@@ -298,7 +298,7 @@ class LossWeights:
         self._own = OwnLoss(self._share_of(terms, float(samples or 1)), float(samples or 1), found.agreed)
         self._look_at(found)
         scaling = scale_gradients(terms, found.factors)
-        # The graph of an automatic step goes with its backward, and nothing here is to keep it.
+        # With automatic optimization the graph is freed after backward, so no reference to it is kept here.
         if not self._trainer.lightning_module.automatic_optimization:
             self._scaling = scaling
             self._remember(loss, terms)
@@ -309,7 +309,7 @@ class LossWeights:
                 self._forget(entry)
 
     def _remember(self, loss: Tensor | None, terms: list[Term]) -> None:
-        """Keep what a loss is made of, as manual steps log it behind its backward, which frees what its graph saved."""
+        """Record the terms of a loss: manual steps may log it after backward, which frees the graph's saved tensors."""
         if loss is None or loss.grad_fn is None:
             return
         self._losses.append(loss)
@@ -318,7 +318,7 @@ class LossWeights:
                 self._known.setdefault(node, []).append(term)
 
     def _look_at(self, found: Balance) -> None:
-        """Say once that ranks differ in terms of losses, in numbers that divide them, or in settings of optimizers."""
+        """Warn once if ranks differ in loss terms, in the numbers that divide them, or in optimizer settings."""
         alike, same, settings = found.agreed, found.same_numbers, found.same_settings
         self._alike = alike if self._alike is None else self._alike & alike
         self._same_numbers = same if self._same_numbers is None else self._same_numbers & same
@@ -349,10 +349,10 @@ class LossWeights:
         except LookupError:
             return samples
 
-    # --- what is logged -----------------------------------------------------------------------------------------
+    # --- logged values ------------------------------------------------------------------------------------------
 
     def _noting(self, log: Callable[..., None]) -> Callable[..., None]:
-        # No bound method: a deep copy of the module, as averages of weights need, would take the Trainer along.
+        # Not a bound method: deep copies of the module (weight averaging) would copy the Trainer with it.
         @wraps(log)
         def noting(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             if self._logged is None:
@@ -372,7 +372,7 @@ class LossWeights:
         return None if results is None else results.get(f"training_step.{name}")
 
     def _values(self, loss: Tensor | None, terms: list[Term], noted: list[_Logged]) -> list[tuple[_Logged, Value]]:
-        """Of what was logged, means and sums whose weights are known."""
+        """Return the logged means and sums whose weights are known."""
         found: dict[str, tuple[_Logged, Value]] = {}
         samples = BatchCut().samples_of(self._batch)
         values = [*(each.value for each in noted), *self._losses]
@@ -392,7 +392,7 @@ class LossWeights:
         return list(found.values())
 
     def _correct(self, entry: _Logged, value: Tensor) -> None:
-        """Let a logged value be all ranks'."""
+        """Replace a logged value by the one combined over all ranks."""
         item = self._item(entry.name)
         value = value.to(item.value)
         if item.meta.on_step:
@@ -404,7 +404,7 @@ class LossWeights:
             item.value = value
 
     def _forget(self, entry: _Logged) -> None:
-        """Take a logged value out of the epoch's again."""
+        """Remove a logged value from the epoch's accumulated value."""
         item = self._item(entry.name)
         known = item is not None and item.is_tensor and item.meta.on_epoch
         if not known or (entry.sum_before is None and (item.meta.is_max_reduction or item.meta.is_min_reduction)):
@@ -413,10 +413,10 @@ class LossWeights:
         if item.meta.is_mean_reduction:
             item.cumulated_batch_size = torch.as_tensor(entry.samples_before).to(item.cumulated_batch_size)
 
-    # --- what is said -------------------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------------------
 
     def _tell(self, loss: Tensor, terms: list[Term]) -> None:
-        """Say once what was found, and where parts do not add up to the whole."""
+        """Log the loss terms once, and warn if the ranks' losses do not add up to that of the whole batch."""
         found = "; ".join(dict.fromkeys(term.describe() for term in terms if term.kind != "constant"))
         if not found or found in self._said:
             return
@@ -439,7 +439,7 @@ def _before(entry: _Logged, item: Any) -> Tensor:
 
 
 def _is_same(value: Any, loss: Tensor | None) -> bool:
-    """Whether what was logged is this tensor, with its graph, without, or as a number."""
+    """Return whether a logged value is the tensor ``loss`` itself, a detached alias, or its Python number."""
     if loss is None:
         return False
     if isinstance(value, Tensor):

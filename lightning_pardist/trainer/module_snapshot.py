@@ -20,29 +20,29 @@ from lightning_pardist.compat.modules import own_parameters
 from lightning_pardist.engines.common.own_generators import set_state, state_of
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
-#: Attributes of these packages' objects lead to the Trainer, to file handles and to the interpreter itself.
+#: Packages whose objects are not traversed: they lead to the Trainer, to file handles and to the interpreter itself.
 _FOREIGN = ("torch.", "lightning.", "pytorch_lightning.", "lightning_pardist.", "builtins", "numpy.", "typing", "_io")
-#: What of a class' attributes a step may count in, add to or write.
+#: Types of class attributes that a step may modify.
 _DATA = (bool, int, float, str, dict, list, set, deque, Tensor, np.ndarray, type(None))
-#: Items of longer containers are put back, and not looked into: a data set, say.
+#: The items of longer containers (a dataset, for example) are restored but not traversed.
 _LONG = 10_000
 
 
 class ModuleSnapshot:
     """Saves a module's non-parameter state and restores it after a trial run.
 
-    Kept are buffers, gradients, ``requires_grad`` and training flags, attributes of every submodule (lists that a
-    step appends to, counters, states of metrics, caches) and of its class, what attributes in containers and in the
-    user's own objects refer to, what hooks refer to, and the state of every random number generator. Parameters are
-    not: what a run without an optimizer step writes into them is for
+    The snapshot covers buffers, gradients, ``requires_grad`` and training flags, attributes of every submodule (lists
+    that a step appends to, counters, states of metrics, caches) and of its class, objects reached through containers,
+    through the user's own objects and through hooks, and the state of every random number generator. Parameter values
+    are not covered: writes to them in a run without an optimizer step are handled by
     :class:`~lightning_pardist.engines.common.parameter_write_guard.ParameterWriteGuard`. Iterators cannot be restored.
 
     Args:
-        module: Not changed.
-        data: Objects that read data (data sets, collate functions): their attributes and generators are kept as well,
-            and where their files are read; tensors and arrays in them are not.
-        parameters: Whether it is kept which parameters there are, their gradients and which require some. Not where
-            their places are taken by shards in turns, and no backward runs.
+        module: The module; taking the snapshot does not change it.
+        data: Objects that read data (datasets, collate functions): their attributes, generators and file positions are
+            covered as well; tensors and arrays in them are not.
+        parameters: Whether to cover which parameters are registered, their gradients and ``requires_grad``. False if
+            shards and full parameters replace each other in turn, and no backward runs.
     """
 
     def __init__(self, module: nn.Module, data: Sequence[object] = (), *, parameters: bool = True) -> None:
@@ -69,15 +69,15 @@ class ModuleSnapshot:
             self._look_into(getattr(each, "__self__", each))
 
     def restore(self) -> None:
-        """Bring everything back to what it was."""
+        """Restore everything that the snapshot covers."""
         with torch.no_grad():
             for container, contents in self._contents:
                 _refill(container, contents)
             for owner, attributes in self._classes:
                 _reset_class(owner, attributes)
             for tensor, values in (*self._tensors, *self._grads):
-                # What user code resized or moved is gone for good; what it overwrote is not. What it left alone may be
-                # part of a graph, which a write would break.
+                # Overwritten values can be restored, resized or moved tensors cannot. Unchanged tensors are not
+                # written, since they may be part of an autograd graph.
                 if tensor.shape == values.shape and not _holds(tensor, values):
                     tensor.copy_(values)
             for param, requires_grad, grad in self._params:
@@ -111,7 +111,7 @@ class ModuleSnapshot:
             for item in value[:_LONG]:
                 self._look_into(item)
         elif isinstance(value, Dataset):
-            # Read by steps, not written, and large.
+            # Datasets are large, and steps only read them.
             if self._in_data:
                 self._keep(value.__dict__)
             else:
@@ -125,7 +125,7 @@ class ModuleSnapshot:
             for item in (value.__self__,) if isinstance(value, MethodType) else (value.func, *value.args):
                 self._look_into(item)
         elif isinstance(value, FunctionType):
-            # A hook that appends to a list of a function around it.
+            # For example a hook that appends to a list in its closure.
             if not f"{value.__module__}.".startswith(_FOREIGN):
                 for cell in value.__closure__ or ():
                     self._look_into(_content(cell))
@@ -133,7 +133,7 @@ class ModuleSnapshot:
             self._keep(value.__dict__)
 
     def _keep_classes(self, of: type) -> None:
-        """What instances share: counters and lists that a class of the user's own has."""
+        """Record the data attributes of user-defined classes, such as counters and lists that instances share."""
         for owner in of.__mro__:
             if id(owner) not in self._seen and not f"{owner.__module__}.".startswith(_FOREIGN):
                 self._seen.add(id(owner))
@@ -169,7 +169,7 @@ def _refill(container: Any, contents: Any) -> None:
 
 
 def _data_of(owner: type) -> dict[str, Any]:
-    """A class' attributes that are no methods, properties or names of the language's own."""
+    """Return a class' data attributes: no methods, properties or dunder names."""
     return {
         name: value
         for name, value in vars(owner).items()
@@ -177,7 +177,7 @@ def _data_of(owner: type) -> dict[str, Any]:
     }
 
 
-#: What a class has of its own that no attribute is.
+#: Sentinel for an attribute that a class does not define.
 _ABSENT = object()
 
 

@@ -1,4 +1,4 @@
-"""Parameters of which ranks hold parts stay where they are during a run."""
+"""Guard against re-registering parameters during a run in which ranks hold parts of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 def keep_places(module: nn.Module, strategy: str) -> Callable[[], None]:
-    """Refuse that a parameter gets another name in the layer that has it. Not collective.
+    """Make it an error to register a layer's parameter under another name in that layer. Not collective.
 
-    ``torch.nn.utils.prune`` does that, in a callback say: what shards, splits or sends the parameter would go on with a
-    name that is gone, and whatever compares its elements has a part of them.
+    ``torch.nn.utils.prune`` does so, for example in a callback. The code that shards, splits or sends the parameter
+    would continue with a name that no longer exists, and pruning by element values would see a part of them only.
 
     Args:
-        module: As it is trained on this rank.
-        strategy: Its class' name, for the message.
+        module: The module as it is trained on this rank.
+        strategy: Class name of the strategy, for the message.
 
     Returns:
-        What allows it again.
+        Function that removes the guard.
     """
     layers = {id(layer): name for name, layer in module.named_modules()}
     names = {

@@ -10,21 +10,21 @@ class Patchable(Protocol):
     """Interface of objects that replace methods while attached."""
 
     def attach(self) -> None:
-        """Take it."""
+        """Replace the methods."""
         ...
 
     def detach(self) -> None:
-        """Give it back, also what a failure has left of :meth:`attach`."""
+        """Restore the methods, also after an :meth:`attach` that failed halfway."""
         ...
 
 
 class Patch:
-    """An attribute of one object that has another value while attached; one that the object has of its own comes back.
+    """Replacement of one instance attribute while attached; a previous instance attribute is restored.
 
     Args:
-        of: The object. Its class stays as it is.
-        name: The attribute.
-        value: In its place.
+        of: The object to patch. Its class is not changed.
+        name: Name of the attribute.
+        value: The replacement.
     """
 
     def __init__(self, of: object, name: str, value: Any) -> None:
@@ -34,27 +34,27 @@ class Patch:
         self._before: dict[str, Any] = {}
 
     def attach(self) -> None:
-        """Set it. Not collective."""
+        """Set the replacement. Not collective."""
         self._before = {self._name: self._attributes[self._name]} if self._name in self._attributes else {}
         self._attributes[self._name] = self._value
 
     def detach(self) -> None:
-        """Set it back. Not collective."""
+        """Restore the previous state of the attribute. Not collective."""
         self._attributes.pop(self._name, None)
         self._attributes.update(self._before)
 
 
 class PatchStack:
-    """Detaches patches in reverse order; a failure leaves no other patch in place."""
+    """Stack of patches that are detached in reverse order, all of them even if one fails."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
 
     def attach(self, attachable: Patchable) -> None:
-        """Attach one more."""
+        """Attach a patch and push it onto the stack."""
         self._stack.callback(attachable.detach)
         attachable.attach()
 
     def detach(self) -> None:
-        """Detach all. May be used again."""
+        """Detach all patches. The stack can be reused."""
         self._stack.close()

@@ -1,11 +1,11 @@
 """Preemption: on a signal, all ranks stop after the same step and save a checkpoint.
 
-[Note: agreement without waiting] A signal reaches ranks at different moments, or one of them only, and saving is
-collective. So a handler only notes the signal. Before each step the first rank tells the others whether to stop before
-the next one, by a broadcast of one number that travels while the step computes; what other ranks were asked reaches the
-first rank through the watchdog's store. Lightning's own broadcast, for which every rank waits before every batch, and
-the one that it makes inside of its signal handler, are replaced. Ranks that are not in lockstep count their steps in
-the store in place of the broadcast.
+[Note: agreement without waiting] A signal reaches ranks at different times, or only one of them, and saving is
+collective. The handler therefore only records the signal. Before each step the first rank starts an asynchronous
+broadcast of one number, which overlaps with the step and encodes whether all ranks stop before the next one. Signals
+that other ranks received reach the first rank through the watchdog's store. This replaces Lightning's own broadcast, on
+which every rank waits before every batch, and the one inside its signal handler. Ranks that are not in lockstep count
+their steps in the store instead of using the broadcast.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_pardist.runtime.environments.slurm import SLURMEnvironment
 from lightning_pardist.runtime.process_group import job_store
 from lightning_pardist.trainer.stop_agreement import StopAgreement
 
-#: Exit status of a job that wants to be started again (sysexits.h: EX_TEMPFAIL).
+#: Exit status of a job that should be restarted (sysexits.h: EX_TEMPFAIL).
 AGAIN_STATUS = os.EX_TEMPFAIL
 _GO_ON, _STOP, _REQUEUE = 0, 1, 2
 _STATUS = {_STOP: 128 + signal.SIGTERM, _REQUEUE: AGAIN_STATUS}
@@ -48,14 +48,14 @@ _STATUS = {_STOP: 128 + signal.SIGTERM, _REQUEUE: AGAIN_STATUS}
 class PreemptionHandler:
     """Handles SIGTERM, and SLURM's signal before a time limit, at the next step boundary.
 
-    SIGTERM ends the run with status 143; a scheduler that takes a job's place sends it. The requeue signal of a
-    :class:`~lightning_pardist.SLURMEnvironment` also sends the job back to the queue, and ends it with status 75.
+    SIGTERM, which a scheduler sends to preempt a job, ends the run with status 143. The requeue signal of a
+    :class:`~lightning_pardist.SLURMEnvironment` also requeues the job, and ends it with status 75.
 
     Args:
-        trainer: The Trainer, about to fit.
-        context: Its strategy's; the process group exists.
-        environment: Who started this process.
-        save: Saves a checkpoint to continue from, and returns its path. Collective over the world.
+        trainer: The Trainer, before ``fit`` runs.
+        context: Context of its strategy; the process group exists.
+        environment: Environment of the launcher that started this process.
+        save: Saves a checkpoint to resume from and returns its path. Collective over the world.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PreemptionHandler:
         self._early: dict[signal.Signals, Any] = {}
 
     def attach(self) -> None:
-        """Take the place of Lightning's handlers, until the run ends. Not collective."""
+        """Replace Lightning's signal handlers until the run ends. Not collective."""
         connector, loop = signal_connector(self._trainer), self._trainer.fit_loop.epoch_loop
         register, advance = connector.register_signal_handlers, loop.advance
         self._handle_until_training()
@@ -87,7 +87,7 @@ class PreemptionHandler:
             self._restore_early()
             register()
             requeue = self._requeue_signal()
-            # A handler of the user's own stays, as it does with Lightning.
+            # A custom handler of the user is kept, as in Lightning.
             if requeue is not None and signal.getsignal(requeue) in (None, signal.SIG_DFL):
                 register_signal(connector, requeue, self._on_signal)
 
@@ -103,10 +103,10 @@ class PreemptionHandler:
         replace(loop, BROADCAST_SIGTERM, lambda: None)
 
     def detach(self) -> None:
-        """Give Lightning its methods back. Not collective."""
+        """Restore Lightning's methods. Not collective."""
         self._restore_early()
         if self._context.distributed.is_first:
-            # It has come to its end, and stops no more.
+            # The first rank has finished and will not publish a stop any more.
             self._let_pass()
         restore(signal_connector(self._trainer), "register_signal_handlers", SIGTERM_NOTIFIER)
         restore(self._trainer.fit_loop.epoch_loop, "advance", BROADCAST_SIGTERM)
@@ -126,7 +126,7 @@ class PreemptionHandler:
             watchdog.ask(self._asked)
 
     def _handle_until_training(self) -> None:
-        """Between here and the first step lie the loading of data and of checkpoints; a signal would end them dead."""
+        """Install the handler early: the default action would kill the process while it loads data and checkpoints."""
         requeue = self._requeue_signal()
         if requeue is None:
             return
@@ -134,7 +134,7 @@ class PreemptionHandler:
             if signal.getsignal(requeue) in (None, signal.SIG_DFL):
                 self._early[requeue] = signal.signal(requeue, self._on_signal)
         except ValueError:
-            # Not the main thread: signals are somebody else's there.
+            # Not the main thread, which alone can set signal handlers.
             return
 
     def _restore_early(self) -> None:
@@ -145,12 +145,12 @@ class PreemptionHandler:
     # --- agreement ----------------------------------------------------------------------------------------------
 
     def _at_boundary(self) -> bool:
-        """Whether no gradients are being accumulated: they would be lost."""
+        """Return whether no gradients are being accumulated, which a stop would discard."""
         loop = self._trainer.fit_loop.epoch_loop
         return loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0
 
     def _agreed(self) -> int:
-        """What the first rank said before the last step; tells, on the first rank, what to do before the next one."""
+        """Return the action broadcast before the last step, and start the broadcast for the next one."""
         watchdog = self._context.distributed.watchdog
         asked = max(self._asked, watchdog.asked if watchdog is not None else _GO_ON)
         if self._context.dims.world_size * self._context.distributed.worlds == 1:
@@ -176,7 +176,7 @@ class PreemptionHandler:
         return self._apart.before_step(asked, lost=lost)
 
     def _let_pass(self) -> None:
-        """Ranks of several worlds, whom no barrier binds, do not end before the first one has come so far."""
+        """Wait for the first rank if there are several worlds, which have no common barrier."""
         distributed = self._context.distributed
         if self._apart is not None and distributed.worlds > 1:
             self._apart.let_pass(distributed.timeout_s)
@@ -193,7 +193,7 @@ class PreemptionHandler:
                     " script can call `scontrol requeue $SLURM_JOB_ID`."
                 )
         self._context.stopping = _STATUS[asked]
-        # Ranks end together: the end of one could be taken for a failure by the others.
+        # All ranks exit together, since an early exit of one could be treated as a failure by the others.
         barrier(self._context.device)
         self._let_pass()
         raise SIGTERMException(_STATUS[asked])

@@ -1,4 +1,4 @@
-"""A run draws the random numbers that one process would draw in it."""
+"""Continues the script's random number state in a run, as a single process does, and detects draws."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 
 def go_on_drawing(batch_rank: int, *, group: dist.ProcessGroup) -> None:
-    """Let every rank go on with the random numbers of its script, alike on ranks that have to be. Collective.
+    """Continue with the random state of the script, synchronised across the ranks that need equal states. Collective.
 
-    Lightning's ``ddp`` seeds anew here, since scripts may have drawn more on one rank than on others. One process does
-    not: what it has drawn since ``seed_everything``, its module's weights say, it does not draw again for the order of
-    its samples. So no seed is set, and where states differ, the first rank's is taken by those that were seeded alike.
+    Lightning's ``ddp`` re-seeds here, since scripts may have drawn more numbers on one rank than on others. A single
+    process does not: numbers drawn since ``seed_everything``, for the module's weights for example, are not drawn again
+    for the order of samples. So no seed is set; if states differ, each rank takes the state of the first rank that has
+    the same seed or the same samples.
 
     Args:
-        batch_rank: Ranks with the same number are given the same samples, and draw alike without a seed as well.
-        group: Who begins a run together.
+        batch_rank: Index of this rank's share of the samples: equal on ranks with the same samples, which need equal
+            states also without a seed.
+        group: Ranks that begin the run together.
     """
     if group.size() == 1 or dist.get_backend() == "fake":
         return
@@ -42,16 +44,16 @@ def go_on_drawing(batch_rank: int, *, group: dist.ProcessGroup) -> None:
 
 
 def draws(module: nn.Module) -> int:
-    """A number that is another one after random numbers were drawn, by generators of the module too."""
+    """Return a fingerprint of the random state, including generators of the module, that changes with every draw."""
     return _fingerprint((rng_state(), states_of(generators_of(module))))
 
 
 def drawn_apart(what: str, how: str) -> str:
-    """A line for the log about random numbers that one process would draw otherwise.
+    """Return the log message on random numbers that differ from those of a single process.
 
     Args:
-        what: Runs in each step, and draws them.
-        how: Who draws for what.
+        what: The code that draws them in each step.
+        how: Which rank draws for which samples.
     """
     return (
         f"{what} draws random numbers (dropout, sampling, augmentation), {how}: they are distributed as those of one"

@@ -1,8 +1,9 @@
-"""What a Trainer does on ranks that do not train: their ``fit`` serves, and evaluations wait for the others' results.
+"""Trainer runs on ranks that do not train: ``fit`` serves parameters, evaluations wait for the other ranks' results.
 
 Such a rank builds module and optimizers as all others do, and runs the hooks around a run (``setup``,
-``configure_model``, ``on_fit_start``, ``on_fit_end``, ``teardown``), but none of a loop: it has no batches. Afterwards
-it has the others' weights, counts, logged values and paths of checkpoints, so that a script may go on alike everywhere.
+``configure_model``, ``on_fit_start``, ``on_fit_end``, ``teardown``), but no hooks of a loop, since it has no batches.
+Afterwards it holds the weights, progress counts, logged values and checkpoint paths of the ranks that train, so that
+the script can continue in the same way on all ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _POLL_S = 0.1
 
 
 class RanksApart:
-    """During a run with ranks that do not train: what these do in place of loops, and what others let them know.
+    """Replaces the Trainer's loops on ranks that do not train, and passes results to them through the store.
 
     Args:
-        trainer: Of this rank.
-        context: Its strategy's; ranks have met.
+        trainer: Trainer of this rank.
+        context: Context of its strategy; the process group exists.
     """
 
     def __init__(self, trainer: pl.Trainer, context: RunContext) -> None:
@@ -45,7 +46,7 @@ class RanksApart:
         return PrefixStore(f"pardist/apart/{self._context.distributed.run}", job_store())
 
     def attach(self) -> None:
-        """Replace the loops of ranks that do not train. Not collective."""
+        """Replace the loops on ranks that do not train; on others, publish evaluation results. Not collective."""
         trainer, is_apart = self._trainer, self._context.distributed.is_apart
         for loop in (trainer.validate_loop, trainer.test_loop):
             run = self._await_results if is_apart else self._and_tell(loop.run)
@@ -56,14 +57,18 @@ class RanksApart:
             self._attached.attach(Patch(trainer.predict_loop, "run", lambda: None))
 
     def detach(self) -> None:
-        """Give the Trainer its loops back. Not collective."""
+        """Restore the Trainer's loops. Not collective."""
         self._attached.detach()
 
     def let_pass(self, what: str) -> None:
-        """Ranks that do not train, and those in worlds beside the first rank's, wait here until it has passed.
+        """Wait until the first rank has reached the same point, on ranks that do not train and in other worlds.
 
         Args:
-            what: Names the place; each is passed once a run.
+            what: Name of the point; each is passed once per run.
+
+        Raises:
+            RuntimeError: If the first rank has ended, or does not get there within the timeout. Ranks that do not train
+                apply the timeout only after the run.
         """
         distributed = self._context.distributed
         if not (distributed.is_apart or distributed.is_follower):
@@ -72,7 +77,7 @@ class RanksApart:
             return
         store, began = self._store, time.monotonic()
         while not _is_there(store, what):
-            # In a run, which may be long, the watchdog ends a rank that serves if those it waits for are gone.
+            # During a run, which may be long, the watchdog ends a serving rank if the ranks it waits for are lost.
             if (
                 self._trainer.state.stopped or distributed.is_follower
             ) and time.monotonic() - began > distributed.timeout_s:
@@ -83,10 +88,10 @@ class RanksApart:
             time.sleep(_POLL_S)
 
     def saved(self, finish: Callable[[], None]) -> None:
-        """The other ranks have made a checkpoint; behind a run, ranks that do not train go on when it is written.
+        """Make ranks that do not train wait, after a run, until a checkpoint of the other ranks is written.
 
         Args:
-            finish: Waits for what is written in the background.
+            finish: Waits for background writes.
         """
         if self._trainer.state.stopped:
             self._saves += 1
@@ -94,10 +99,10 @@ class RanksApart:
             self.let_pass(f"saved {self._saves}")
 
     def share_paths(self, *, well: bool) -> None:
-        """Behind a fit, workers in worlds of their own have the first one's paths of checkpoints. Not collective.
+        """After a fit, copy the first worker's checkpoint paths to workers in other worlds. Not collective.
 
         Args:
-            well: Whether this rank's fit has ended well, so that it needs them.
+            well: Whether this rank's fit has ended well, so that it needs the paths.
         """
         distributed = self._context.distributed
         if distributed.worlds == 1:
@@ -134,7 +139,7 @@ class RanksApart:
         return json.loads(results)
 
     def _await_readers(self) -> None:
-        """The first rank's process, which may end right behind the run, has the store that the results are in."""
+        """Wait until the results are read, since the store lives in the first rank's process, which may end next."""
         distributed, began = self._context.distributed, time.monotonic()
         while self._store.add("read", 0) < distributed.apart:
             if time.monotonic() - began > distributed.timeout_s:
@@ -156,10 +161,10 @@ def _is_there(store: Store, key: str) -> bool:
 
 
 def outcome_of(trainer: pl.Trainer, stopping: int | None) -> dict[str, Any]:
-    """What ranks that do not train go on with after a fit, as plain values. Not collective.
+    """Return the state that ranks that do not train need after a fit, as plain values. Not collective.
 
     Args:
-        trainer: Of a rank that has trained.
+        trainer: Trainer of a rank that has trained.
         stopping: Exit status of the job, if a signal has ended training.
     """
     module = trainer.lightning_module
@@ -173,10 +178,10 @@ def outcome_of(trainer: pl.Trainer, stopping: int | None) -> dict[str, Any]:
 
 
 def take_outcome(trainer: pl.Trainer, outcome: dict[str, Any]) -> None:
-    """On a rank that does not train, have what the others have after a fit. Not collective.
+    """Load the state of :func:`outcome_of` on a rank that does not train. Not collective.
 
     Raises:
-        SIGTERMException: If a signal has ended training: with the status of all ranks.
+        SIGTERMException: If a signal has ended training; it carries the exit status of all ranks.
     """
     if outcome["stopping"] is not None:
         raise SIGTERMException(outcome["stopping"])
@@ -211,7 +216,7 @@ def _take_paths(trainer: pl.Trainer, of_callbacks: Sequence[dict[str, Any]]) -> 
 
 
 def _paths(callback: Any) -> dict[str, Any]:
-    """Where a callback has written checkpoints, for ``ckpt_path="best"`` and ``"last"``."""
+    """Return a callback's checkpoint paths, which ``ckpt_path="best"`` and ``"last"`` need."""
     names = (
         "best_model_path",
         "last_model_path",

@@ -1,4 +1,4 @@
-"""Loaders that resume in the middle of an epoch."""
+"""Loader and sampler wrappers that resume in the middle of an epoch, and random number states."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from lightning_pardist.compat.lightning_loops import (
 from lightning_pardist.compat.loaders import index_sampler, index_sampler_name
 from lightning_pardist.engines.common.devices import device_in_use, generator_state, has_generator, set_generator_state
 
-#: Values of these types tell, when they change, where a sampler is: a count of epochs, a seed.
+#: Types of sampler attributes that are saved as state if they change: an epoch count, a seed.
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def keep_loaders(trainer: pl.Trainer) -> Callable[[], object]:
-    """Keep the user's own loaders and sample order where all ranks see the same samples.
+    """Keep the user's own loaders and sample order if all ranks see the same samples.
 
-    Lightning would give them a ``DistributedSampler`` for one replica, which shuffles the training set in any case, and
-    in another order than the loader's own.
+    Lightning would insert a ``DistributedSampler`` for one replica, which always shuffles the training set, and in
+    another order than the loader's own sampler.
 
     Args:
-        trainer: Whose loaders.
+        trainer: Trainer whose loaders are kept.
 
     Returns:
-        What takes it back.
+        Function that reverts this.
     """
     connector: Any = data_connector(trainer)
     replace(connector, REQUIRES_DISTRIBUTED_SAMPLER, lambda loader: False)
@@ -47,14 +47,14 @@ class Order:
     """Sampler wrapper that skips the indices of trained batches once.
 
     Args:
-        loader: Its sampler is used; see :meth:`attach`.
-        skip: Batches of this epoch that were trained on.
-        started: :attr:`started` of the run that goes on, if its ranks were laid out as these are.
-        rng: Random state in which the run was saved.
+        loader: Loader whose sampler is wrapped; see :meth:`attach`.
+        skip: Number of batches of this epoch that were trained on.
+        started: :attr:`started` of the saved run, if it had the same layout of ranks.
+        rng: Random number state at the save.
 
     Attributes:
-        started: The random state with which the order of this epoch was drawn, the sampler's own one included.
-        instead: What comes in place of the sampler's indices while it is set.
+        started: Random number state with which the order of this epoch was drawn, including the sampler's own.
+        instead: Replacement for the sampler's indices while it is set.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Order:
         return getattr(self._sampler, name)
 
     def attach(self) -> None:
-        """Take the sampler's place."""
-        # DataLoader refuses a new sampler by assignment; its iterators look these up each time.
+        """Replace the loader's sampler."""
+        # DataLoader rejects assignment of a sampler; its iterators look the attribute up on each use.
         self._loader.__dict__[index_sampler_name(self._loader)] = self
 
     def detach(self) -> None:
-        """Give the sampler its place back."""
+        """Restore the loader's sampler."""
         self._loader.__dict__[index_sampler_name(self._loader)] = self._own
 
     @property
@@ -94,7 +94,7 @@ class Order:
         return self._own
 
     def divide(self, sampler: Any) -> None:
-        """Let the indices of another sampler come from now on; those of the loader's own if None."""
+        """Take indices from another sampler from now on; from the loader's own if None."""
         self._sampler = self._own if sampler is None else sampler
 
     def __len__(self) -> int:
@@ -126,9 +126,9 @@ class Skipping:
     """Loader wrapper that skips the first batches by loading them (iterable datasets).
 
     Args:
-        loader: It.
-        skip: Batches to load for nothing, once.
-        rng: Random state to go on with when it stands where it is to begin.
+        loader: The wrapped loader.
+        skip: Number of batches to load and discard, in the first iteration.
+        rng: Random number state to set after the skipped batches.
     """
 
     def __init__(self, loader: Any, skip: int, rng: Mapping[str, Any] | None) -> None:
@@ -154,11 +154,11 @@ class Skipping:
         yield from batches
 
 
-# --- what a sampler remembers -----------------------------------------------------------------------------------------
+# --- sampler state ----------------------------------------------------------------------------------------------------
 
 
 def _owners(loader: DataLoader[Any]) -> list[Any]:
-    """The loader, its samplers and theirs, each once and in a fixed order."""
+    """Return the loader, its samplers and the samplers nested in them, each once and in a fixed order."""
     found: list[Any] = [loader]
     for owner in (loader.sampler, loader.batch_sampler):
         while owner is not None and not any(owner is known for known in found):
@@ -172,14 +172,14 @@ def _attributes(owner: Any) -> dict[str, Any]:
 
 
 def _plain_values(owner: Any) -> dict[str, Any]:
-    # A loader's own settings are no state.
+    # A loader's own settings are not state.
     if isinstance(owner, DataLoader):
         return {}
     return {name: value for name, value in _attributes(owner).items() if isinstance(value, _PLAIN)}
 
 
 def _state_of(owner: Any, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Random generators of an object, and its plain values that are not what they were."""
+    """Return the states of an object's random generators, and its plain attributes that have changed."""
     state: dict[str, Any] = {}
     for name, value in _attributes(owner).items():
         if isinstance(value, torch.Generator):
@@ -210,14 +210,14 @@ def _restore(owner: Any, state: Mapping[str, Any]) -> None:
 
 
 def _bit_generator(value: Any) -> Any:
-    """What holds the state of numpy's generators of either kind; None for anything else."""
+    """Return the bit generator of a numpy ``Generator`` or ``RandomState``; None for anything else."""
     if isinstance(value, np.random.Generator):
         return value.bit_generator
     return getattr(value, "_bit_generator", None) if isinstance(value, np.random.RandomState) else None
 
 
 def _without_arrays(tree: Any) -> Any:
-    """Arrays as lists, which a checkpoint gives back without running code."""
+    """Convert arrays to lists, which can be loaded from a checkpoint without running code."""
     if isinstance(tree, dict):
         return {key: _without_arrays(value) for key, value in tree.items()}
     return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
@@ -229,14 +229,14 @@ def _with_arrays(saved: Any, like: Any) -> Any:
     return np.asarray(saved, dtype=like.dtype) if isinstance(like, np.ndarray) else saved
 
 
-# --- the process' random numbers --------------------------------------------------------------------------------------
+# --- random number state of the process -------------------------------------------------------------------------------
 
 
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:
-    """The states of this process' random number generators, as tensors and plain values.
+    """Return the states of this process' random number generators, as tensors and plain values.
 
     Args:
-        device: Whose generator is included, if it has one of its own; that of the device in use if None.
+        device: Device whose generator is included, if it has one of its own; the device in use if None.
     """
     device = device_in_use() if device is None else device
     version, words, cached = random.getstate()
@@ -255,7 +255,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """The inverse of :func:`rng_state`, for what both machines have."""
+    """Restore a state from :func:`rng_state`, for the generators that exist on both machines."""
     torch.set_rng_state(state["torch"])
     version, words, cached = state["python"]
     random.setstate((version, tuple(words), cached))

@@ -1,8 +1,9 @@
-"""A sample batch of each of the Trainer's loaders, taken without costing training anything.
+"""Sample batches: the first batch of each of the Trainer's loaders, read without affecting training.
 
-Tensor and pipeline parallelism run a step before the Trainer's loops fetch their first batch. The loader hook is asked
-once, and the Trainer gets the same loaders when it asks. A loader that draws indices is left alone: a copy of its
-sampler says which items to read. Of any other loader the first batch is taken, and put back in front of the rest.
+Tensor and pipeline parallelism run a step before the Trainer's loops fetch their first batch. The dataloader hook is
+called once, and the Trainer receives the same loaders when it requests them. A loader that samples indices is not
+iterated: a copy of its sampler gives the items to read. For any other loader the first batch is consumed and put back
+in front of the rest.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ _STAGES = {
 }
 
 
-#: Told apart from every batch.
+#: Sentinel for the end of an iterator.
 _END = object()
 
 
 class NoSampleError(ValueError):
-    """There is no batch to look at; the message says where."""
+    """Raised if a loader has no batch; the message names it."""
 
 
 class SampleBatches:
-    """The first batch of each loader of a run, taken once and put back. Not collective.
+    """First batch of each loader of a run, read once and put back. Not collective.
 
     Args:
-        trainer: Whose loaders. The strategy hands every loader that the Trainer sets up to :meth:`put_back`.
+        trainer: The Trainer. The strategy passes every loader that the Trainer sets up to :meth:`put_back`.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -67,14 +68,14 @@ class SampleBatches:
         self._batches: dict[RunningStage, list[Any]] = {}
         self._sources: list[DataLoaderSource] = []
         self._drawn: dict[RunningStage, _Drawn] = {}
-        #: Training loaders that begin their first iteration by themselves.
+        #: Training loaders that were not iterated: their first iterator is created by the Trainer.
         self._untouched: list[DataLoader[Any]] = []
-        #: For the loaders that the Trainer sets up next, in their order.
+        #: First batches of the loaders that the Trainer sets up next, in the same order.
         self._coming: deque[_Taken | None] = deque()
         self._in_trial = False
 
     def first(self) -> Any:
-        """A batch as the Trainer's first step will see it, on this rank's device.
+        """Return the batch of the Trainer's first step, on this rank's device.
 
         Raises:
             NoSampleError: If there is no data.
@@ -86,13 +87,13 @@ class SampleBatches:
         return found
 
     def of(self, stage: RunningStage) -> list[Any]:
-        """The first batch of each loader of a stage, on this rank's device, as the step function will get it.
+        """Return the first batch of each loader of a stage, on this rank's device, as passed to the step function.
 
         Args:
-            stage: Whose loaders.
+            stage: The stage whose loaders are read.
 
         Returns:
-            One batch for training; one a loader for evaluation, None for a loader without any. Empty if the stage has
+            One batch for training; one per loader for evaluation, None for a loader without any. Empty if the stage has
             no loader with a batch.
 
         Raises:
@@ -108,18 +109,18 @@ class SampleBatches:
                     self._batches[stage] = self._take(stage)
             finally:
                 state.stage = before
-        # A step may write into its batch.
+        # A step may modify its batch in place.
         return [fresh_copy(batch) for batch in self._batches[stage]]
 
     def put_back(self, loader: Any) -> Any:
-        """A loader that the Trainer is about to use, with what was taken of it in front again."""
+        """Return a loader that the Trainer is about to use, with its consumed first batch in front again."""
         taken = self._coming.popleft() if self._coming else None
         if taken is None:
             return loader
         return (_StatefulAgain if isinstance(loader, Stateful) else _Again)(loader, taken)
 
     def detach(self) -> None:
-        """Leave the Trainer as it was."""
+        """Restore the Trainer."""
         for source in self._sources:
             source.__dict__.pop("dataloader", None)
         self._sources, self._batches = [], {}
@@ -127,7 +128,7 @@ class SampleBatches:
 
     @contextmanager
     def rehearsed(self) -> Iterator[None]:
-        """Inside, the Trainer may set up loaders for a trial run that is forgotten: what was taken is kept."""
+        """Context in which the Trainer may set up loaders for a trial run, without using up the stored loaders."""
         self._in_trial = True
         try:
             yield
@@ -135,7 +136,7 @@ class SampleBatches:
             self._in_trial = False
 
     def _follows_training(self, stage: RunningStage) -> bool:
-        """Whether the Trainer asks for a stage's loaders behind those of training, with whose random numbers drawn."""
+        """Return whether the Trainer sets up a stage's loaders after those of training have drawn random numbers."""
         trainer = self._trainer
         checked_first = trainer.num_sanity_val_steps and not trainer.fast_dev_run  # type: ignore[attr-defined]
         return (
@@ -146,7 +147,7 @@ class SampleBatches:
         )
 
     def _draw_as_training(self) -> None:
-        """Draw what the Trainer's setup of the training loaders does: an iterator of each draws a seed for workers."""
+        """Draw the random numbers of the training loaders' setup, including the base seed that each iterator draws."""
         self._drawn[RunningStage.TRAINING].repeat()
         for loader in self._untouched:
             if loader.generator is None:
@@ -154,7 +155,7 @@ class SampleBatches:
 
     def _take(self, stage: RunningStage) -> list[Any]:
         if stage == RunningStage.TRAINING and data_fetcher(self._trainer.fit_loop) is not None:
-            # Set up already, for estimated_stepping_batches in the module's setup hook say.
+            # Set up already, for example by estimated_stepping_batches in the module's setup hook.
             return self._on_device([(0, _peeked(data_fetcher(self._trainer.fit_loop)))])
         source = _source(self._trainer, stage)
         if source.instance is None or not source.is_defined():
@@ -168,7 +169,7 @@ class SampleBatches:
         mode = "max_size_cycle" if stage == RunningStage.TRAINING else "sequential"
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, mode)  # type: ignore[arg-type]
         if stage != RunningStage.TRAINING and all(sized_len(loader) == 0 for loader in combined.flattened):
-            # Lightning leaves the loop out.
+            # Lightning skips the loop.
             self._answer(source, loaders, [None] * len(combined.flattened), drawn)
             return []
         try:
@@ -181,7 +182,7 @@ class SampleBatches:
         self._answer(source, loaders, [taken for _, taken in found], drawn)
         firsts = [batch for batch, _ in found]
         if combine_mode(combined) == "sequential":
-            # A loader without a batch has no step: None keeps the place of the others.
+            # A loader without a batch has no step; None keeps the indices of the others.
             batches = list(enumerate(firsts))
         else:
             batches = [(0, tree_unflatten(firsts, combine_spec(combined)))]
@@ -192,7 +193,7 @@ class SampleBatches:
             return [on_device(self._trainer, fresh_copy(batch), index) for index, batch in batches]
 
     def _answer(self, source: DataLoaderSource, loaders: Any, taken: Sequence[_Taken | None], drawn: _Drawn) -> None:
-        """Let the Trainer's next request of a source have these loaders, as if they were made then."""
+        """Make the Trainer's next request to a source return these loaders, as if they were created at that time."""
 
         def dataloader() -> Any:
             if not self._in_trial:
@@ -205,7 +206,7 @@ class SampleBatches:
         self._sources.append(source)
 
     def _first_if_any(self, loader: Any, stage: RunningStage) -> tuple[Any, _Taken | None]:
-        """The first batch; None where an evaluation's loader has none, which Lightning's loop passes by."""
+        """Return the first batch; None for an empty evaluation loader, which Lightning's loop skips."""
         if stage != RunningStage.TRAINING and sized_len(loader) == 0:
             return None, None
         return self._first_of(loader)
@@ -216,7 +217,7 @@ class SampleBatches:
         seed_workers(loader, (self._trainer.distributed_sampler_kwargs or {}).get("rank", 0))
         with undisturbed_random():
             if (indices := _first_indices(loader)) is not None:
-                # A worker reads a copy of the data set.
+                # A worker process reads a copy of the dataset.
                 with self._without_trace(*([] if loader.num_workers else [loader.dataset, loader.collate_fn])):
                     return _first(_loader_of(loader, indices)), None
         drawn = _Drawn()
@@ -235,25 +236,25 @@ class SampleBatches:
 
 
 class _Drawn:
-    """What something that was done early drew of the process' random numbers, to be drawn again when it is due."""
+    """Record of the random numbers that an early operation drew, to replay them when the operation is due."""
 
     def __init__(self) -> None:
         self._before = rng_state()
         self._after = self._before
 
     def end(self) -> None:
-        """Note what was drawn since."""
+        """Record the generator states after the operation."""
         self._after = rng_state()
 
     def repeat(self) -> None:
-        """Draw the same, if the generators stand where they did: then it is what would be drawn now."""
+        """Advance the generators by the recorded draws, if they are in the state from before the operation."""
         if _are_equal(rng_state(), self._before):
             set_rng_state(self._after)
 
 
 @dataclass
 class _Taken:
-    """The first batch of a loader, and the iterator that goes on behind it."""
+    """First batch of a loader, the iterator over the rest, and the random numbers that reading it drew."""
 
     batch: Any
     rest: Iterator[Any]
@@ -261,11 +262,11 @@ class _Taken:
 
 
 class _Again:
-    """A loader whose first iteration begins with the batch that was taken of it.
+    """Loader wrapper whose first iteration begins with the batch that was consumed already.
 
     Args:
-        loader: It.
-        taken: The batch, and the iterator that it was taken of.
+        loader: The wrapped loader.
+        taken: The consumed batch, and the iterator that it came from.
     """
 
     def __init__(self, loader: Any, taken: _Taken) -> None:
@@ -286,7 +287,7 @@ class _Again:
         return iter(self._loader) if self._taken is None else self._continued()
 
     def _continued(self) -> Iterator[Any]:
-        # Iterators are made and left unused now and then: the batch is there for the first that is read.
+        # Some iterators are created and never read: the batch goes to the first that is read.
         taken = self._taken
         self.__dict__["_taken"] = None
         if taken is None:
@@ -298,21 +299,21 @@ class _Again:
 
 
 class _StatefulAgain(_Again):
-    """The same for a loader with a state of its own, by which a resumed run finds its place instead."""
+    """Variant of ``_Again`` for a stateful loader, whose loaded state replaces the consumed batch in a resumed run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's."""
+        """Return the wrapped loader's state."""
         state: dict[str, Any] = self._loader.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a run was saved."""
+        """Load the wrapped loader's state and drop the consumed batch."""
         self.__dict__["_taken"] = None
         self._loader.load_state_dict(state)
 
 
 def on_device(trainer: pl.Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
-    """A batch in the Trainer's precision and on its device, as the module's transfer hooks have it."""
+    """Return a batch converted to the Trainer's precision and moved to its device by the module's transfer hooks."""
     module = trainer.lightning_module
     batch = trainer.precision_plugin.convert_input(batch)
     batch = before_batch_transfer(module, batch, dataloader_idx)
@@ -321,7 +322,7 @@ def on_device(trainer: pl.Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
 
 def _are_equal(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
-        # A device that was not used before has drawn nothing.
+        # A device that is missing in one state was not used before and has drawn nothing.
         return all(_are_equal(first[key], second[key]) for key in first.keys() & second.keys())
     if isinstance(first, (tuple, list)):
         return len(first) == len(second) and all(map(_are_equal, first, second))
@@ -332,7 +333,7 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 @contextmanager
 def undisturbed_random() -> Iterator[None]:
-    """Inside, random numbers may be drawn; afterwards the process' generators stand where they did."""
+    """Context that restores the process' random number generators on exit."""
     states = rng_state()
     try:
         yield
@@ -350,9 +351,9 @@ def _source(trainer: pl.Trainer, stage: RunningStage) -> DataLoaderSource:
 
 
 def _first_indices(loader: Any) -> Any:
-    """What the sampler of a loader gives first, found by a copy of it; None if the loader has no such thing.
+    """Return the first item of a loader's sampler, drawn from a copy; None if there is no sampler or no copy of it.
 
-    Samplers may count what they have given out. The data set, which they may refer to, is not copied.
+    The copy is needed since samplers may count their draws. A dataset that the sampler refers to is not copied.
     """
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return None
@@ -369,7 +370,7 @@ def _first_indices(loader: Any) -> Any:
 
 
 def _loader_of(loader: DataLoader[Any], indices: Any) -> DataLoader[Any]:
-    """A loader of these indices alone, which reads as the other does."""
+    """Return a loader of these indices only, with the reading options of ``loader``."""
     one: dict[str, Any] = {"sampler": [indices], "batch_size": None}
     sampling = one if loader.batch_sampler is None else {"batch_sampler": [list(indices)]}
     workers = min(1, loader.num_workers)
@@ -385,7 +386,7 @@ def _loader_of(loader: DataLoader[Any], indices: Any) -> DataLoader[Any]:
 
 
 def _peeked(fetcher: Any) -> Any:
-    """The batch that a loop's fetcher gives next."""
+    """Return the next batch of a loop's fetcher without consuming it."""
     if getattr(fetcher, "batches", None):
         return fetcher.batches[0][0]
     rest = fetcher.iterator
@@ -399,7 +400,7 @@ def _peeked(fetcher: Any) -> Any:
     def again() -> Iterator[Any]:
         drawn.repeat()
         yield item
-        # Lightning's combined loader is its own iterator, and begins anew where iter() is called on it.
+        # Lightning's CombinedLoader is its own iterator and restarts when iter() is called on it.
         while (following := next(rest, _END)) is not _END:
             yield following
 

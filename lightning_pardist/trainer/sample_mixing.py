@@ -1,15 +1,14 @@
-"""Layers that mix the samples of a batch: what they make of one depends on which others there are.
+"""Detects layers that mix the samples of a batch: the result for a sample depends on the others in the batch.
 
-An expert's capacity over all tokens of a batch, the largest of a mean over its samples: no gradient passes such a
-choice, so the loss' graph does not show it. Where ranks or micro-batches have some of the samples each, training is not
-that of one process then.
+Examples are an expert's capacity over all tokens of a batch, and a choice of the largest mean over its samples. No
+gradient passes through the choice, so the loss' graph does not show it. If each rank or micro-batch has a part of the
+samples, training then differs from that of a single process.
 
 [Note: how it is found]
-Only a step that chooses is looked at: one that sorts, ranks or counts something. What modules were called with in it is
-given to them again: as it was, and with copies of some samples in the place
-of the others, which change nothing for a sample that is by itself. Shapes, and so kernels and the random numbers that
-are drawn, are the same, and results have to be the same as well, to rounding. The step itself, with what a user does in
-it, is not repeated.
+Only a step with choices is checked: one that sorts, ranks or counts something. The modules that it called are called
+again, with the same inputs and with some samples replaced by copies of another, which changes nothing for the remaining
+samples if samples are independent. Shapes are the same, and therefore kernels and random numbers, so results for these
+samples must be the same to rounding. The step itself, with its user code, is not repeated.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ from lightning_pardist.engines.pipeline.nested import flatten, hidden_tensor, ma
 from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
-#: Calls in a step that are looked at: the models that it calls, and not a hundred layers that it calls one by one.
+#: Maximum number of calls in a step that are checked: enough for whole models, not for a hundred separate layers.
 _MOST = 16
-#: Functions by which a layer chooses, of the batch's samples or of anything else.
+#: Functions by which a layer makes choices, among the batch's samples or anything else.
 _CHOICES = frozenset({
     "__bool__", "argmax", "argmin", "argsort", "argwhere", "bincount", "bucketize", "cummax", "cummin", "cumsum",
     "item", "kthvalue", "max", "median", "min", "mode", "msort", "multinomial", "nonzero", "one_hot", "quantile",
     "searchsorted", "sort", "topk", "unique", "unique_consecutive",
 })  # fmt: skip
-#: Relative differences that are none.
+#: Relative tolerances: in general, and for half-precision results.
 _CLOSE, _ROUGH = 1e-4, 2e-2
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a module was called with in a step."""
+    """Record of the inputs of a module's call in a step."""
 
     module: nn.Module
     given: tuple[tuple[Any, ...], dict[str, Any]]
@@ -63,12 +62,12 @@ class _Call:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nobody has written to what it was called with."""
+        """Whether the inputs have not been modified in place since the call."""
         return tuple(map(_version, tensors_in(self.given))) == self.versions
 
 
 class _Hook:
-    """A hook for the time of a step; copies of the module that are made meanwhile (a teacher) get one without a use."""
+    """Forward hook for the duration of a step; copies of the module made meanwhile (a teacher) get a no-op hook."""
 
     def __init__(self, call: Callable[..., None] | None) -> None:
         self._call = call
@@ -85,7 +84,7 @@ class _Hook:
 
 
 class _Choices(TorchFunctionMode):
-    """Whether one of :data:`_CHOICES` was called inside."""
+    """Torch function mode that records whether one of :data:`_CHOICES` was called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,14 +98,14 @@ class _Choices(TorchFunctionMode):
 
 
 class SampleMixing:
-    """Notes what a step calls modules with, and looks later on whether these mix samples.
+    """Records the inputs of modules in a step, and checks later whether the modules mix samples.
 
     Args:
-        root: The module whose step it is.
-        local: Calls of modules talk to no other rank by themselves. Where the user's code does, nothing is looked at:
-            ranks may try different calls.
-        times: How many times as many samples modules are tried with as they had, if they take them: a batch of all
-            ranks may exceed a capacity that a rank's does not.
+        root: Module whose step is recorded.
+        local: Whether module calls do not communicate with other ranks by themselves. If user code then communicates,
+            the call is not checked, since ranks may try different calls.
+        times: Factor by which the number of samples is enlarged in the check, if modules accept it: the batch of all
+            ranks may exceed a capacity that a rank's batch does not.
     """
 
     def __init__(self, root: nn.Module, times: int = 1, *, local: bool = True) -> None:
@@ -122,11 +121,11 @@ class SampleMixing:
 
     @contextmanager
     def noting(self, batch: Any, samples: int | None) -> Iterator[None]:
-        """Around a step: the first call of each module is noted that is no part of another one's. Not collective.
+        """Context for a step that records the first outermost call of each module. Not collective.
 
         Args:
-            batch: The step's.
-            samples: In the batch; None if that is not known.
+            batch: Batch of the step.
+            samples: Number of samples in the batch; None if unknown.
         """
         modules = list(self.root.modules())
         # Hooks would be traced into compiled code, and without gradients it would be compiled once more.
@@ -142,7 +141,7 @@ class SampleMixing:
             handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, always_call=True))
         try:
-            # A mode would be traced into compiled functions: the run that looks is an eager one.
+            # A torch function mode would be traced into compiled functions, so this step runs eagerly.
             with eagerly(), choices:
                 yield
         finally:
@@ -154,7 +153,7 @@ class SampleMixing:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._depth == 0 and module not in self._calls and len(self._calls) < _MOST:
             versions = tuple(map(_version, tensors_in((args, kwargs))))
-            # Without the graph, which would live until the next step.
+            # Detached: the autograd graph would otherwise live until the next step.
             given = map_leaves(_detached, fresh_copy((args, kwargs), clone=False))
             self._calls[module] = _Call(module, given, versions)
         self._depth += 1
@@ -163,9 +162,9 @@ class SampleMixing:
         self._depth = max(0, self._depth - 1)
 
     def find(self) -> str | None:
-        """The name of the innermost module found to mix samples; None if there is none.
+        """Return the name of the innermost module found to mix samples; None if there is none.
 
-        Modules are called without gradients. Collective if calls of theirs are; ranks may call different ones.
+        Modules are called without gradients. Collective if their calls are; ranks may call different modules.
         """
         calls, self._calls = list(self._calls.values()), {}
         if not calls or not self._chooses:
@@ -197,7 +196,7 @@ class SampleMixing:
         every = [place % count for place in range(total)]
         run = functools.partial(self._run, call, leaves, dims)
         whole = run(every)
-        # In the place of others copies of what stays, or of one that does not: it may matter who comes first.
+        # The others are replaced by copies of a kept sample, or of one that is not kept, since the order may matter.
         for keep, fill in ((range(count // 2), 0), (range(total - count // 2, total), total - count)):
             other = every[fill] if total > 2 else every[keep.start]
             some = [every[place] if place in keep else other for place in range(total)]
@@ -206,7 +205,7 @@ class SampleMixing:
         return None
 
     def _run(self, call: _Call, leaves: Sequence[Any], dims: dict[int, int], order: Sequence[int]) -> Any:
-        """Call the module with these samples; everything else is afterwards what it was."""
+        """Call the module with the samples in ``order``; all other state is restored afterwards."""
         states = rng_state()
         given = [leaf.clone() if isinstance(leaf, Tensor) and _is_plain(leaf) else leaf for leaf in leaves]
         for place, dim in dims.items():
@@ -221,7 +220,7 @@ class SampleMixing:
             self._keepsake.restore()
 
     def _dim_of(self, leaf: Any) -> int | None:
-        """The dim of an argument that holds samples; None if there is none for certain."""
+        """Return the dim of an argument that holds samples; None if there is none or it is ambiguous."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or not _is_plain(leaf):
             return None
         own = self._own.get(storage_key(leaf))
@@ -233,7 +232,7 @@ class SampleMixing:
 
 
 def _differ(whole: Any, other: Any, keep: range, total: int) -> bool:
-    """Whether results differ for samples that were kept, along every dim that may be that of the samples."""
+    """Return whether results differ for the kept samples, along every dim that may hold samples."""
     pairs = zip(tensors_in(whole), tensors_in(other), strict=True)
     return any(_differ_in(one, another, keep, total) for one, another in pairs)
 
@@ -249,7 +248,7 @@ def _differ_in(one: Tensor, other: Tensor, keep: range, total: int) -> bool:
 def _innermost(
     root: nn.Module, expect: Callable[[], Any], run: Callable[[], Any], keep: range, total: int
 ) -> nn.Module:
-    """The first module to end whose results differ although what it was given does not."""
+    """Return the first module to finish whose results differ although its inputs do not."""
     with _prints(root, keep, total) as expected:
         expect()
     with _prints(root, keep, total) as found:
@@ -262,7 +261,7 @@ def _innermost(
 
 @contextmanager
 def _prints(root: nn.Module, keep: range, total: int) -> Iterator[list[tuple[nn.Module, Any, Any]]]:
-    """Every module that ends inside, and prints of the kept samples in what it was given and returned."""
+    """Context that lists each finished module call, with fingerprints of the kept samples in its input and output."""
     found: list[tuple[nn.Module, Any, Any]] = []
     given: list[Any] = []
 
@@ -284,7 +283,7 @@ def _prints_of(tree: Any, keep: range, total: int) -> list[Tensor]:
     for each in tensors_in(tree):
         if not _is_plain(each) or each.is_complex() or not each.dim():
             continue
-        # Tokens of all samples in a row, too.
+        # The first dim may also hold the concatenated tokens of all samples.
         a_sample, rest = divmod(each.shape[0], total)
         if a_sample and not rest:
             found.append(fingerprint(each.narrow(0, keep.start * a_sample, len(keep) * a_sample)))
@@ -292,7 +291,7 @@ def _prints_of(tree: Any, keep: range, total: int) -> list[Tensor]:
 
 
 class _OwnStatistics(TorchFunctionMode):
-    """Batch norms take their running statistics inside: that they take the batch's is known."""
+    """Context in which batch norms use running statistics: their use of batch statistics is reported elsewhere."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
@@ -326,12 +325,12 @@ def _normalized(
 
 
 def mixed_samples(root: nn.Module, name: str, who: str) -> str:
-    """A warning for a layer that mixes samples.
+    """Return the warning for a layer that mixes samples.
 
     Args:
         root: The user's module.
-        name: Of the layer in it.
-        who: Has some of the samples of a batch.
+        name: Name of the layer in it.
+        who: What holds a part of the batch.
     """
     kind = original_class(root.get_submodule(name)).__name__
     layer = f"{name} ({kind})" if name else f"{kind}.forward"
@@ -344,8 +343,8 @@ def mixed_samples(root: nn.Module, name: str, who: str) -> str:
 
 
 def is_closed(module: nn.Module) -> bool:
-    """Whether a module runs compiled code, into which hooks and modes would be traced."""
-    # A forward of the object's own may be compiled code.
+    """Return whether a module runs compiled code, into which hooks and torch function modes would be traced."""
+    # A forward that is set on the instance may be compiled code.
     own = module.__dict__.get("forward")
     replaced = own is not None and not isinstance(own, ReplacedForward)
     return replaced or compiles_itself(module) or isinstance(module, torch.jit.ScriptModule)
@@ -356,12 +355,12 @@ def _version(tensor: Tensor) -> int:
 
 
 def _detached(leaf: Any) -> Any:
-    """A parameter stays what it is: it holds no samples."""
+    """Detach a plain tensor; a parameter is kept as it is, since it holds no samples."""
     return leaf.detach() if type(leaf) is Tensor and leaf.requires_grad else leaf
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its samples can be picked."""
+    """Return whether samples can be selected from a tensor by index."""
     kind = type(tensor) in (Tensor, nn.Parameter)
     return kind and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
 

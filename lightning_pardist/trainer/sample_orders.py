@@ -1,9 +1,9 @@
-"""Samples that a step puts next to others of its batch: Mixup by ``x.flip(0)``, CutMix by a random index.
+"""Detects samples that a step combines with others of its batch: Mixup by ``x.flip(0)``, CutMix by a random index.
 
-Where ranks or micro-batches have some of the samples each, a sample meets another one than on one process. What is
-mixed has no gradient as a rule, so no graph shows it. So the functions that a step calls are followed from the batch,
-and of each result it is known which sample stands where. A batch that is put in another order as a whole, its labels
-with it, is the same batch: what counts are functions of results in different orders.
+If each rank or micro-batch has a part of the samples, a sample is combined with another one than on one process. Mixed
+tensors usually have no gradient, so no autograd graph shows it. So the functions that a step calls are traced from the
+batch, with the order of the samples in each result. A batch that is reordered as a whole, including its labels, is the
+same batch: only functions of tensors in different orders count.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_pardist.engines.pipeline.nested import tensors_in
 from lightning_pardist.trainer.batch_figures import DIM_AT, given_tensors, reduced_dims
 
-#: The sample in each place of a dim.
+#: Index of the sample at each position of a dim.
 _Order = tuple[int, ...]
 _PICKING = {"index_select", "__getitem__"}
 _REORDERING = {"flip", "flipud", "roll", *_PICKING}
 _TURNING = {"t", "t_", "transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "__get__"}
-#: What puts results side by side, each for itself.
+#: Functions that concatenate or stack tensors without combining their samples.
 SIDE_BY_SIDE = {"cat", "concat", "concatenate", "stack", "vstack", "hstack"}
 
 
 class SampleOrders(TorchFunctionMode):
-    """Follows the functions that a step calls.
+    """Torch function mode that traces the functions of a step from its batch.
 
     Args:
-        batch: The step's.
-        samples: In it.
+        batch: Batch of the step.
+        samples: Number of samples in it.
 
     Attributes:
-        found: What was made of samples in two orders, in words; None if nothing was.
+        found: Description of the first function of samples in two orders; None if there is none.
     """
 
     def __init__(self, batch: Any, samples: int) -> None:
@@ -45,9 +45,9 @@ class SampleOrders(TorchFunctionMode):
         self.found: str | None = None
         self._samples = samples
         self._as_given: _Order = tuple(range(samples))
-        #: By what samples came to be in an order.
+        #: Name of the function that created each order.
         self._names: dict[_Order, str] = {}
-        #: The dim that holds samples, and their order.
+        #: By tensor, the dim that holds samples, and their order.
         self._known: Any = WeakTensorKeyDictionary()
         for each in tensors_in(batch):
             if each.shape[:1] == (samples,):
@@ -68,13 +68,13 @@ class SampleOrders(TorchFunctionMode):
         if source is not None and name in _REORDERING and results:
             self._reordered(name, source, args[1:], kwargs, results[0])
             return
-        # An index says which samples, and is none of what they are put together from.
+        # An index selects samples, and is not itself combined with them.
         given = [args[0], *args[2:]] if name == "__setitem__" else [args, kwargs]
         known = [self._known[each] for each in given_tensors(given) if each in self._known]
         if not known or name in SIDE_BY_SIDE:
             return
         orders = list(dict.fromkeys(order for _, order in known))
-        # Answers of yes or no are for a log, or pick from what has an order itself.
+        # Boolean results are logged, or select from tensors that have an order themselves.
         if len(orders) > 1 and (name == "__setitem__" or any(each.dtype != torch.bool for each in results)):
             how = next((self._names[order] for order in orders if order in self._names), "")
             self.found = f"{name.strip('_')} of results whose samples are in two orders, one by {how}"
@@ -87,7 +87,7 @@ class SampleOrders(TorchFunctionMode):
     def _dim_after(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, order: _Order, result: Tensor
     ) -> int | None:
-        """Where a result has the samples; None if it has none, or that is not certain."""
+        """Return the dim of a result that holds samples; None if there is none or it is ambiguous."""
         reduces = name in DIM_AT and not (len(args) > 1 and isinstance(args[1], Tensor))
         if reduces and (dim or dim in reduced_dims(name, args, kwargs, given_tensors([args, kwargs])[0].dim())):
             return None
@@ -101,7 +101,7 @@ class SampleOrders(TorchFunctionMode):
     ) -> None:
         known = self._known.get(source)
         if known is None and source.grad_fn is not None and source.shape[:1] == (self._samples,):
-            # Functions that torch does not show, of autograd's, have come between.
+            # Custom autograd functions, which function modes do not see, came between.
             known = self._known[source] = 0, self._as_given
         if known is None:
             picked = [self._known[each] for each in given_tensors([args, kwargs]) if each in self._known]
@@ -109,7 +109,7 @@ class SampleOrders(TorchFunctionMode):
                 self._known[result] = 0, picked[0][1]
             return
         dim, order = known
-        # Rehearsals have indices without values.
+        # In trial runs without real data, indices have no values.
         with suppress(Exception):
             moved = _moved(name, args, kwargs, source, dim)
             if len(moved) == len(order) and result.shape[dim : dim + 1] == (len(order),):
@@ -122,7 +122,7 @@ class SampleOrders(TorchFunctionMode):
 
 
 def _moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], source: Tensor, dim: int) -> list[int]:
-    """From which place of a dim of ``source`` each place of the result is; none if that is not known."""
+    """Return, for each position of the result, its position in ``dim`` of ``source``; empty if unknown."""
     ndim, places = source.dim(), torch.arange(source.shape[dim])
 
     def given(at: int, key: str, otherwise: Any = ()) -> Any:

@@ -1,9 +1,9 @@
-"""Samples of a batch that a step compares with each other, by whatever function: ``a @ b.T``, ``x[:, None] - x[None]``.
+"""Detects pairwise comparisons of samples in a step, by any function: ``a @ b.T``, ``x[:, None] - x[None]``.
 
-Where ranks have some of the samples each, there are fewer pairs of them than on one process. The graph of a loss shows
-some of these comparisons, and hardly any with results that have no gradient (a frozen tower's, labels). So the
-functions that a step calls are followed from the batch: what has samples along two dims was made of pairs, if nothing
-that it was made of had.
+If each rank has a part of the samples, there are fewer pairs than on one process. The graph of a loss shows some of
+these comparisons, but hardly any with inputs that have no gradient (of a frozen tower, of labels). So the functions
+that a step calls are traced from the batch: a result with samples along two dims was made of pairs if none of its
+inputs has samples along two dims.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _IN_A_ROW = {"pdist"}
 
 
 class SamplePairs(TorchFunctionMode):
-    """Follows the functions that a step calls.
+    """Torch function mode that traces the functions of a step from its batch.
 
     Args:
-        batch: The step's.
-        samples: In it.
+        batch: Batch of the step.
+        samples: Number of samples in it.
 
     Attributes:
-        found: What was made of pairs of samples, in words; None if nothing with a gradient was.
+        found: Description of the first result with a gradient that was made of pairs of samples; None if there is none.
     """
 
     def __init__(self, batch: Any, samples: int) -> None:
         super().__init__()
         self.found: str | None = None
         self._samples = samples
-        #: Results that hold samples.
+        #: Tensors that hold samples.
         self._known: Any = WeakTensorKeyDictionary()
         for each in tensors_in(batch):
             if each.shape[:1] == (samples,):
@@ -66,17 +66,17 @@ class SamplePairs(TorchFunctionMode):
             self._known.update((each, True) for each in results if self._dims_of(each))
 
     def _dims_of(self, tensor: Tensor) -> int:
-        """Dims as long as there are samples."""
+        """Return the number of dims whose size is the number of samples."""
         return sum(size == self._samples for size in tensor.shape)
 
     def _are_samples(self, given: list[Tensor], *, at_least: int) -> bool:
-        """Whether all arguments with such a dim hold samples along it, and no other: layers may be as wide."""
+        """Return whether arguments with a dim of that size hold samples, in one dim each: layers may be as wide."""
         dims = [(each, self._dims_of(each)) for each in given]
         if any(count > 1 for _, count in dims) or sum(count for _, count in dims) < at_least:
             return False
         return all(self._holds_samples(each) for each, count in dims if count)
 
     def _holds_samples(self, tensor: Tensor) -> bool:
-        """As followed from the batch, or as the graph says, behind functions of autograd's that torch does not show."""
+        """Return whether a tensor holds samples, by the trace, or by its graph after custom autograd functions."""
         node = tensor.grad_fn
         return tensor in self._known or (node is not None and BatchDims(self._samples).of(node) >= 0)

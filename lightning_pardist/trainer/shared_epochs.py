@@ -1,12 +1,13 @@
-"""Epochs in which workers that are left train on what others have not come to.
+"""Epochs in which the remaining workers train on the unfinished batches of workers that were lost.
 
-The Trainer's loop ends an epoch with the last batch of its loader. Here workers meet behind that batch, so that all
-know alike who is gone and how far each had come. What is left of these shares is dealt to those who are here, whose
-loops go on with it; then they meet again, until nobody else is gone. The next epoch is divided over who is here.
+The Trainer's loop ends an epoch with the last batch of its loader. Here the workers synchronise after that batch, so
+that all have the same record of which workers are lost and how far each had come. The unfinished batches of the lost
+workers are dealt to the remaining ones, whose loops continue with them; then they synchronise again, until no further
+worker is lost. The next epoch is divided over the remaining workers.
 
-[Note: the end of an epoch] A step is made with the last batch of a loader, whatever is accumulated, before it is known
-whether there are others. What comes behind the step (schedulers of epochs, validation) waits for that: workers meet
-between the two.
+[Note: the end of an epoch] An optimizer step is made with the last batch of a loader, whatever has been accumulated,
+before it is known whether more batches follow. What runs after that step (epoch-wise schedulers, validation) depends on
+it, so the workers synchronise between the two.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from lightning_pardist.engines.servers.dealt_batches import Batch, DealtBatches
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 from lightning_pardist.trainer.resumable_loaders import Order
 
-#: Workers that are gone, each with an epoch and how many of its batches are behind it.
+#: Lost workers, each with (epoch, number of batches of that epoch that it has trained on).
 Gone = Mapping[int, tuple[int, int]]
 
 
 class SharingFetcher(PrefetchFetcher):
-    """Goes on behind the last batch of an epoch where it is told to.
+    """Data fetcher that can continue after the last batch of an epoch.
 
     Args:
-        inner: The Trainer's, whose loader it fetches from.
+        inner: The Trainer's fetcher, whose loader is used.
 
     Attributes:
-        is_filler: Whether the latest batch stands in for one that this worker does not have.
+        is_filler: Whether the latest batch is a placeholder because this worker has none for the step.
     """
 
     def __init__(self, inner: DataFetcher) -> None:
@@ -59,7 +60,7 @@ class SharingFetcher(PrefetchFetcher):
     def _forget(self) -> None:
         self.is_filler = False
         self._latest: Any = None
-        #: Of the loader, and of those how many count; None where all of its batches do.
+        #: Batches still to load, and batches still to train on; None while all batches of the loader count.
         self._to_load: int | None = None
         self._to_count = 0
 
@@ -70,12 +71,12 @@ class SharingFetcher(PrefetchFetcher):
         return self
 
     def go_on(self, turns: int, *, loaded: int, counted: int) -> None:
-        """So many more batches come.
+        """Extend the epoch by more batches.
 
         Args:
-            turns: How many.
-            loaded: So many the loader gives, asked anew; the last of them comes again and again behind these.
-            counted: So many of these are trained on.
+            turns: Number of additional batches.
+            loaded: Number of them that are read from a new iterator of the loader; afterwards the last one is repeated.
+            counted: Number of them that are trained on; the others are fillers.
         """
         if loaded:
             self.iterator = iter(self.combined_loader)
@@ -83,7 +84,7 @@ class SharingFetcher(PrefetchFetcher):
         self.end_at(max(self.fetched, self.length or 0) + turns)
 
     def end_at(self, length: int) -> None:
-        """An epoch has so many batches."""
+        """Set the number of batches of the epoch."""
         self.length = length
         self.done = self.fetched >= length
 
@@ -106,14 +107,14 @@ class SharingFetcher(PrefetchFetcher):
 
 
 class SharedEpochs:
-    """While attached, the Trainer's epochs have the batches of workers that are gone.
+    """Extends the Trainer's epochs, while attached, by the unfinished batches of lost workers.
 
     Args:
-        trainer: It runs ``fit``; its loaders are not made yet, or set up anew.
-        name: Of the strategy, for messages.
-        workers: All of them.
-        rank: This one.
-        meet: Waits for all workers that are left, and tells who is gone. Collective over them.
+        trainer: Trainer that runs ``fit``; its loaders are not created yet, or will be set up again.
+        name: Name of the strategy, for messages.
+        workers: Ranks of all workers.
+        rank: Rank of this worker.
+        meet: Waits for all remaining workers and returns the lost ones. Collective over the remaining workers.
     """
 
     def __init__(
@@ -126,14 +127,14 @@ class SharedEpochs:
         self._loader: DataLoader[Any] | None = None
         self._dealt: DealtBatches | None = None
         self._epoch = -1
-        #: Batches of this epoch that were behind this worker when the run began, and of an epoch that nobody left.
+        #: Batches of this epoch that were done when the run began; batches of an epoch in which no worker is lost.
         self._least = self._whole = 0
-        #: Batches with which a step was made because no other seemed to come.
+        #: Batch counts at which an optimizer step was made because the batch seemed to be the epoch's last.
         self._ends: set[int] = set()
         self._resumed_from: Mapping[str, Any] | None = None
 
     def attach(self) -> None:
-        """Change the loops from now on. Not collective."""
+        """Patch the loops. Not collective."""
         loop = self._trainer.fit_loop
         epoch_loop = loop.epoch_loop
         progress = epoch_loop.batch_progress
@@ -163,24 +164,24 @@ class SharedEpochs:
         self._attached.attach(Patch(epoch_loop, SHOULD_ACCUMULATE, should_accumulate))
 
     def detach(self) -> None:
-        """Leave the loops as they were. Not collective."""
+        """Restore the loops. Not collective."""
         self._attached.detach()
 
     @property
     def counts(self) -> bool:
-        """Whether this worker trains on the batch of the present step."""
+        """Whether this worker trains on the batch of the current step."""
         return self._fetcher is None or not self._fetcher.is_filler
 
     @property
     def _done(self) -> int:
-        """Batches of this epoch that are behind this worker, as the loop counts them."""
+        """Number of batches of this epoch that this worker has processed, from the loop's progress."""
         current: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         return int(current.processed)
 
     # --- an epoch -------------------------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        """Fetch batches of loaders that were just made."""
+        """Install the fetcher for the loaders that were just set up."""
         trainer, fetcher = self._trainer, train_fetcher(self._trainer)
         if fetcher is None or isinstance(fetcher, SharingFetcher):
             return
@@ -188,7 +189,7 @@ class SharedEpochs:
         self._fetcher = SharingFetcher(fetcher)
         set_train_fetcher(trainer, self._fetcher)
         is_first = self._dealt is None
-        # As made they are for all workers.
+        # New loaders are divided over all workers.
         self._whole = int(trainer.fit_loop.max_batches)
         self._begin(self._workers if self._dealt is None else self._dealt.here)
         if is_first and trainer.fit_loop.restarting:
@@ -196,7 +197,7 @@ class SharedEpochs:
             self._go_on_from(self._resumed_from)
 
     def _begin(self, workers: Sequence[int]) -> None:
-        """Divide an epoch over workers."""
+        """Divide the current epoch over ``workers``."""
         loop, loader, order = self._trainer.fit_loop, self._loader, self._order
         if loader is None or order is None or self._fetcher is None:
             return
@@ -214,14 +215,14 @@ class SharedEpochs:
         self._dealt = DealtBatches(workers, self._share_of, own=batches)
 
     def _have(self, batches: int) -> None:
-        """An epoch has so many batches, as everybody who asks the Trainer is told."""
+        """Set the Trainer's number of batches of the epoch, and the validation interval derived from it."""
         trainer = self._trainer
         trainer.fit_loop.max_batches = batches
         if isinstance(trainer.val_check_interval, float) and isinstance(trainer.val_check_batch, int):
             trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
     def _batches(self, number: int, of: int, size: int | None = None) -> BatchSampler:
-        """The share with a number of this epoch, by the order of the loader's own sampler."""
+        """Return share ``number`` of ``of`` of this epoch's batches, in the order of the loader's own sampler."""
         batches = self._order.own
         own = batches.sampler
         sampler: DistributedSampler[Any] = DistributedSampler(
@@ -237,10 +238,10 @@ class SharedEpochs:
     def _order(self) -> Any:
         return None if self._loader is None else index_sampler(self._loader)
 
-    # --- what others have left ------------------------------------------------------------------------------------
+    # --- batches of lost workers ----------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Take in who is gone. Collective over workers."""
+        """Synchronise the lost workers and deal their unfinished batches. Collective over the remaining workers."""
         dealt, gone = self._dealt, self._meet()
         if dealt is None or self._fetcher is None:
             return
@@ -270,11 +271,11 @@ class SharedEpochs:
             bar.train_progress_bar.total = self._done + turns
 
     def _behind(self, gone: Gone) -> dict[int, int]:
-        """How many batches of this epoch are behind each worker that is gone."""
+        """Return how many batches of this epoch each lost worker has trained on."""
         return {worker: max(done if epoch == self._epoch else 0, self._least) for worker, (epoch, done) in gone.items()}
 
     def _give(self, turns: Sequence[Batch | None], otherwise: Batch | None = None) -> None:
-        """Let the loader give this worker's batches, and in front of none another one that does not count."""
+        """Make the loader yield this worker's batches; if it has none, ``otherwise`` as a filler."""
         batches = [batch for batch in turns if batch is not None]
         counted = len(batches)
         if not batches and otherwise is not None:
@@ -286,10 +287,10 @@ class SharedEpochs:
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def state(self, gone: Gone) -> dict[str, Any]:
-        """What a run goes on from that begins within this epoch; empty if shares say enough. Not collective.
+        """Return the state from which a run resumes within this epoch; empty if batch counts suffice. Not collective.
 
         Args:
-            gone: Who is, as the latest meeting has told.
+            gone: Lost workers at the latest synchronisation.
         """
         dealt, behind = self._dealt, self._behind(gone)
         if dealt is None or self._is_through or not self._is_uneven(dealt, behind):
@@ -297,17 +298,18 @@ class SharedEpochs:
         return {"epoch": self._epoch, "batch_size": self._order.batch_size, "dealt": dealt.state(behind, self._done)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state when loaders are made. Not collective."""
+        """Set the state to resume from when the loaders are set up. Not collective."""
         self._resumed_from = state or None
 
     def saved_loops(self, loops: dict[str, Any], gone: Gone) -> None:
-        """Let a checkpoint count the batches of this epoch as one does from which nobody has gone. Not collective.
+        """Rewrite a checkpoint's batch counts to those of an epoch in which no worker is lost. Not collective.
 
-        An epoch that is through has as many as any, and another one as many to come as it has left.
+        A finished epoch counts the usual number of batches; an unfinished one is counted from its end, by the steps
+        that all workers would need for the batches that are left.
 
         Args:
-            loops: The state of the Trainer's; changed in place.
-            gone: Who is, as the latest meeting has told.
+            loops: State of the Trainer's loops; changed in place.
+            gone: Lost workers at the latest synchronisation.
         """
         dealt, behind = self._dealt, self._behind(gone)
         counts = loops.get("fit_loop", {}).get("epoch_loop.batch_progress", {}).get("current")
@@ -328,7 +330,7 @@ class SharedEpochs:
         return self._done >= self._trainer.fit_loop.max_batches
 
     def _go_on_from(self, state: Mapping[str, Any] | None) -> None:
-        """Begin within an epoch that other workers have begun."""
+        """Resume within an epoch that other workers have begun."""
         self._resumed_from = None
         if state is None or state["epoch"] != self._epoch:
             return
@@ -340,13 +342,13 @@ class SharedEpochs:
             self._give(turns, otherwise=next(iter(self._dealt.given_to(self._workers[0])), None))
         self._have(self._least + len(turns))
 
-    # --- refusals -------------------------------------------------------------------------------------------------
+    # --- checks ---------------------------------------------------------------------------------------------------
 
     def _only_loader(self, fetcher: DataFetcher) -> DataLoader[Any]:
-        """The loader, if the batches of each worker's share can be told of it.
+        """Return the training loader, if every worker's batches can be computed from it.
 
         Raises:
-            ValueError: If not.
+            ValueError: If there is no such loader.
         """
         loaders = combined_loader(self._trainer.fit_loop).flattened
         found = self._why_not(loaders[0]) if len(loaders) == 1 else f"there are {len(loaders)} training loaders"
@@ -363,7 +365,7 @@ class SharedEpochs:
         )
 
     def _why_not(self, loader: Any) -> str | None:
-        """What nobody could tell another worker's batches of a loader by; None if all can."""
+        """Return why other workers' batches cannot be computed from a loader; None if they can."""
         if not isinstance(loader, DataLoader) or isinstance(loader, Stateful):
             return f"the training loader is a {type(loader).__name__}, which has an order of its own"
         if isinstance(loader.dataset, IterableDataset):

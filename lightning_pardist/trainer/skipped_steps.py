@@ -1,7 +1,7 @@
 """Lets ``training_step`` return None on some or all ranks.
 
-Lightning allows that on one process and refuses it on several, because torch DDP would wait for a backward that never
-comes. Our engines complete a step without one, so the refusal is taken away.
+Lightning allows this on one process and raises on several, because torch DDP would wait for a backward that never
+comes. The engines of this package complete a step without a backward, so the check is disabled.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from typing_extensions import override
 
-#: Stands for None on its way through Lightning's check.
+#: Sentinel that replaces None in Lightning's check.
 _SKIPPED = object()
 
 
 class SkippableResult(ClosureResult):
-    """A closure's result that may be a skipped step's."""
+    """Closure result that may come from a skipped step."""
 
     @classmethod
     @override
@@ -27,13 +27,13 @@ class SkippableResult(ClosureResult):
 
 
 def skipped_if_none(output: Any, module: pl.LightningModule | None) -> Any:
-    """What the strategy returns for ``training_step``'s output, once :func:`allow_skipped_steps` was called."""
+    """Replace a ``training_step`` output of None by a sentinel, after :func:`allow_skipped_steps` was called."""
     if output is None and module is not None and module.automatic_optimization:
         return _SKIPPED
     return output
 
 
 def allow_skipped_steps(trainer: pl.Trainer) -> None:
-    """Let this Trainer take a step without a loss on any number of ranks. One process' results stay as they are."""
+    """Make this Trainer accept steps without a loss on any number of ranks. Other results are not affected."""
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     loop.output_result_cls = SkippableResult

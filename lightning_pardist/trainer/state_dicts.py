@@ -1,4 +1,4 @@
-"""State dicts of module and optimizers, between local shards and the form of one process."""
+"""Converts state dicts of module and optimizers between local shards and the full form of a single process."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from lightning_pardist.engines.common.whole_updates import updates_of
 
 
 class ShardedOptimizerState(dict[str, Any]):
-    """An optimizer's state in a sharded checkpoint: everything but the tensors, and where those are.
+    """Optimizer state in a sharded checkpoint: everything but the tensors, with a reference to these.
 
     Attributes:
-        tensors: What this rank holds, to be saved.
-        reader: The folder to load from.
+        tensors: Tensor shards that this rank holds and saves.
+        reader: Reader of the checkpoint folder to load tensors from.
     """
 
     def __init__(self, rest: Mapping[str, Any], *, tensors: Any = None, reader: FolderReader | None = None) -> None:
@@ -49,13 +49,13 @@ class ShardedOptimizerState(dict[str, Any]):
 
 
 class StateDicts:
-    """A strategy's state dicts, as checkpoints of either form hold them.
+    """Module and optimizer state dicts of a strategy, for full and sharded checkpoints.
 
-    Full checkpoints hold those of one process, sharded ones what each rank has. Tensors come from where each axis
-    says they are, and go there.
+    Full checkpoints hold the state dicts of a single process, sharded ones what each rank holds. Each axis maps between
+    its local tensors and the full ones.
 
     Args:
-        context: The strategy's.
+        context: Context of the strategy.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -66,10 +66,10 @@ class StateDicts:
         self._at_end: tuple[dict[str, Shards], list[dict[str, Any]]] | None = None
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers whose state is out of reach. Not collective.
+        """Check that the optimizers' state can be saved. Not collective.
 
         Raises:
-            ValueError: For one that shards its state itself, where that has to be known by parameter.
+            ValueError: If an optimizer shards its state itself, and checkpoints or axes need it per parameter.
         """
         sharded = self.context.sharded_checkpoints
         for optimizer in optimizers:
@@ -81,14 +81,14 @@ class StateDicts:
                 )
 
     def know_names(self, module: nn.Module) -> None:
-        """Note the module's parameters: optimizers may keep them when the module no longer does."""
+        """Record the names of the module's parameters: optimizers may keep parameters that the module replaces."""
         self._names = {param: name for name, param in module.named_parameters()}
         self._at_end = None
 
     def remember_names(self) -> None:
-        """Before the module is taken apart anew, note the names that optimizers of a run before have. Not collective.
+        """Record the names of parameters in a previous run's optimizers before the module is sharded. Not collective.
 
-        An evaluation makes other parameters of it, and a checkpoint behind that holds the optimizers as well.
+        An evaluation replaces the module's parameters, and a checkpoint saved after it includes the optimizers.
         """
         names, optimizers = self.current_names(), self.context.optimizers
         held = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
@@ -97,13 +97,13 @@ class StateDicts:
     # --- saving -------------------------------------------------------------------------------------------------
 
     def of_module(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What to save of the module. Collective over the world.
+        """Return the module's state dict to save. Collective over the world.
 
         Args:
-            state: This rank's state dict, with all names in their order.
+            state: This rank's state dict, with all names in the module's order.
 
         Returns:
-            The state dict of one process, whole at least on the first rank; in shards for a sharded checkpoint.
+            The full state dict, complete at least on the first rank; this rank's shards for a sharded checkpoint.
         """
         context = self.context
         own = state
@@ -118,7 +118,7 @@ class StateDicts:
         return self._last_whole
 
     def of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What to save of an optimizer, in the same forms. Collective over the world, unless it is in shards."""
+        """Return an optimizer's state to save, full or sharded. Collective over the world, unless sharded."""
         if not self.context.sharded_checkpoints:
             return self.whole_optimizer(optimizer)
         index = self.context.optimizers.index(optimizer)
@@ -126,7 +126,7 @@ class StateDicts:
         return ShardedOptimizerState(rest, tensors={} if self.context.island else tensors)
 
     def whole_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict of one process, at least on the first rank. Collective over the world."""
+        """Return the optimizer's full state dict, at least on the first rank. Collective over the world."""
         context, engine = self.context, self.context.data_engine
         if not context.model_axes and updates_of(optimizer) is None:
             return optimizer.state_dict() if engine is None else engine.optimizer_state(optimizer)
@@ -137,7 +137,7 @@ class StateDicts:
         return assemble_optimizer(index, optimizer, slots, self.current_names(), world_coordinator())
 
     def pop_whole(self) -> dict[str, Any] | None:
-        """The state dict that was made whole last, for the one save that it was made for."""
+        """Return the latest full module state dict and drop the reference; None if there is none."""
         whole, self._last_whole = self._last_whole, None
         return whole
 
@@ -148,7 +148,7 @@ class StateDicts:
         return whole_slots(optimizer) if engine is None else engine.slots(optimizer)
 
     def _own_slots(self, optimizer: Optimizer) -> Slots:
-        """As :meth:`_slots`, without what another rank of a model axis holds alike: its slices may be cut elsewhere."""
+        """Return :meth:`_slots` without replicas of another model-axis rank, whose slices may be cut differently."""
 
         def counts(slot: TensorSlot) -> bool:
             return slot.whole or all(axis.counts(slot.param) for axis in self.context.model_axes)  # type: ignore[arg-type]
@@ -159,23 +159,23 @@ class StateDicts:
         ]
 
     def current_names(self) -> dict[Tensor, str]:
-        """Names of the module's parameters, and of those that it had when optimizers were made."""
+        """Return names by parameter, for the module's current parameters and those recorded earlier."""
         module = self.context.module
         names = dict(self._names)
         if module is not None:
             names.update({param: name for name, param in module.named_parameters()})
         return names
 
-    # --- models that are trained apart --------------------------------------------------------------------------
+    # --- models that are trained separately ---------------------------------------------------------------------
 
     def diverged(self) -> tuple[dict[str, Shards], list[dict[str, Any]]] | None:
-        """What a checkpoint keeps of axes whose ranks train models of their own. Not collective.
+        """Return the extra checkpoint state of axes whose ranks train separate models. Not collective.
 
-        The first model's optimizers stand where those of one process do.
+        The first model's optimizers are saved in the place of a single process' optimizers.
 
         Returns:
-            This rank's boxes of tensors by key, and on ranks of further models the rest of each optimizer's state, as
-            :func:`~lightning_pardist.checkpoint.tensors.optimizer_shards` gives it. None if there is no such axis.
+            This rank's tensor shards by key, and on ranks of further models the rest of each optimizer's state, as
+            returned by :func:`~lightning_pardist.checkpoint.tensors.optimizer_shards`. None if there is no such axis.
         """
         context = self.context
         axes = [axis for axis in context.axes if axis.diverges]
@@ -192,19 +192,19 @@ class StateDicts:
         return tensors, rests
 
     def end_run(self) -> None:
-        """Training is over, and optimizers are about to become those of one process. Not collective."""
+        """Keep the state of :meth:`diverged` after training, before optimizers are unsharded. Not collective."""
         self._at_end = self.diverged()
 
     def take(self, checkpoint: Mapping[str, Any]) -> None:
-        """Note what a checkpoint holds of models that were trained apart. Not collective."""
+        """Take the state of separately trained models out of a checkpoint. Not collective."""
         about = checkpoint.get(ABOUT, {})
         self._saved = {key: about.pop(key) for key in ("tensors", "islands") if key in about}
 
     def load_diverged(self) -> None:
-        """Load what :meth:`diverged` gave, after module and optimizers. Not collective.
+        """Load the state of :meth:`diverged`, after module and optimizers. Not collective.
 
-        Where as many models are trained apart as in the checkpoint, each goes on with its own optimizers; otherwise
-        all with the first's.
+        If as many models are trained separately as in the checkpoint, each resumes with its own optimizers; otherwise
+        all resume with those of the first.
         """
         saved, self._saved = self._saved, {}
         context, tensors = self.context, saved.get("tensors", {})
@@ -242,15 +242,15 @@ class StateDicts:
     # --- loading ------------------------------------------------------------------------------------------------
 
     def load_module(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Load the module's state of either form. Not collective.
+        """Load the module's state from a checkpoint of either form. Not collective.
 
         Raises:
-            RuntimeError: If there is no module yet, or the state does not fit it.
+            RuntimeError: If there is no module yet, or the state does not match it.
         """
         context, module = self.context, self.context.module
         if module is None:
             raise RuntimeError("A checkpoint is loaded into a module: call a Trainer's fit, validate, test or predict.")
-        # A module with loading of its own gets whole tensors from a folder.
+        # A module with custom loading receives full tensors from a folder.
         if isinstance(state, FolderState) and can_fill(module):
             fill_module(module, state, strict=strict)
             return
@@ -259,10 +259,10 @@ class StateDicts:
         context.data_axis.load_module_state(module, state, strict=strict)
 
     def load_optimizers(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load the states of all optimizers, of either form. Not collective.
+        """Load the states of all optimizers from a checkpoint of either form. Not collective.
 
         Raises:
-            ValueError: If there are not as many optimizers as states.
+            ValueError: If the numbers of optimizers and states differ.
         """
         optimizers = self.context.optimizers
         if len(states) != len(optimizers):
@@ -279,7 +279,7 @@ class StateDicts:
     def _fill_optimizer(
         self, index: int, optimizer: Optimizer, state: ShardedOptimizerState, reader: FolderReader
     ) -> None:
-        """Load a folder straight into what this rank holds."""
+        """Read optimizer state from a checkpoint folder directly into this rank's shards."""
         engine, slots = self.context.data_engine, self._slots(optimizer)
         fill_optimizer(index, optimizer, slots, state, reader)
         if (updates := updates_of(optimizer)) is not None:
@@ -288,11 +288,11 @@ class StateDicts:
             engine.settle(optimizer)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load this rank's part of the state dict of one process. Not collective."""
+        """Load this rank's part of a full optimizer state dict. Not collective."""
         engine = self.context.data_engine
         for axis in reversed(self.context.model_axes):
             state = axis.local_optimizer_state(optimizer, state)
-        # What torch takes as it is would keep a mapped file, and change with whoever writes to it.
+        # Cloned, since torch may keep the loaded tensors: they would hold the mapped file, and share its memory.
         state = apply_to_collection(state, Tensor, torch.clone)
         if (updates := updates_of(optimizer)) is not None:
             updates.load_state_dict(state)

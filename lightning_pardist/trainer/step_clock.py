@@ -1,4 +1,4 @@
-"""Attributes the time of training steps, as this rank's main thread spends it, to what it was spent on."""
+"""Breaks down the time of training steps on this rank's main thread by kind of activity."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ COMPUTE, DATA, CHECKPOINT, HOST = "compute", "data", "checkpoint", "host"
 _STRATEGY_STEPS = ("training_step", "backward", "optimizer_step")
 
 
-#: What a step was spent on from when to when, in seconds since the epoch.
+#: (kind, start, end), with times in seconds since the epoch.
 Span = tuple[str, float, float]
 
 
 class StepClock:
-    """Seconds by kind, without overlap: what begins inside something else interrupts it.
+    """Clock of seconds by kind, without overlap: a nested activity interrupts the outer one.
 
     Attributes:
-        seconds: Of what has ended or been interrupted since :meth:`take`, by kind.
-        spans: The same in its order.
+        seconds: Seconds by kind since :meth:`take`, up to the latest start or end of an activity.
+        spans: The same time as spans in chronological order.
     """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
-        #: Ranks of one host share a clock; those of several have the time of day in common.
+        #: Offset from the monotonic clock to the time of day, which is comparable across hosts.
         self._epoch = time.time() - time.perf_counter()
         self._kinds = [HOST]
         self._since = time.perf_counter()
 
     @property
     def kind(self) -> str:
-        """What the time is spent on now."""
+        """Kind of the current activity."""
         return self._kinds[-1]
 
     def push(self, kind: str) -> None:
-        """Something begins."""
+        """Start an activity of ``kind``, which interrupts the current one."""
         self._credit()
         self._kinds.append(kind)
 
     def pop(self) -> None:
-        """What began last has ended."""
+        """End the activity that started last."""
         self._credit()
         if len(self._kinds) > 1:
             self._kinds.pop()
 
     def take(self) -> tuple[dict[str, float], list[Span]]:
-        """Seconds by kind since the last call, whose sum is the time that went by, and the same in its order."""
+        """Return and reset seconds by kind and spans since the last call; the seconds sum to the elapsed time."""
         self._credit()
         taken = dict(self.seconds), self.spans
         self.seconds, self.spans = defaultdict(float), []
@@ -67,11 +67,11 @@ class StepClock:
 
 
 class ClockProfiler(Profiler):
-    """Tells a clock what the Trainer does, beside the profiler that the Trainer has.
+    """Profiler that feeds the Trainer's actions to a clock and forwards them to the Trainer's own profiler.
 
     Args:
-        clock: Is told.
-        inner: The Trainer's own profiler, which is told as before.
+        clock: Clock that receives the actions.
+        inner: The Trainer's own profiler.
         checkpoints: State keys of callbacks that save checkpoints.
     """
 
@@ -95,7 +95,10 @@ class ClockProfiler(Profiler):
         return getattr(self.inner, name)
 
     def _kind_of(self, action: str) -> str:
-        """What an action of the Trainer is counted as; what is not known belongs to what it happens in."""
+        """Return the kind of a Trainer action.
+
+        Unknown actions count as compute inside compute, unless they are a callback's, and as host elsewhere.
+        """
         owner, _, name = action.rpartition(".")
         if action.endswith("_dataloader_next") or name in ("batch_to_device", "transfer_batch_to_device"):
             return DATA
@@ -109,5 +112,5 @@ class ClockProfiler(Profiler):
 
 
 def checkpoint_keys(callbacks: list[Any]) -> set[str]:
-    """State keys of the callbacks that save checkpoints."""
+    """Return the state keys of the callbacks that save checkpoints."""
     return {callback.state_key for callback in callbacks if isinstance(callback, Checkpoint)}

@@ -1,4 +1,4 @@
-"""Ranks that are not in lockstep stop before the same step, by way of the job's store."""
+"""Store-based stop protocol for ranks that are not in lockstep: all ranks stop before the same step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _POLL_S = 0.1
 
 
 class StopAgreement:
-    """Agrees on the step before which all ranks stop, however far apart they are.
+    """Determines the step before which all ranks stop, however far apart their step counts are.
 
-    Every rank counts its steps in the store before each, then looks whether somebody was asked to stop. The first rank
-    says so there, reads the counts, and sets the place behind the furthest: whoever has not seen that somebody was
-    asked has been counted, and so comes to that place.
+    Before each step, every rank increments its step count in the store, then checks whether a stop was requested. The
+    first rank publishes the request, reads all counts, and sets the stop at one step after the largest. A rank that has
+    not seen the request yet was counted, so it still reaches the stop.
 
     Args:
-        store: Of all ranks, with keys of this run.
+        store: Store shared by all ranks, with keys of this run.
         rank: This rank.
         world_size: Number of ranks.
     """
@@ -29,14 +29,16 @@ class StopAgreement:
         self._announced = False
 
     def before_step(self, asked: int, *, lost: Collection[int] = ()) -> int:
-        """Called before each step; waits for the first rank, for as long as the store does, once somebody was asked.
+        """Count this rank's step and return the action before it. Called before each step.
+
+        After a request was published, waits for the first rank to set the stop, up to the store's timeout.
 
         Args:
-            asked: On the first rank, what any rank was asked for; 0 for nothing.
-            lost: Ranks that come to no further step.
+            asked: On the first rank, the action that was requested of any rank; 0 for none.
+            lost: Ranks that will not run another step.
 
         Returns:
-            What all ranks are to do now; 0 to go on.
+            The action that all ranks take now; 0 to continue.
         """
         here = self._store.add(f"steps/{self._rank}", 1)
         if self._rank == 0 and asked and not self._announced:
@@ -49,10 +51,10 @@ class StopAgreement:
         return int(self._store.get("asked")) if here == int(self._store.get("stop")) else 0
 
     def let_pass(self, timeout_s: float) -> None:
-        """Wait until the first rank has come here, which writes what all leave behind, or is gone with the store.
+        """Wait until the first rank, which writes the run's outputs, has reached this call or is gone with the store.
 
         Args:
-            timeout_s: Bound on that, behind which this rank goes on all the same.
+            timeout_s: Maximum wait in seconds, after which this rank continues.
         """
         with suppress(RuntimeError):
             if self._rank == 0:

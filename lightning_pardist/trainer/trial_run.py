@@ -20,7 +20,7 @@ from lightning_pardist.compat.lightning_functions import configure_optimizers
 from lightning_pardist.compat.lightning_loops import lightning_optimizers, set_strategy
 from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
 
-#: Hooks of the module that come before the first step of each kind, and may prepare what the step uses.
+#: Module hooks that run before the first step of each kind, and may prepare state that the step uses.
 HOOKS = {
     "training_step": ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"),
     "validation_step": ("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"),
@@ -28,12 +28,12 @@ HOOKS = {
     "predict_step": ("on_predict_start", "on_predict_epoch_start", "on_predict_batch_start"),
 }
 
-#: Methods of a LightningModule that do nothing in a trial run.
+#: Methods of a LightningModule that are no-ops in a trial run.
 _SILENT = ("log", "log_dict", "print", "clip_gradients", "toggle_optimizer", "untoggle_optimizer")
 
 
 def step_name(trainer: pl.Trainer) -> str:
-    """The step function that the Trainer is about to run."""
+    """Return the name of the step function that the Trainer is about to run."""
     return {
         TrainerFn.FITTING: "training_step",
         TrainerFn.VALIDATING: "validation_step",
@@ -43,14 +43,14 @@ def step_name(trainer: pl.Trainer) -> str:
 
 
 def arguments(module: pl.LightningModule, name: str, batch: Any) -> tuple[Any, ...]:
-    """Positional arguments of a step function for the first batch."""
+    """Return the positional arguments of a step function for the first batch."""
     step = getattr(module, name)
     if name == "training_step" and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
         return (iter([(batch, 0, 0)]),)
     parameter = inspect.signature(step).parameters.get("dataloader_idx")
     if parameter is not None and parameter.default is parameter.empty:
         return batch, 0, 0
-    # Two arguments are the batch and its index, whatever they are called.
+    # Two parameters are the batch and its index, whatever their names.
     return (batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else (batch,)
 
 
@@ -58,17 +58,17 @@ def arguments(module: pl.LightningModule, name: str, batch: Any) -> tuple[Any, .
 def without_trace(
     module: pl.LightningModule, trainer: pl.Trainer | None = None, *, parameters: bool = True
 ) -> Iterator[None]:
-    """Nothing that user code does to the module inside lasts: no value is logged, no optimizer steps.
+    """Context without lasting effects of user code on the module: nothing is logged, and no optimizer steps.
 
     Args:
-        module: Plain, as the user wrote it.
-        trainer: Whose loggers keep quiet, if there is one.
+        module: The user's module.
+        trainer: Trainer whose loggers are silenced, if there is one.
         parameters: As for :class:`~lightning_pardist.trainer.module_snapshot.ModuleSnapshot`.
     """
     keepsake = ModuleSnapshot(module, parameters=parameters)
     with ExitStack() as stack:
         stack.callback(keepsake.restore)
-        # What there is to say is said again in training; schedulers of optimizers that do not step complain.
+        # Relevant warnings recur in training; schedulers warn about optimizers that do not step.
         stack.enter_context(_without_warnings())
         if trainer is not None:
             stack.enter_context(_quiet(trainer))
@@ -79,13 +79,13 @@ def without_trace(
 
 
 def run(module: pl.LightningModule, name: str, batch: Any, trainer: pl.Trainer | None = None) -> Any:
-    """Run a step function on a batch, inside :func:`without_trace`; its own hooks go first if it needs them.
+    """Run a step function on a batch, inside :func:`without_trace`; if it fails, once more after the module's hooks.
 
     Args:
-        module: Whose step it is.
-        name: ``"training_step"`` or another.
-        batch: On the module's device.
-        trainer: For the precision of the step, if there is one.
+        module: Module whose step is run.
+        name: ``"training_step"`` or the name of another step function.
+        batch: Batch on the module's device.
+        trainer: Trainer that provides the precision context of the step, if there is one.
     """
     try:
         return _step(module, name, batch, trainer)
@@ -93,7 +93,7 @@ def run(module: pl.LightningModule, name: str, batch: Any, trainer: pl.Trainer |
         hooks = [hook for hook in HOOKS[name] if is_overridden(hook, module, pl.LightningModule)]
         if not hooks:
             raise
-    # What the step uses may be made by hooks that run before it.
+    # The step may use state that these hooks create.
     for hook in hooks:
         getattr(module, hook)(*((batch, 0) if hook.endswith("batch_start") else ()))
     return _step(module, name, batch, trainer)
@@ -116,11 +116,11 @@ def _step(module: pl.LightningModule, name: str, batch: Any, trainer: pl.Trainer
 
 @contextmanager
 def optimizers_to_come(module: pl.LightningModule, trainer: pl.Trainer) -> Iterator[None]:
-    """Inside, ``self.optimizers()`` and ``self.lr_schedulers()`` give stand-ins if the run's own are not made yet.
+    """Context in which ``self.optimizers()`` and ``self.lr_schedulers()`` return stand-ins until the real ones exist.
 
     Args:
-        module: Whose steps may ask for them, for a learning rate, say.
-        trainer: Its.
+        module: Module whose steps may use them, for example to read a learning rate.
+        trainer: Trainer of the module.
     """
     if trainer.state.fn != TrainerFn.FITTING or lightning_optimizers(trainer.strategy):
         yield
@@ -147,7 +147,7 @@ def _quiet(trainer: pl.Trainer) -> Iterator[None]:
     finally:
         trainer.loggers, trainer.should_stop = loggers, should_stop
         for loop, attributes in loops:
-            # configure_optimizers may have asked how many steps there will be, which sets up the loaders.
+            # configure_optimizers may have read the number of steps, which sets up the loaders.
             loop.__dict__.clear()
             loop.__dict__.update(attributes)
 
@@ -160,7 +160,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _stand_in(module: pl.LightningModule) -> None:
-    """Put harmless functions in the place of those that reach the Trainer; a ModuleSnapshot takes them away again."""
+    """Replace methods that reach the Trainer by harmless ones; restoring a ModuleSnapshot removes them."""
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -178,7 +178,7 @@ def _stand_in(module: pl.LightningModule) -> None:
 
 
 class _Optimizers:
-    """Stand-in optimizers for a trial run; created on demand, change nothing."""
+    """Stand-in optimizers and schedulers for a trial run, which are created on demand and update nothing."""
 
     def __init__(self, module: pl.LightningModule, trainer: pl.Trainer | None = None) -> None:
         self.lightning_module = module
@@ -205,16 +205,16 @@ class _Optimizers:
             return None if closure is None else closure()
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], **unused: Any) -> Any:
-        """What a wrapped optimizer calls in its step."""
+        """Evaluate the closure without a step; called by wrapped optimizers in place of the strategy's method."""
         return self._evaluate(closure)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """In place of the module's method."""
+        """Replacement for the module's ``optimizers``."""
         plain, _ = self._make()
         return _one_or_all(self._wrapped if use_pl_optimizer else plain)
 
     def schedulers(self) -> Any:
-        """In place of the module's ``lr_schedulers``."""
+        """Replacement for the module's ``lr_schedulers``."""
         _, schedulers = self._make()
         return _one_or_all(schedulers) if schedulers else None
 

@@ -1,9 +1,9 @@
 """Training on ranks that have different numbers of batches: streams, buckets by length, shards of unequal size.
 
-The Trainer's loop ends an epoch where its own loader ends, and a rank that is through leaves the others waiting in
-their next collective. Here all ranks make equally many steps: either as many as the longest loader has batches, where
+The Trainer's loop ends an epoch with its own loader, so a rank that finishes early leaves the others waiting in their
+next collective. Here all ranks make the same number of steps: either as many as the longest loader has batches, where
 a rank that has run out takes part with its last batch at weight zero, or as many as the shortest. Ranks that work on
-the same batches must have equally many: where one's loader ends before the other's, that is said.
+the same batches must have equally many; otherwise an error is raised.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_pardist.compat.lightning_loops import (
 from lightning_pardist.trainer.module_snapshot import ModuleSnapshot
 from lightning_pardist.trainer.patch_stack import Patch, PatchStack
 
-#: ``"join"`` uses every batch, ``"drop"`` those that all ranks have.
+#: ``"join"`` uses every batch of every rank, ``"drop"`` only as many per rank as all ranks have.
 UnevenInputs = Literal["join", "drop"]
 _APART = "Ranks that work on the same batches together have different numbers of them"
 _ALIKE = (
@@ -40,12 +40,12 @@ _ALIKE = (
 
 
 class EvenFetcher(PrefetchFetcher):
-    """Gives every rank equally many batches of an epoch. Collective, where a loader does not know its length.
+    """Data fetcher that yields equally many batches per epoch on every rank. Collective if a loader has no length.
 
     Args:
-        inner: The Trainer's, whose loaders it fetches from.
-        steps: Batches of an epoch, if loaders know.
-        agree: Whether one of the ranks (or all of them) has another batch. Collective.
+        inner: The Trainer's fetcher, whose loaders are used.
+        steps: Batches per epoch, if the loaders have a length.
+        agree: Maps whether this rank has another batch to whether any rank (or all of them) has one. Collective.
     """
 
     def __init__(self, inner: DataFetcher, steps: int | None, agree: Callable[[bool], bool]) -> None:
@@ -85,13 +85,13 @@ class EvenFetcher(PrefetchFetcher):
         return self._latest
 
     def _settle(self, is_through: bool) -> None:
-        """Whether the epoch is over is for all ranks to say."""
+        """Set whether the epoch is over, which depends on all ranks if the number of steps is not known."""
         self.done = self.fetched >= self._steps if self._steps is not None else not self._agree(not is_through)
 
 
 @contextmanager
 def leaving_no_trace(module: nn.Module) -> Generator[None, None, None]:
-    """Around a step whose batch does not count: metrics and buffers are afterwards what they were."""
+    """Context for a step whose batch does not count: metrics and buffers are restored afterwards."""
     metrics = [ModuleSnapshot(each) for each in module.modules() if isinstance(each, Metric)]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     yield
@@ -103,13 +103,13 @@ def leaving_no_trace(module: nn.Module) -> Generator[None, None, None]:
 
 
 class EvenSteps:
-    """While attached, the Trainer's epochs have equally many steps on all ranks.
+    """Gives the Trainer's epochs, while attached, equally many steps on all ranks.
 
     Args:
-        trainer: It runs ``fit``; its loaders are not made yet.
-        mode: What is done about ranks with fewer batches than others.
+        trainer: Trainer that runs ``fit``; its loaders are not created yet.
+        mode: How ranks with fewer batches than others are handled.
         group: All ranks that take part in a step.
-        place: This rank's number among those with different samples, and how many these are.
+        place: Index of this rank's share of the samples, and the number of shares.
         before: Called before each collective.
     """
 
@@ -130,7 +130,7 @@ class EvenSteps:
         self._attached = PatchStack()
 
     def attach(self) -> None:
-        """Change the loop from now on. Not collective."""
+        """Patch the fit loop. Not collective."""
         loop = self._trainer.fit_loop
         original = loop.setup_data
 
@@ -141,18 +141,18 @@ class EvenSteps:
         self._attached.attach(Patch(loop, "setup_data", setup_data))
 
     def detach(self) -> None:
-        """Leave the loop as it was. Not collective."""
+        """Restore the fit loop. Not collective."""
         self._attached.detach()
 
     @property
     def counts(self) -> bool | None:
-        """Whether this rank's batch counts in the present step; None where each rank's always does."""
+        """Whether this rank's batch counts in the current step; None if the batches of all ranks always count."""
         fetcher = train_fetcher(self._trainer)
         return not fetcher.is_filler if isinstance(fetcher, EvenFetcher) else None
 
     @contextmanager
     def leaving_no_trace(self) -> Generator[None, None, None]:
-        """Around a step whose batch does not count: metrics and buffers are afterwards what they were."""
+        """Context for a step: if this rank's batch does not count, metrics and buffers are restored afterwards."""
         with nullcontext() if self.counts is not False else leaving_no_trace(self._trainer.lightning_module):
             yield
 
@@ -193,12 +193,12 @@ class EvenSteps:
         return any(most) if self._mode == "join" else all(most)
 
     def _extremes(self, own: float) -> tuple[list[float], list[float]]:
-        """The largest and the smallest value of the ranks that have each of the places that are there. Collective."""
-        # In host memory, so that the device need not be waited for.
+        """Return the largest and the smallest value among the ranks of each share of the samples. Collective."""
+        # In host memory, to avoid a device synchronisation.
         extremes = torch.full((2, self._places), -torch.inf, dtype=torch.float64)
         extremes[:, self._place] = torch.tensor([own, -own], dtype=torch.float64)
         self._before()
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._group)
-        # Where one rank stands for all in a plan, the others take no part.
+        # In a plan, one rank stands for all, and the entries of the others stay empty.
         most, least = extremes[:, (extremes > -torch.inf).any(0)].tolist()
         return most, [-each for each in least]
