@@ -215,7 +215,7 @@ class ParameterServerAxis(ParallelAxis):
         self._is_ending = True
 
     def _position(self) -> tuple[int, int, int]:
-        """Return the epoch, the batches of this worker's share done after this one, and their total (0 if unbounded)."""
+        """Return the epoch, this worker's batches done after the current one, and their total (0 if unbounded)."""
         if self.context.module is None:
             return 0, 0, 0
         trainer = self.context.module.trainer
