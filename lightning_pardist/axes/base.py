@@ -74,7 +74,7 @@ class RunContext:
         module: The user's module, set as soon as a Trainer holds it.
         optimizers: The user's optimizers, once created.
         precision: The Trainer's precision plugin.
-        data_engine: Engine that synchronises gradients over the gradient mesh; set from the first ``fit`` on.
+        data_engine: Engine that synchronizes gradients over the gradient mesh; set from the first ``fit`` on.
         loads_after_setup: Whether this run loads checkpoints into the transformed module.
         sharded_checkpoints: Whether checkpoints hold each rank's shards, and no full tensors.
         sample_batches: First batches of this run's loaders.
@@ -216,7 +216,7 @@ class RunContext:
 
     @property
     def data_axis(self) -> DataParallelAxis:
-        """The axis that synchronises gradients.
+        """The axis that synchronizes gradients.
 
         Raises:
             RuntimeError: Before axes are chosen.
@@ -273,7 +273,7 @@ class RunContext:
         return tensor, tuple(how) or None
 
     def of_part(self, part: Tensor, how: Sequence[tuple[str, Any]]) -> Tensor:
-        """Rebuild the split tensor from a part and the split that :meth:`part_of` gave on a rank in the same place.
+        """Rebuild the split tensor from the results of :meth:`part_of` on a rank at the same coordinates of the axes.
 
         Not collective.
         """
@@ -360,10 +360,10 @@ class ParallelAxis:
         splits_module: Whether its ranks hold different parts of the module.
         divides_experts: Whether the parts are experts.
         splits_batch: Whether it splits the batches of one process, whose loaders and sample order are kept.
-        creates_values: Whether it initialises the values of a module built on ``meta``.
-        diverges: Whether its ranks train different models between two synchronisations, so that a checkpoint keeps the
+        creates_values: Whether it initializes the values of a module built on ``meta``.
+        diverges: Whether its ranks train different models between two synchronizations, so that a checkpoint keeps the
             optimizers of each.
-        in_lockstep: Whether all ranks take part in every step, so that they are never more than a step apart.
+        in_lockstep: Whether all ranks take part in every step, so that none gets far ahead of the others.
         ranks_apart: Number of the job's last ranks that do not train but run :meth:`serve`, each its own world.
         workers_apart: Whether each training rank is its own world.
         calls_may_differ: Whether ranks may call layers in different orders during an evaluation.
@@ -434,13 +434,13 @@ class ParallelAxis:
         return self.creates_values and module is not None and on_meta(module)
 
     def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Initialise the parts of a ``meta`` module that this rank needs. Collective over the world.
+        """Initialize the parts of a ``meta`` module that this rank needs. Collective over the world.
 
         The module has its final dtype; nothing has been moved or transformed yet.
         """
 
     def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Analyse the module before any axis transforms it. Collective over the world."""
+        """Analyze the module before any axis transforms it. Collective over the world."""
 
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Transform the module in place for this axis. Collective over the world."""
@@ -576,7 +576,7 @@ class ParallelAxis:
         return None
 
     def of_part(self, part: Tensor, split: Any) -> Tensor:
-        """Rebuild a split tensor from the result of :meth:`part_of` on a rank in the same place on this axis.
+        """Rebuild a split tensor from the result of :meth:`part_of` on a rank at the same coordinate of this axis.
 
         Raises:
             TypeError: If the axis splits no tensors.
@@ -630,9 +630,10 @@ class ParallelAxis:
         return None
 
     def copied_parameters(self) -> list[str]:
-        """Return names of parameters that several ranks of this axis replicate and each update from equal gradients.
+        """Return names of parameters replicated on several ranks of this axis, which update their copies separately.
 
-        Available after :meth:`transform`; the same names on all ranks of the axis.
+        The copies stay equal as long as their gradients are equal. Available after :meth:`transform`; the same names
+        on all ranks of the axis.
         """
         return []
 
@@ -708,7 +709,7 @@ class ParallelAxis:
     # --- description and teardown -------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Return a description of what is split over which ranks, in lines for the log; may be empty."""
+        """Return a description of the split for the log, one or more lines; may be empty."""
         return ""
 
     def release(self) -> None:
@@ -733,7 +734,7 @@ class DataParallelAxis(ParallelAxis):
 
     @override
     def is_used(self, dims: ParallelDims) -> bool:
-        """Return True: the axis synchronises gradients for any number of ranks."""
+        """Return True: the axis synchronizes gradients for any number of ranks."""
         return True
 
     @property
@@ -761,7 +762,7 @@ class DataParallelAxis(ParallelAxis):
 
     @abstractmethod
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
-        """Create the engine that synchronises gradients over the data axis. Collective over the data axis."""
+        """Create the engine that synchronizes gradients over the data axis. Collective over the data axis."""
 
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Assemble the full state dict, at least on the first rank, from this rank's. Collective.

@@ -1,4 +1,4 @@
-"""Handling of a partly held module when a run is interrupted."""
+"""Moving a module to the CPU after an interrupted run, if other ranks hold parts of it."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class CodesSetting:
         """Check that compression fits the precision and the other axes. Not collective.
 
         Raises:
-            ValueError: If error feedback is combined with a gradient scaler, or block-wise compression with a tensor
-                axis.
+            ValueError: If error feedback is combined with a gradient scaler, or a tensor axis with compression whose
+                rounding differs between tensor ranks.
         """
         travels = context.dims.size(*GRADIENT_AXES) > 1
         if travels and (rounded := self._rounded_by_place) and (size := context.dims.tensor_parallel) > 1:
@@ -57,7 +57,7 @@ class CodesSetting:
             )
 
     def check_copies(self, context: RunContext) -> None:
-        """Refuse block-wise compression of parameters that several pipeline stages hold.
+        """Refuse parameters held by several pipeline stages, if compression rounds differently on each stage.
 
         Called before the engine is created. Not collective.
 

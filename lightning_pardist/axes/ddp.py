@@ -66,7 +66,7 @@ class DDPAxis(DataParallelAxis):
         narrower = self.context.narrower_groups(module)
         transport: Transport = AllReduce(group, narrower)
         if self.gradient_compression is not None:
-            # A plan simulates two steps only, which represent all later ones: compress from the first step.
+            # A plan simulates two steps only, which represent all later ones: compression must not start later.
             hook = compression_hook(self.gradient_compression, group=group, from_start=self.context.is_plan)
             transport = HookedAllReduce(group, *hook)
         bucket_groups = {
@@ -82,7 +82,7 @@ class DDPAxis(DataParallelAxis):
             bucket_size_mb=self.bucket_size_mb,
             first_bucket_size_mb=min(1.0, self.bucket_size_mb),
             overlap=self.overlap,
-            # The bucket order is synchronised within one group only, but expert buckets span tensor ranks, which
+            # The bucket order is synchronized within one group only, but expert buckets span tensor ranks, which
             # belong to several groups.
             reorder=not narrower or self.context.dims.tensor_parallel == 1,
         )

@@ -250,7 +250,7 @@ class FSDPAxis(DataParallelAxis):
         self._meet_before_metrics(module)
 
     def _meet_before_metrics(self, module: nn.Module) -> None:
-        """Synchronise units before metrics gather their states: other ranks may still need this rank's shards."""
+        """Synchronize units before metrics gather their states: other ranks may still need this rank's shards."""
         for metric in module.modules():
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
                 metric.dist_sync_fn = self._gather_metric
@@ -382,7 +382,7 @@ class FSDPAxis(DataParallelAxis):
 
     @override
     def synchronize(self, *, evaluation: bool = False) -> None:
-        """Clear the accumulated compression error of gradients, which checkpoints do not keep."""
+        """Clear the gradients' compression error, which checkpoints do not keep; not before evaluation."""
         if self._sharded is not None and self._sharded.codes.remainders is not None and not evaluation:
             self._sharded.codes.remainders.clear()
 

@@ -1,4 +1,4 @@
-"""Outer axis of local SGD and DiLoCo: islands train independently and synchronise every few steps."""
+"""Outer axis of local SGD and DiLoCo: islands train independently and synchronize every few steps."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SyncEvery = int | Literal["epoch"]
 class LocalSGDAxis(ParallelAxis):
     """Averages parameters and floating-point buffers over islands (local SGD, arXiv 1805.09767).
 
-    Between two synchronisations no gradients are communicated between islands. With ``outer_lr`` or
-    ``outer_momentum`` the parameters are not set to the mean: their change since the last synchronisation, averaged
+    Between two synchronizations no gradients are communicated between islands. With ``outer_lr`` or
+    ``outer_momentum`` the parameters are not set to the mean: their change since the last synchronization, averaged
     over islands, is the gradient of an outer optimizer (DiLoCo, arXiv 2311.08105). Before ``start_local_step``,
     gradients are averaged over islands in every step (post-local SGD, arXiv 1808.07217).
 
-    Islands also synchronise before validation and checkpoints and at the end of training, so that all islands continue
+    Islands also synchronize before validation and checkpoints and at the end of training, so that all islands continue
     from the parameters that are evaluated and saved. A checkpoint keeps every island's optimizers and the momentum of
     the outer optimizer.
 
@@ -172,7 +172,7 @@ class LocalSGDAxis(ParallelAxis):
 
     @override
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Average an optimizer's parameters over islands if its synchronisation is due.
+        """Average an optimizer's parameters over islands if its synchronization is due.
 
         With the first optimizer's parameters, tensors that no optimizer updates are averaged too. Collective over the
         outer axis, every :attr:`sync_every` steps of the optimizer.
@@ -204,7 +204,7 @@ class LocalSGDAxis(ParallelAxis):
     def _stream(self, optimizer: Optimizer, every: int) -> None:
         """Start, advance and finish the fragments whose turn it is (Streaming DiLoCo, arXiv 2501.18512).
 
-        Each fragment's synchronisation starts every ``every`` steps, evenly spread over fragments, and is applied
+        Each fragment's synchronization starts every ``every`` steps, evenly spread over fragments, and is applied
         :attr:`fragment_sync_delay` steps later.
         """
         step, fragments, delay = self._steps[optimizer], self._fragments[optimizer], self.fragment_sync_delay
@@ -229,9 +229,9 @@ class LocalSGDAxis(ParallelAxis):
 
     @torch.no_grad()
     def _send_all(self, optimizer: Optimizer) -> None:
-        """Synchronise every fragment and wait for it. Collective over the outer axis.
+        """Synchronize every fragment and wait for it. Collective over the outer axis.
 
-        The remaining compression error is synchronised later, in full precision, for example before a checkpoint.
+        The remaining compression error is synchronized later, in full precision, for example before a checkpoint.
         """
         self.context.before_collective()
         self._average_the_rest(optimizer)

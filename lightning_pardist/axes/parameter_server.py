@@ -52,7 +52,7 @@ class ParameterServerAxis(ParallelAxis):
     optimizers and send back new parameter values (Li et al., OSDI 2014). A worker waits for others only if it would
     get more than ``max_staleness`` updates ahead of the slowest (stale synchronous parallel, Ho et al., NIPS 2013).
 
-    Workers synchronise before validation and checkpoints and at the end of training: all updates are applied, all ranks
+    Workers synchronize before validation and checkpoints and at the end of training: all updates are applied, all ranks
     receive the servers' parameters, and floating-point buffers and parameters without optimizer are averaged.
 
     Synchronous, with dedicated servers: the data axis averages gradients over workers. One worker per shard sends the
@@ -95,11 +95,11 @@ class ParameterServerAxis(ParallelAxis):
         #: Whether a batch has counted since the last optimizer step; whether an optimizer has stepped since the last
         #: batch began.
         self._has_gradients, self._has_stepped = True, True
-        #: Number of this worker's synchronisations by purpose and epoch, if workers are separate worlds; whether
+        #: Number of this worker's synchronizations by purpose and epoch, if workers are separate worlds; whether
         #: training has ended.
         self._met: Counter[tuple[Purpose, int]] = Counter()
         self._is_ending = False
-        #: Workers that were lost by the latest synchronisation, with the epoch and batch that each had reached.
+        #: Workers that were lost by the latest synchronization, with the epoch and batch that each had reached.
         self._gone: Mapping[int, tuple[int, int]] = {}
         #: With ``lost_workers="share"``, assigns the batches of lost workers to the remaining ones.
         self._shared: SharedEpochs | None = None
@@ -287,7 +287,7 @@ class ParameterServerAxis(ParallelAxis):
         self._meet(Purpose.EVALUATION if evaluation else Purpose.CHECKPOINT)
 
     def _meet_for_shares(self) -> Mapping[int, tuple[int, int]]:
-        """Synchronise the remaining workers after an epoch's batches; return the lost ones. Collective over them."""
+        """Synchronize the remaining workers after an epoch's batches; return the lost ones. Collective over them."""
         self._meet(Purpose.SHARE)
         return self._gone
 
@@ -305,7 +305,7 @@ class ParameterServerAxis(ParallelAxis):
             average_tensors(self._rest(), group=self.context.batch_group)
 
     def _place(self, purpose: Purpose) -> Place:
-        """Return the key of the next synchronisation, by which servers match workers that are separate worlds."""
+        """Return the key of the next synchronization, by which servers match workers that are separate worlds."""
         if not self.workers_apart or self.context.module is None:
             return ANYWHERE
         if self._is_ending:

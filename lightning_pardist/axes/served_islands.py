@@ -32,7 +32,7 @@ _TRIES = 20
 
 
 class ServedIslandsAxis(ParallelAxis):
-    """Synchronises this job's parameters and floating-point buffers with an outer server every few steps.
+    """Synchronizes this job's parameters and floating-point buffers with an outer server every few steps.
 
     Other islands are separate jobs: a failure of one does not affect the others. Checkpoints and evaluation use this
     island's own weights, since other islands may be at any point of their data.
@@ -153,7 +153,7 @@ class ServedIslandsAxis(ParallelAxis):
 
     @override
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Synchronise with the server every :attr:`sync_every` steps of the first optimizer.
+        """Synchronize with the server every :attr:`sync_every` steps of the first optimizer.
 
         Collective over the world.
         """

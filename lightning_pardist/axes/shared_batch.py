@@ -1,4 +1,4 @@
-"""Base class of axes whose ranks share one batch: steps on split tensors, synchronised random state."""
+"""Base class of axes whose ranks share one batch: steps on split tensors, synchronized random state."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class SharedBatchAxis(ParallelAxis):
     def of_part(self, part: Tensor, split: Any) -> Tensor:
         return super().of_part(part, split) if self.runtime is None else self.runtime.of_part(part, split)
 
-    # --- synchronised samples and random state ------------------------------------------------------------------
+    # --- synchronized samples and random state ------------------------------------------------------------------
 
     def _share_random_state(self, group: dist.ProcessGroup) -> None:
         """Broadcast the first rank's random state: sampling, dropout of whole tensors. Collective over the group."""
@@ -103,7 +103,7 @@ class SharedBatchAxis(ParallelAxis):
         set_rng_state(states[0])
 
     def _agree(self, runtime: TensorRuntime, given: Any) -> Any:
-        """Synchronise samples and random state over the ranks of one group. Collective over the group.
+        """Synchronize samples and random state over the ranks of one group. Collective over the group.
 
         Costs one small all-gather per step. Random state drifts apart if one rank draws numbers that others do not (for
         example to plot on the first rank). Dropout would then be silently wrong, and the sample order would differ.
@@ -134,7 +134,7 @@ class SharedBatchAxis(ParallelAxis):
     def _fingerprint(self, given: Any) -> int:
         """Return a checksum of a batch, from shapes and a sample of elements.
 
-        On accelerators, where reading elements would synchronise with the device, only shapes are used until random
+        On accelerators, where reading elements would synchronize with the device, only shapes are used until random
         state, with which samples may be drawn, has differed between ranks once.
         """
         result = 0

@@ -123,7 +123,7 @@ class TensorAxis(SharedBatchAxis):
 
     @override
     def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Broadcast tensors that have values; those on ``meta`` are initialised when layers are split."""
+        """Broadcast tensors that have values; those on ``meta`` are initialized when layers are split."""
         self._built_on_meta = self.runtime is None and on_meta(module)
         if self._built_on_meta:
             broadcast_module(module, group=world_group())

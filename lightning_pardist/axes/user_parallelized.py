@@ -56,8 +56,8 @@ class UserParallelizedAxis(DataParallelAxis):
     """Replaces all other axes for a module that its ``configure_model`` has parallelized.
 
     Parameters keep their placements. Replicated parameters are broadcast at the start, and their gradients are averaged
-    over the data axis in backward, unless a ``fully_shard`` unit does that. Norms count every element once. Checkpoints
-    hold full tensors under the module's names.
+    over the data axis after backward, unless a ``fully_shard`` unit averages them. Norms count every element once.
+    Checkpoints hold full tensors under the module's names.
     """
 
     name = "user_parallelized"

@@ -121,7 +121,10 @@ class ZeroAxis(DataParallelAxis):
 
     @override
     def synchronize(self, *, evaluation: bool = False) -> None:
-        """Restore the exact, uncompressed parameters for validation and checkpoints."""
+        """Gather the exact, uncompressed parameters; except before evaluation, clear the gradients' compression error.
+
+        Checkpoints do not keep the compression error.
+        """
         if self._engine is not None:
             self._engine.show_exact(for_a_look=evaluation)
             if not evaluation:

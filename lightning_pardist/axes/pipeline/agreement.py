@@ -1,4 +1,4 @@
-"""Synchronisation of the plan, random state and batches over the ranks of a pipeline."""
+"""Synchronization of the plan, random state and batches over the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_pardist.engines.pipeline.nested import tensors_in
 
 
 def agree_on(recorded: Recorded) -> Recorded:
-    """Synchronise the recorded plans: all ranks take the first rank's. Collective over the world.
+    """Synchronize the recorded plans: all ranks take the first rank's. Collective over the world.
 
     Records may differ, since data ranks record different samples. The loss makeup is taken from a rank that has found
     several counts, if there is one.

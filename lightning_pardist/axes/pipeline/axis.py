@@ -143,7 +143,7 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Record and plan with placeholders for ``meta`` tensors, then initialise this rank's stages only."""
+        """Record and plan with placeholders for ``meta`` tensors, then initialize this rank's stages only."""
         self._built_on_meta = on_meta(module)
         if not self._built_on_meta:
             return

@@ -1,4 +1,4 @@
-"""Modules built on ``meta``: placeholders for a trial run, then initialisation of this rank's part, unit by unit."""
+"""Modules built on ``meta``: placeholders for a trial run, then initialization of this rank's part, unit by unit."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class NumberCalls:
         self._calls.setdefault(name, []).append({"method": method, "args": positional, "kwargs": named})
 
     def _twin_of(self, name: str) -> Metric | None:
-        """Return a metric's twin, a copy updated with this step's samples only and not synchronised over ranks.
+        """Return a metric's twin, a copy updated with this step's samples only and not synchronized over ranks.
 
         It is kept between steps and reset in each. None if the metric cannot be copied.
         """

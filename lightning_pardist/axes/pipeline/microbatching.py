@@ -94,7 +94,7 @@ class Microbatching:
         return parts_of(function, batch, num_microbatches, self.cut)
 
     def alternatives(self, batch: Any) -> Iterator[Microbatching]:
-        """Yield copies with increasing micro-batch sizes if the number is chosen automatically; else self."""
+        """Yield copies with increasing micro-batch sizes, or only self if the size may not be changed."""
         tried = set()
         if not self.is_free or self.is_whole or self.settings.split_batch is not None:
             yield self

@@ -109,7 +109,7 @@ class Recorded:
         plans: Stages and messages of each step function.
         rules: How the micro-batches' values of each step are combined.
         written: Buffers that steps write to, by module and name.
-        unstaged: Steps that do not fit the stages of the first one, with the reason.
+        unstaged: Steps that do not run in stages, or not in those of the first step, with the reason.
         owners: Placement of layers on ranks if no step runs in stages.
         steady: Buffers that change once per training step, for any number of micro-batches.
         microbatching: How training batches are split.
