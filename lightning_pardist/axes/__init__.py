@@ -1,1 +1,1 @@
-"""Kinds of parallelism, one file or folder each; none of them knows the others or the strategy."""
+"""Parallel axes, one kind of parallelism per file or folder; axes do not depend on each other or on the strategy."""

@@ -36,26 +36,26 @@ EnterParameters = Callable[[Callable[[Tensor], Tensor]], AbstractContextManager[
 
 
 class Samples(Protocol):
-    """Batches to plan with, see :class:`~lightning_pardist.trainer.sample_batches.SampleBatches`."""
+    """Protocol of sample batches for planning, see :class:`~lightning_pardist.trainer.sample_batches.SampleBatches`."""
 
     def first(self) -> Any:
-        """A batch as the Trainer's first step will see it."""
+        """Return a batch as the Trainer's first step will see it."""
         ...
 
     def of(self, stage: RunningStage) -> list[Any]:
-        """The first batch of each loader of a stage."""
+        """Return the first batch of each loader of a stage."""
         ...
 
     def rehearsed(self) -> AbstractContextManager[None]:
-        """Around a trial run in which loaders may be set up."""
+        """Return a context for a trial run that may set up loaders; sample batches are kept inside it."""
         ...
 
     def put_back(self, loader: Any) -> Any:
-        """A loader with what was taken of it in front again."""
+        """Return a loader that yields the batches taken from it as samples first, then the rest."""
         ...
 
     def detach(self) -> None:
-        """Leave the Trainer as it was."""
+        """Undo all changes to the Trainer."""
         ...
 
 
@@ -63,31 +63,32 @@ class RunContext:
     """State that a strategy's axes and its Trainer helpers share during a run.
 
     Args:
-        name: Of the strategy, for messages.
-        distributed: This rank among the others.
-        loss_weight: How losses of ranks and micro-batches are weighed.
+        name: Name of the strategy, for messages.
+        distributed: This rank's process groups, device meshes and device.
+        loss_weight: How the losses of ranks and micro-batches are weighted.
         update_scope: What an optimizer's update of an element depends on.
-        check_samples: Whether layers that mix the samples of a batch are looked for.
+        check_samples: Whether to detect layers that mix the samples of a batch.
 
     Attributes:
-        axes: Those that are in use, in the order in which they transform the module.
-        module: The user's, from the moment at which a Trainer has it.
-        optimizers: The user's, once made.
-        precision: The Trainer's plugin.
-        data_engine: Keeps gradients right over the gradient mesh; from the first ``fit`` on.
+        axes: The axes in use, in the order in which they transform the module.
+        module: The user's module, set as soon as a Trainer holds it.
+        optimizers: The user's optimizers, once created.
+        precision: The Trainer's precision plugin.
+        data_engine: Engine that synchronizes gradients over the gradient mesh; set from the first ``fit`` on.
         loads_after_setup: Whether this run loads checkpoints into the transformed module.
-        sharded_checkpoints: Whether checkpoints hold what each rank has, and nothing whole.
-        sample_batches: First batches of the loaders of this run.
-        batch_counts: Whether the batch of a training step counts on this rank; None in place of an answer where each
-            one does.
-        stopping: Exit status with which all ranks stop because of a signal; None while they go on.
-        value_weights: What weighs the values that the latest training step of a pipeline has logged, by name: a count,
-            or None for a sum.
-        loss_count: What weighs the loss of that step: a count, or None for a sum; NaN where its graph shows it.
-        batches_of_own: In an evaluation of exact shares, the batches that this rank has of each loader.
-        found_once: Where ranks, or runs, that have the same module and the same batches are rehearsed in one process:
-            what one of them has found out about the module, by what it depends on. None where there are no others.
-        is_plan: Whether this is the rank of a plan, which computes, sends and writes nothing.
+        sharded_checkpoints: Whether checkpoints hold each rank's shards, and no full tensors.
+        sample_batches: First batches of this run's loaders.
+        batch_counts: Returns whether the current training batch counts on this rank. The attribute, or its result, is
+            None if every batch counts.
+        stopping: Exit status with which all ranks stop because of a signal; None while they continue.
+        value_weights: Weights of the values logged by the latest training step of a pipeline, by name: a count, or None
+            for a sum.
+        loss_count: Weight of that step's loss: a count, or None for a sum; NaN if the loss graph determines it.
+        batches_of_own: In an evaluation of exact shares, returns the number of batches that this rank has of each
+            loader.
+        found_once: Cache of findings about the module, by what they depend on, shared by ranks or runs with the same
+            module and batches that are simulated in one process. None if there is only one.
+        is_plan: Whether this is a simulated rank of a plan, which computes, sends and writes nothing.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class RunContext:
         self.is_plan = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is bound to process groups: a Trainer may be saved as a whole."""
+        """Return the state without what is bound to process groups: a Trainer may be pickled as a whole."""
         return self.__dict__ | {"data_engine": None, "batches_of_own": None, "batch_counts": None, "found_once": None}
 
     @property
@@ -131,56 +132,59 @@ class RunContext:
 
     @property
     def replicas(self) -> int:
-        """How many shares the training data is divided into, those of other jobs included."""
+        """Number of shares of the training data, those of other jobs included."""
         return self.dims.batch_size * math.prod(axis.data_share[1] for axis in self.axes)
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """This rank's device."""
         return self.distributed.device
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The job's mesh, every axis by name."""
+        """The job's device mesh, with all axes by name."""
         return self.distributed.meshes.all
 
     @property
     def batch_group(self) -> dist.ProcessGroup:
-        """Ranks that see different samples, this one among them."""
+        """Process group of the ranks that see different samples, this one included."""
         return self.distributed.meshes.batch.get_group()
 
     @property
     def gradient_group(self) -> dist.ProcessGroup:
-        """Ranks whose gradients are averaged in every step, this one among them."""
+        """Process group over which gradients are averaged in every step."""
         return self.distributed.meshes.gradients.get_group()
 
     def group_over(self, *axes: str) -> dist.ProcessGroup:
-        """This rank's group over some axes of the mesh together. Collective over the world, the first time."""
+        """Return this rank's process group over several mesh axes. Collective over the world, the first time."""
         return self.distributed.meshes.over(axes)
 
     def update_group(self, scope: Scope, *axes: str) -> dist.ProcessGroup:
-        """Ranks that take an optimizer's steps on whole tensors together. Collective over the world, the first time.
+        """Return the group of ranks that together hold what one optimizer update reads.
+
+        Collective over the world, the first time.
 
         Args:
-            scope: What an element's update depends on: where it is all tensors, the stages of a pipeline take part.
-            *axes: Over which each tensor is sharded, beside the tensor axis and that of experts.
+            scope: What an element's update depends on. If it depends on all tensors (``"joint"``), the group includes
+                the pipeline stages.
+            *axes: Mesh axes over which each tensor is sharded, besides the tensor and expert axes.
         """
         stages = (PIPELINE_AXIS,) if scope == "joint" else ()
         return self.group_over(*stages, *axes, *(EXPERT_AXES if self.expert_ranks > 1 else ()), TENSOR_AXIS)
 
     @property
     def expert_ranks(self) -> int:
-        """Number of ranks that hold the experts of a layer together; 1 if none are apart."""
+        """Number of ranks over which the experts of a layer are distributed; 1 without expert parallelism."""
         return self.dims.size(*EXPERT_AXES) if any(axis.divides_experts for axis in self.axes) else 1
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Ranks that see different samples and average their gradients in every step, this one among them."""
+        """Process group of the ranks that see different samples and average their gradients in every step."""
         return self.distributed.meshes.data.get_group()
 
     @property
     def samples(self) -> Samples:
-        """Batches to plan with.
+        """Sample batches for planning.
 
         Raises:
             RuntimeError: Outside of a Trainer's run.
@@ -191,18 +195,18 @@ class RunContext:
 
     @property
     def loss_group(self) -> dist.ProcessGroup:
-        """Ranks whose losses make up that of the next step, this one among them."""
+        """Process group of the ranks whose losses make up that of the next step."""
         return next((axis.loss_group for axis in self.axes if axis.loss_group is not None), self.data_group)
 
     @property
     def island(self) -> int:
-        """Which of the models that are trained apart this rank works on; 0 if there is one."""
+        """Index of this rank's island among those that train models of their own; 0 if there is only one model."""
         axes = [name for axis in self.axes if axis.diverges for name in axis.mesh_axes]
         return self.mesh[axes[0]].get_local_rank() if axes else 0
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether every rank takes part in each step of the others."""
+        """Whether all ranks take part in every step."""
         return all(axis.in_lockstep for axis in self.axes)
 
     @property
@@ -212,7 +216,7 @@ class RunContext:
 
     @property
     def data_axis(self) -> DataParallelAxis:
-        """The axis that keeps gradients right.
+        """The axis that synchronizes gradients.
 
         Raises:
             RuntimeError: Before axes are chosen.
@@ -224,43 +228,43 @@ class RunContext:
 
     @property
     def boundaries(self) -> Sequence[Sequence[nn.Module]] | None:
-        """Modules that an axis runs one by one, see :attr:`ParallelAxis.boundaries`."""
+        """Modules that an axis runs one at a time, see :attr:`ParallelAxis.boundaries`."""
         return next((axis.boundaries for axis in self.axes if axis.boundaries is not None), None)
 
     @property
     def closed(self) -> list[nn.Module]:
-        """Modules that an axis runs in collectives of its own, see :attr:`ParallelAxis.closed`."""
+        """Modules that an axis runs with its own collectives, see :attr:`ParallelAxis.closed`."""
         return [module for axis in self.axes for module in axis.closed]
 
     @property
     def divided_parameters(self) -> list[str]:
-        """Names of parameters that no other axis splits, see :attr:`ParallelAxis.divided_parameters`."""
+        """Names of parameters that one axis divides itself, see :attr:`ParallelAxis.divided_parameters`."""
         return [name for axis in self.axes for name in axis.divided_parameters]
 
     @property
     def in_one_piece(self) -> list[str]:
-        """Names of modules that no cut goes through, see :attr:`ParallelAxis.in_one_piece`."""
+        """Names of modules that no other axis splits, see :attr:`ParallelAxis.in_one_piece`."""
         return [name for axis in self.axes for name in axis.in_one_piece]
 
     def agree_on_microbatches(self, count: int) -> int:
-        """How many micro-batches a step makes, given how many this rank can make. Collective over some data ranks."""
+        """Return the number of micro-batches of a step, given this rank's maximum. Collective over some data ranks."""
         for axis in self.axes:
             count = axis.agree_on_microbatches(count)
         return count
 
     @property
     def runs_a_step(self) -> int:
-        """How often a training step runs forward and backward of the module."""
+        """Number of forward and backward passes of the module per training step."""
         return max(axis.runs_a_step for axis in self.axes)
 
     def plain(self, tree: Any) -> Any:
-        """Values that a module computed, as ordinary whole tensors. Collective if an axis split any."""
+        """Convert values computed by a module to full plain tensors. Collective if an axis split any."""
         for axis in self.axes:
             tree = axis.plain(tree)
         return tree
 
     def part_of(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """What this rank holds of a tensor, and for :meth:`of_part` how; None if it holds all of it. Not collective."""
+        """Return this rank's part of a tensor, and its split for :meth:`of_part` (None if whole). Not collective."""
         how: list[tuple[str, Any]] = []
         for axis in self.axes:
             if (found := axis.part_of(tensor)) is not None:
@@ -269,7 +273,7 @@ class RunContext:
         return tensor, tuple(how) or None
 
     def of_part(self, part: Tensor, how: Sequence[tuple[str, Any]]) -> Tensor:
-        """The tensor of which this rank holds a part, as :meth:`part_of` said on a rank in the same place.
+        """Rebuild the split tensor from the results of :meth:`part_of` on a rank at the same coordinates of the axes.
 
         Not collective.
         """
@@ -281,12 +285,16 @@ class RunContext:
     def on_plain(
         self, run: Callable[..., T], rows: Rows | None = None, enter: EnterParameters | None = None
     ) -> Callable[..., T]:
-        """``run`` on ordinary tensors, whatever is given to it. Collective if an axis has split any.
+        """Wrap ``run`` so that it computes on plain tensors, even if its arguments are split.
+
+        Calls are collective if an axis has split any.
 
         Args:
             run: A part of a step.
-            rows: What it computes each by itself. If an axis has split them, it runs on those of this rank.
-            enter: Has ``run`` compute with what a function makes of its parameters, where it runs on some rows.
+            rows: Rows of the arguments that ``run`` treats independently. If an axis has split the arguments along
+                rows, ``run`` gets this rank's rows only.
+            enter: Given a function, returns a context in which ``run`` uses that function of its parameters; used when
+                it runs on this rank's rows only.
         """
 
         def call(*args: Any, **kwargs: Any) -> T:
@@ -308,7 +316,10 @@ class RunContext:
         return call
 
     def narrower_groups(self, module: nn.Module) -> dict[nn.Parameter, dist.ProcessGroup]:
-        """Parameters whose gradients are summed over fewer ranks than the gradient mesh, and over which."""
+        """Return the groups of parameters whose gradients are summed over other ranks than the gradient mesh.
+
+        See :meth:`ParallelAxis.gradient_group`.
+        """
         return {
             param: group
             for param in module.parameters()
@@ -317,18 +328,18 @@ class RunContext:
         }
 
     def agree_on_counts(self, counts: Tensor) -> Tensor:
-        """What a batch's losses count, of what each rank has seen that works on it. Collective over those ranks."""
+        """Combine the loss counts of the ranks that work on parts of one batch. Collective over those ranks."""
         for axis in self.axes:
             counts = axis.agree_on_counts(counts)
         return counts
 
     def before_collective(self) -> None:
-        """Called right before a collective that steps and hooks may lead to, on every rank that takes part."""
+        """Prepare all axes for a collective that steps or hooks may start; call it on every rank that takes part."""
         for axis in self.axes:
             axis.before_collective()
 
     def broadcast(self, value: T) -> T:
-        """The first rank's object, on every rank that begins a run with it. Collective over these."""
+        """Broadcast the first rank's object to every rank that begins the run with it. Collective over those ranks."""
         if not dist.is_initialized():
             return value
         self.before_collective()
@@ -336,28 +347,28 @@ class RunContext:
 
 
 class ParallelAxis:
-    """One kind of parallelism under a strategy. Every hook does nothing by default.
+    """Base class of one kind of parallelism in a strategy. All hooks do nothing by default.
 
-    The strategy holds its axes in the order of :attr:`order`, in which they transform the module. A step runs inside
-    the last of them, inside that the one before, and so on. What is loaded is taken apart from the last model axis to
-    the first, then by the data axis; what is saved is put together from where each axis says it is.
+    The strategy sorts its axes by :attr:`order` and lets them transform the module in that order. :meth:`run_step`
+    calls are nested with the last axis outermost. Loaded state is split by the model axes from last to first, then by
+    the data axis; saved state is assembled from the parts that each axis holds.
 
     Attributes:
-        name: Under which a checkpoint keeps the axis' own state.
-        mesh_axes: Axes of the device mesh that it uses; it is in use where one of them has more than one rank.
-        order: When it transforms the module, from the inside of layers outwards.
+        name: Key of the axis' own state in a checkpoint.
+        mesh_axes: Device mesh axes that it uses; the axis is in use if one of them has more than one rank.
+        order: Position in the order of transforms, from the inside of layers outwards.
         splits_module: Whether its ranks hold different parts of the module.
-        divides_experts: Whether these are experts.
-        splits_batch: Whether it takes the batches of one process apart, whose loaders and order are kept.
-        creates_values: Whether a module built on ``meta`` gets its values from it.
-        diverges: Whether its ranks train models of their own between two meetings, so that a checkpoint keeps the
+        divides_experts: Whether the parts are experts.
+        splits_batch: Whether it splits the batches of one process, whose loaders and sample order are kept.
+        creates_values: Whether it initializes the values of a module built on ``meta``.
+        diverges: Whether its ranks train different models between two synchronizations, so that a checkpoint keeps the
             optimizers of each.
-        in_lockstep: Whether every rank takes part in each step of the others, so that they are never far apart.
-        ranks_apart: How many of the job's last ranks do not train: worlds of their own, which :meth:`serve`.
-        workers_apart: Whether each rank that trains is a world of its own.
-        calls_may_differ: Whether ranks may call layers in their own order between start and end of an evaluation.
-        calls_communicate: Whether calls of layers talk to other ranks by themselves.
-        context: The run, shared with the other axes.
+        in_lockstep: Whether all ranks take part in every step, so that none gets far ahead of the others.
+        ranks_apart: Number of the job's last ranks that do not train but run :meth:`serve`, each its own world.
+        workers_apart: Whether each training rank is its own world.
+        calls_may_differ: Whether ranks may call layers in different orders during an evaluation.
+        calls_communicate: Whether layer calls run communication.
+        context: Run state shared with the other axes.
     """
 
     name: ClassVar[str]
@@ -374,43 +385,43 @@ class ParallelAxis:
     calls_may_differ: ClassVar[bool] = True
     calls_communicate: ClassVar[bool] = False
     context: RunContext
-    #: Whether the module came without values to this run.
+    #: Whether the module was on ``meta`` at the start of this run.
     _built_on_meta = False
 
     def bind(self, context: RunContext) -> None:
-        """Become part of a strategy. Called once, when the strategy is made."""
+        """Attach the axis to a strategy's context. Called once, when the strategy is created."""
         self.context = context
 
     def degrees(self, num_nodes: int, ranks_per_node: int) -> dict[str, Degree]:
-        """Sizes of the axis' mesh axes, for :meth:`~lightning_pardist.mesh.ParallelDims.resolve`.
+        """Return the sizes of the axis' mesh axes, for :meth:`~lightning_pardist.mesh.ParallelDims.resolve`.
 
         Args:
-            num_nodes: Hosts of the job.
-            ranks_per_node: Ranks that the Trainer starts on each of them.
+            num_nodes: Number of hosts of the job.
+            ranks_per_node: Number of ranks that the Trainer starts on each host.
         """
         return {}
 
     @property
     def data_share(self) -> tuple[int, int]:
-        """Which share of the training data is this job's, and how many there are where other jobs have the others."""
+        """Index of this job's share of the training data, and the number of shares over all jobs."""
         return 0, 1
 
     def is_used(self, dims: ParallelDims) -> bool:
-        """Whether the axis has anything to do under these degrees."""
+        """Return whether the axis is in use under these degrees of parallelism."""
         return dims.size(*self.mesh_axes) > 1
 
     def check(self, trainer: pl.Trainer) -> None:
-        """Refuse what cannot be right, before the module is changed. Not collective.
+        """Check settings, module and callbacks before the module is changed. Not collective.
 
         Raises:
-            ValueError: With what was set, what was found and the fix.
+            ValueError: If a combination is unsupported; names the setting, what was found and the fix.
         """
 
     def why_not_compiled(self, whole_step: bool) -> str:
-        """Why modules cannot be compiled under this axis, as the end of a sentence; empty if they can.
+        """Return why modules cannot be compiled under this axis, as the end of a sentence; empty if they can.
 
         Args:
-            whole_step: Whether all of a step is to be compiled, and not blocks one by one.
+            whole_step: Whether the whole step is to be compiled, not each block.
         """
         return ""
 
@@ -418,87 +429,87 @@ class ParallelAxis:
 
     @property
     def loads_after_setup(self) -> bool:
-        """Whether the module has nowhere to load a checkpoint to before :meth:`transform`."""
+        """Whether a checkpoint cannot be loaded before :meth:`transform`, since the module is on ``meta``."""
         module = self.context.module
         return self.creates_values and module is not None and on_meta(module)
 
     def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Give values to a module built on ``meta``, as far as this rank needs them. Collective over the world.
+        """Initialize the parts of a ``meta`` module that this rank needs. Collective over the world.
 
         The module has its final dtype; nothing has been moved or transformed yet.
         """
 
     def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Look at the module while it is plain and whole, before any axis transforms it. Collective over the world."""
+        """Analyze the module before any axis transforms it. Collective over the world."""
 
     def transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Change the module in place to what this axis runs. Collective over the world."""
+        """Transform the module in place for this axis. Collective over the world."""
 
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
-        """Optimizers were made from the transformed module; the engine of the data axis does not exist yet.
+        """Called after optimizers are created from the transformed module, before the data axis creates its engine.
 
         Collective over the world.
         """
 
     def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Every axis has transformed the module, and optimizers exist if there are any. Collective over the world."""
+        """Called after all axes have transformed the module and optimizers exist, if any. Collective over the world."""
 
     @property
     def boundaries(self) -> Sequence[Sequence[nn.Module]] | None:
-        """Modules that this axis runs one by one, by their ``forward``; None if steps run as they were written.
+        """Modules that this axis calls one at a time through their ``forward``; None if steps run as written.
 
-        Stage by stage, in the order in which they are called.
+        Grouped by stage, in call order.
         """
         return None
 
     @property
     def closed(self) -> Sequence[nn.Module]:
-        """Modules that this axis runs in collectives of its own, inside of which no other axis is to communicate."""
+        """Modules that this axis runs with its own collectives; no other axis may communicate inside them."""
         return ()
 
     @property
     def divided_parameters(self) -> Sequence[str]:
-        """Names of parameters that this axis is going to divide itself, once the module has been observed.
+        """Names of parameters that this axis divides itself; known after :meth:`observe`.
 
-        Axes that split layers leave them whole, and plain.
+        Axes that split layers leave them as full plain tensors.
         """
         return ()
 
     @property
     def in_one_piece(self) -> Sequence[str]:
-        """Names of modules whose ranks of this axis run each call together, once the module has been observed.
+        """Names of modules whose every call is collective over this axis; known after :meth:`observe`.
 
-        No other axis cuts them, and ranks call them in one order as often as each other.
+        No other axis splits them. All ranks call them in the same order and equally often.
         """
         return ()
 
     def agree_on_microbatches(self, count: int) -> int:
-        """How many micro-batches a step makes on all ranks that run modules together. Collective over these.
+        """Return the number of micro-batches of a step on all ranks that run modules together. Collective over them.
 
         Args:
-            count: How many this rank can make; no more than that.
+            count: Maximum on this rank; the result is not larger.
         """
         return count
 
     @property
     def kept_on_host(self) -> Sequence[str]:
-        """What rests in the host's memory where a device computes: of parameters, gradients and optimizer."""
+        """What is kept in host memory while the device computes, out of parameters, gradients and optimizer."""
         return ()
 
     @property
     def resident_state_bytes(self) -> int | None:
-        """Bytes of optimizer state in memory at a time where it is kept in files; None where it is not."""
+        """Bytes of file-backed optimizer state resident in memory at a time; None if state is not kept in files."""
         return None
 
     @property
     def runs_a_step(self) -> int:
-        """How often a training step runs forward and backward of the module."""
+        """Number of forward and backward passes of the module per training step."""
         return 1
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[None]:
-        """Around a step and everything that other axes do to run it."""
+        """Return a context around a step, including what the other axes do to run it."""
         return nullcontext()
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -506,65 +517,66 @@ class ParallelAxis:
         return step(*args, **kwargs)
 
     def plain(self, tree: Any) -> Any:
-        """Values of a step with ordinary, whole tensors in place of this axis's. Collective if there are any."""
+        """Convert this axis's split tensors in a step's values to full plain tensors. Collective if there are any."""
         return tree
 
     def backward(self, run: Callable[[], None]) -> None:
-        """Run backward from a step's loss."""
+        """Run the backward pass of a step's loss."""
         run()
 
     def start_training(self) -> None:
-        """The first step comes next, and everything has been loaded. Not collective."""
+        """Called before the first step, after everything has been loaded. Not collective."""
 
     def end_training(self) -> None:
-        """The Trainer's loop has come to its end, before anything is synchronized. Collective over the world."""
+        """Called when the Trainer's loop has ended, before :meth:`synchronize`. Collective over the world."""
 
     def serve(self) -> dict[str, Any] | None:
-        """In the place of training on a rank that is set apart: return when the others have trained. Not collective.
+        """Run instead of training on the last :attr:`ranks_apart` ranks, until the others have trained. Not collective.
 
         Returns:
-            What they have left behind, of :func:`~lightning_pardist.trainer.ranks_apart.outcome_of`.
+            The outcome of their training, from :func:`~lightning_pardist.trainer.ranks_apart.outcome_of`.
         """
         return None
 
     @property
     def loss_group(self) -> dist.ProcessGroup | None:
-        """Ranks whose losses make up that of a step, if others than those of the gradient mesh."""
+        """Process group of the ranks whose losses make up that of a step; None for the default, the data group."""
         return None
 
     def gradients_reduced(self) -> None:
-        """Gradients of a step are those of the gradient mesh, and clipping is next; may be called again before a step.
+        """Called after gradients are reduced over the gradient mesh, before clipping; possibly again before a step.
 
-        Collective where the axis has more to do.
+        Collective if the axis reduces them further.
         """
 
     def synchronize(self, *, evaluation: bool = False) -> None:
-        """Validation or a test (``evaluation``) or a checkpoint comes next, or training has ended.
+        """Called before validation or a test (``evaluation``), before a checkpoint, and after training.
 
         Collective over the world.
         """
 
     def show_state(self) -> None:
-        """The state of optimizers is about to be read. Collective over the world where they do not have it."""
+        """Called before optimizer state is read. Collective over the world if this rank's optimizers do not hold it."""
 
     def around_backward(self) -> AbstractContextManager[None]:
-        """Around a backward pass, and what the engine of the data axis does for it. Not collective."""
+        """Return a context around a backward pass and the data engine's work for it. Not collective."""
         return nullcontext()
 
     def agree_on_counts(self, counts: Tensor) -> Tensor:
-        """What a batch's losses count, where this rank has seen a part of them. Collective over this axis."""
+        """Combine a batch's loss counts if each rank has computed on a part of it. Collective over this axis."""
         return counts
 
     def part_of(self, tensor: Tensor) -> tuple[Tensor, Any] | None:
-        """What this rank holds of a tensor that this axis has split, and how; None if it has nothing to do with it.
+        """Return this rank's part of a tensor that this axis has split, and the split; None if not one of its tensors.
 
         Returns:
-            An ordinary tensor, and what :meth:`of_part` needs, which can be sent; None where the tensor is whole.
+            A plain tensor, and the split that :meth:`of_part` needs (picklable); the split is None if the tensor is
+            whole.
         """
         return None
 
     def of_part(self, part: Tensor, split: Any) -> Tensor:
-        """The opposite of :meth:`part_of`, for what was split so by a rank in the same place on this axis.
+        """Rebuild a split tensor from the result of :meth:`part_of` on a rank at the same coordinate of this axis.
 
         Raises:
             TypeError: If the axis splits no tensors.
@@ -572,13 +584,13 @@ class ParallelAxis:
         raise TypeError(f"The {self.name} axis has been given a part of a tensor, and splits none.")
 
     def on_wholes(self) -> AbstractContextManager[None]:
-        """Around a part of a step that another axis runs on ordinary tensors: this one splits none inside."""
+        """Return a context for code that another axis runs on plain tensors: this axis splits none inside."""
         return nullcontext()
 
     def take_rows(self, given: Arguments, rows: Rows) -> TakenRows | None:
-        """This rank's rows of arguments, if the axis has split these along rows.
+        """Return this rank's rows of the arguments, if the axis has split them along rows.
 
-        Collective where arguments are split in several ways.
+        Collective if arguments are split in several ways.
 
         Returns:
             None if they are not split, or not along rows.
@@ -586,123 +598,128 @@ class ParallelAxis:
         return None
 
     def start_evaluation(self) -> None:
-        """Validation, test or predict begins on this rank. Not collective: a rank without samples skips predict."""
+        """Called when validation, test or predict begins. Not collective: a rank without samples skips predict."""
 
     def end_evaluation(self) -> None:
-        """Every batch of this rank has been evaluated, and the epoch's hooks have run."""
+        """Called after this rank has evaluated all its batches and run the epoch's hooks."""
 
     def settle_set_parameters(self) -> list[str]:
-        """Take the first rank's values of parameters held in parts that a training step has set differently on ranks.
+        """Restore consistency of sharded parameters that a training step has set to different values on ranks.
 
-        After the first training step of a run, where the step's parameters are watched. Collective over gradient ranks.
+        The first rank's values are taken. Called after the first training step of a run, if the step's parameters are
+        watched. Collective over gradient ranks.
 
         Returns:
-            Their names.
+            Names of these parameters.
         """
         return []
 
     def before_collective(self) -> None:
-        """Called right before a collective that steps and hooks may lead to, on every rank that takes part."""
+        """Called right before a collective that steps or hooks may start, on every rank that takes part."""
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """One of the user's optimizers has stepped. Collective where the axis communicates between steps."""
+        """Called after one of the user's optimizers has stepped. Collective if the axis communicates between steps."""
 
     def gradient_group(self, param: nn.Parameter) -> dist.ProcessGroup | None:
-        """Ranks that hold this parameter, if not all of the gradient mesh do: its gradients are summed over them.
+        """Return the group over which this parameter's gradient is summed; None for the gradient mesh.
 
-        Tensor ranks with copies are among them. Sums are divided as all others are, by the size of the gradient mesh,
-        and by the number of copies. A data axis that shards parameters leaves these to this axis, which shards and sums
-        them itself.
+        It holds the ranks with this parameter, if these are not all of the gradient mesh, including tensor ranks with
+        copies. Sums are divided by the size of the gradient mesh, as all others are, and by the number of copies. A
+        data axis that shards parameters leaves these to this axis, which shards and reduces them itself.
         """
         return None
 
     def copied_parameters(self) -> list[str]:
-        """Parameters of which several ranks of this axis have a copy, updated by each: alike if gradients are.
+        """Return names of parameters replicated on several ranks of this axis, which update their copies separately.
 
-        Once the module is transformed; the same names on all ranks of the axis.
+        The copies stay equal as long as their gradients are equal. Available after :meth:`transform`; the same names
+        on all ranks of the axis.
         """
         return []
 
     # --- the gradient norm --------------------------------------------------------------------------------------
 
     def counts(self, param: nn.Parameter) -> bool:
-        """Whether this rank counts a parameter's gradient: of what several ranks of this axis hold alike, one does."""
+        """Return whether this rank counts a parameter's gradient in the norm; of several replicas, only one does."""
         return True
 
     def reduce_over_axis(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Combine a tensor in place over this axis's axis, the data axis excepted. Collective over it."""
+        """Reduce a tensor in place over this axis's ranks; a no-op for data axes. Collective over this axis."""
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def own_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict without the values that other ranks of this axis answer for. Not collective.
+        """Return a state dict without the values that other ranks of this axis save. Not collective.
 
         Returns:
-            Their tensors on ``meta``, and no other values of theirs; what is split over ranks as ``DTensor``s.
+            The state dict with the other ranks' tensors on ``meta`` and without their other values. Tensors sharded
+            over ranks are ``DTensor``s.
         """
         return state
 
     def local_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The part of a state dict of one process that this rank's module takes. Not collective."""
+        """Return this rank's part of a full state dict, to load into its module. Not collective."""
         return state
 
     def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """As :meth:`local_module_state`, for an optimizer's state dict. Not collective."""
+        """Return this rank's part of an optimizer's full state dict. Not collective."""
         return state
 
     def whole_values(self, tree: Any) -> Any:
-        """What callbacks add to a checkpoint, with ordinary tensors in place of this axis's. Collective if any are."""
+        """Convert this axis's tensors in callbacks' checkpoint entries to full plain tensors. Collective if any are."""
         return tree
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank's axis goes on from, beside module and optimizers; empty if nothing. Not collective.
+        """Return this rank's axis state to resume from, besides module and optimizers; empty if none. Not collective.
 
-        Every rank's is saved in a checkpoint under :attr:`name`. Plain values and tensors, so that it loads with
-        ``weights_only=True``.
+        A checkpoint keeps it for every rank under :attr:`name`. It holds plain values and tensors only, so that it
+        loads with ``weights_only=True``.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a rank that saw this rank's samples. Not collective.
+        """Resume from the state of the rank that saw this rank's samples. Not collective.
 
-        It is called only where as many ranks see different samples as when the state was saved.
+        Called only if the number of ranks that see different samples is the one at the time of saving.
         """
 
     def saved_loops(self, loops: dict[str, Any]) -> None:
-        """Change in place what a checkpoint keeps of the Trainer's loops, where others would not understand it.
+        """Edit in place the saved state of the Trainer's loops, if it would not be valid on other ranks.
 
         Not collective.
         """
 
     def shards(self) -> dict[str, Shards]:
-        """What a checkpoint keeps of an axis that :attr:`diverges`, beside module and optimizers. Not collective.
+        """Return what a checkpoint keeps of an axis that :attr:`diverges`, besides module and optimizers.
+
+        Not collective.
 
         Returns:
-            By key, this rank's boxes of its tensors.
+            This rank's boxes of the axis' tensors, by key.
         """
         return {}
 
     def load_shards(self, saved: Callable[[str], Tensor | None]) -> None:
-        """Go on from what :meth:`shards` gave, after module and optimizers have been loaded. Not collective.
+        """Restore the tensors of :meth:`shards`, after module and optimizers have been loaded. Not collective.
 
         Args:
-            saved: The whole tensor with a key; None if the checkpoint has none.
+            saved: Returns the full tensor of a key; None if the checkpoint has none.
         """
 
-    # --- for people, and the end --------------------------------------------------------------------------------
+    # --- description and teardown -------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """What is split over what, in lines for the log; empty if there is nothing to say."""
+        """Return a description of the split for the log, one or more lines; may be empty."""
         return ""
 
     def release(self) -> None:
-        """Take back what :meth:`ready` did, before any axis is torn down. Not collective."""
+        """Undo :meth:`ready`, before any axis is torn down. Not collective."""
 
     def teardown(self) -> None:
-        """The run has ended, well or not. Not collective, unless :meth:`ended_well`."""
+        """Called at the end of the run, successful or not. Not collective, unless :meth:`ended_well`."""
 
     def ended_well(self) -> bool:
-        """Whether the run came to its end on every rank, so that they may still talk to each other."""
+        """Return whether the run was not interrupted, so that collectives are still possible."""
         module = self.context.module
         if module is None or trainer_of(module) is None:
             return False
@@ -710,32 +727,32 @@ class ParallelAxis:
 
 
 class DataParallelAxis(ParallelAxis):
-    """The axis over which gradients are averaged in every step; every strategy has one."""
+    """Axis over which gradients are averaged in every step; every strategy has one."""
 
     mesh_axes = ("data_replicate", "data_shard")
     order = 40
 
     @override
     def is_used(self, dims: ParallelDims) -> bool:
-        """Always: it keeps gradients, whatever number of ranks there is."""
+        """Return True: the axis synchronizes gradients for any number of ranks."""
         return True
 
     @property
     def broadcasts(self) -> bool:
-        """Whether :meth:`transform` gives every rank the first rank's values by itself."""
+        """Whether :meth:`transform` itself broadcasts the first rank's parameter values."""
         return False
 
     @property
     def steps_on_parts(self) -> bool:
-        """Whether the engine sees to it that optimizers step on what this rank holds of each parameter."""
+        """Whether the engine makes optimizers step on this rank's part of each parameter."""
         return False
 
     def convert_precision(self, module: pl.LightningModule) -> None:
-        """Bring the module to the dtype that ``Trainer(precision=...)`` stands for. Not collective."""
+        """Convert the module to the dtype of ``Trainer(precision=...)``. Not collective."""
         self.context.precision.convert_module(module)
 
     def to_device(self, module: nn.Module) -> None:
-        """Move the module to this rank's device; what other ranks alone have created stays on ``meta``."""
+        """Move the module to this rank's device; tensors that only other ranks hold stay on ``meta``."""
         device = self.context.device
         if not self.context.loads_after_setup:
             module.to(device)
@@ -745,15 +762,15 @@ class DataParallelAxis(ParallelAxis):
 
     @abstractmethod
     def make_engine(self, module: nn.Module, optimizers: list[Optimizer]) -> DataEngine:
-        """The engine that keeps gradients right over the data axis. Collective over the data axis."""
+        """Create the engine that synchronizes gradients over the data axis. Collective over the data axis."""
 
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's state dict to that of one process, whole at least on the first rank. Collective.
+        """Assemble the full state dict, at least on the first rank, from this rank's. Collective.
 
-        Called where no axis splits the module.
+        Called if no axis splits the module.
         """
         return state
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Load what :meth:`local_module_state` left of a state dict. Not collective."""
+        """Load this rank's part of a state dict, from :meth:`local_module_state`. Not collective."""
         module.load_state_dict(state, strict=strict)

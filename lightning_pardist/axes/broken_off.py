@@ -1,4 +1,4 @@
-"""What is done with a module in parts when a run is broken off."""
+"""Moving a module to the CPU after an interrupted run, if other ranks hold parts of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_pardist.compat.modules import own_buffers, own_parameters
 
 
 def hold_to_host(module: nn.Module) -> None:
-    """Let ``module.cpu()``, which Lightning calls next, leave out what other ranks hold: it has no values to move."""
+    """Make the next ``module.cpu()``, called by Lightning, skip ``meta`` tensors, whose values other ranks hold."""
     module.__dict__["cpu"] = partial(_held_to_host, module)
 
 

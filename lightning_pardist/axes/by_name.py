@@ -1,4 +1,4 @@
-"""Builds the data axis from its name, for strategies with several axes."""
+"""Construction of the data axis from its name, for strategies with several axes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ DataParallel = Literal["ddp", "zero1", "zero2", "zero3"]
 
 
 def data_parallel_axis(data_parallel: DataParallel, **settings: Any) -> DataParallelAxis:
-    """Build the data axis that a name stands for.
+    """Build the data axis of the given name.
 
     Args:
         data_parallel: ``"ddp"`` replicates, ``"zero1"`` shards optimizer state, ``"zero2"`` gradients as well,
             ``"zero3"`` parameters as well.
-        **settings: Those of :class:`~lightning_pardist.DDPStrategy`, :class:`~lightning_pardist.ZeroStrategy` or
-            :class:`~lightning_pardist.FSDPStrategy`.
+        **settings: Settings of :class:`~lightning_pardist.DDPStrategy`, :class:`~lightning_pardist.ZeroStrategy` or
+            :class:`~lightning_pardist.FSDPStrategy`, depending on the name.
 
     Raises:
-        ValueError: If the name is unknown or a setting is not one of the strategy it stands for.
+        ValueError: If the name is unknown, or the data axis has no such setting.
     """
     one_of("data_parallel", data_parallel, get_args(DataParallel))
     try:

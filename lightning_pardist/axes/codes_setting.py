@@ -1,4 +1,4 @@
-"""How parameters and gradients travel between ranks that shard them: settings ``gather``, ``reduce``."""
+"""Settings ``gather`` and ``reduce``: compressed communication of sharded parameters and gradients."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from lightning_pardist.settings import one_of
 
 
 class CodesSetting:
-    """Traffic in few bits, as set.
+    """Settings of low-bit communication between ranks that shard parameters or gradients.
 
     Args:
-        gather: Codes that parameters travel as; numbers as they are if None.
-        reduce: Codes that gradients travel as.
-        error_feedback: Whether what codes leave behind of gradients is added to the next ones; it is if None.
+        gather: Compressed format in which parameters are gathered; None for no compression.
+        reduce: Compressed format in which gradients are reduced; None for no compression.
+        error_feedback: Whether the compression error of gradients is added to the next gradients. None enables it
+            if ``reduce`` is set.
 
     Raises:
-        ValueError: If there are no such codes, or errors of none are to be fed back.
+        ValueError: If the format is unknown, or ``error_feedback`` is set without ``reduce``.
     """
 
     def __init__(self, gather: Compression | None, reduce: Compression | None, error_feedback: bool | None) -> None:
@@ -36,10 +37,11 @@ class CodesSetting:
         self.error_feedback = reduce is not None and error_feedback is not False
 
     def check(self, context: RunContext) -> None:
-        """Refuse what gradients in codes cannot be combined with. Not collective.
+        """Check that compression fits the precision and the other axes. Not collective.
 
         Raises:
-            ValueError: If a gradient scaler is in use, or a tensor axis.
+            ValueError: If error feedback is combined with a gradient scaler, or a tensor axis with compression whose
+                rounding differs between tensor ranks.
         """
         travels = context.dims.size(*GRADIENT_AXES) > 1
         if travels and (rounded := self._rounded_by_place) and (size := context.dims.tensor_parallel) > 1:
@@ -55,10 +57,12 @@ class CodesSetting:
             )
 
     def check_copies(self, context: RunContext) -> None:
-        """Refuse parameters that several stages of a pipeline hold. Before the engine is made; not collective.
+        """Refuse parameters held by several pipeline stages, if compression rounds differently on each stage.
+
+        Called before the engine is created. Not collective.
 
         Raises:
-            ValueError: On every rank, if there are any.
+            ValueError: On every rank, if there are such parameters.
         """
         travels = context.dims.size(*GRADIENT_AXES) > 1
         names = [name for axis in context.axes for name in axis.copied_parameters()] if travels else []
@@ -71,16 +75,17 @@ class CodesSetting:
 
     @property
     def _rounded_by_place(self) -> str:
-        """The setting by which what is left of a number depends on others, or on which rank owns it; empty if none.
+        """The setting whose rounding of an element depends on its neighbours or its owner rank; empty if none.
 
-        Halves round each number by itself. Of gradients the owner's own are not rounded, whatever the codes.
+        Half-precision formats round each element independently. For ``reduce`` of any format, the owner rank's own
+        gradients are not rounded.
         """
         if self.reduce is not None:
             return f"reduce={self.reduce!r}"
         return "" if self.gather in (None, "bf16") else f"gather={self.gather!r}"
 
     def describe(self) -> str:
-        """What travels how, in a line for the log; empty if nothing is sent in codes."""
+        """Return a line for the log about what is sent compressed; empty if nothing is."""
         sent = []
         if self.gather is not None:
             sent.append(f"parameters are sent as {self.gather}, and updated in full precision by their owners")

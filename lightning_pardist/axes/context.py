@@ -1,4 +1,4 @@
-"""Context-parallel axis: the sequence of each batch split over ranks that hold the same parameters."""
+"""Context-parallel axis: sequences sharded over ranks that hold the same parameters."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ ContextParallelSize = int | Literal["auto"]
 
 
 class ContextAxis(SharedBatchAxis):
-    """Splits activations along the sequence over context ranks.
+    """Shards activations along the sequence dim over context ranks.
 
     The arguments are those of :class:`~lightning_pardist.ContextParallelStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during a run, if other axes split the module, or the first step has
-            nothing to split.
+        ValueError: If a setting is out of range; during a run, if the first step has no sequence to split.
     """
 
     name = "context"
@@ -47,7 +46,7 @@ class ContextAxis(SharedBatchAxis):
             )
         self.context_parallel_size = context_parallel_size
         self.sequence_dim = sequence_dim
-        #: What the first step has split: on this rank, and once all have said so.
+        #: Summary of what the first step has split: on this rank, and over all pipeline stages once gathered.
         self._seen = self._told = ""
 
     @override
@@ -65,7 +64,7 @@ class ContextAxis(SharedBatchAxis):
         self.runtime = runtime = ContextRuntime(mesh, sequence_dim=self.sequence_dim)
         for axis in self.context.axes:
             if isinstance(axis, SharedBatchAxis) and axis is not self and axis.runtime is not None:
-                # Tensor ranks take a tensor apart first.
+                # The tensor axis splits tensors first.
                 axis.runtime.nest()
                 runtime.nest()
         self._wrap_reports(module)
@@ -75,7 +74,7 @@ class ContextAxis(SharedBatchAxis):
         runtime = self.runtime
         if not isinstance(runtime, ContextRuntime):
             return nullcontext()
-        # Tensor ranks take parameters apart by the same means, and go on doing so.
+        # Inside a step, suspend only this axis' splitting: the tensor axis uses the same mechanism for parameters.
         return runtime.suspended() if runtime.is_inside else below_torch_functions()
 
     @override
@@ -94,27 +93,27 @@ class ContextAxis(SharedBatchAxis):
         try:
             return super().run_step(step, *args, **kwargs)
         finally:
-            # A stage of a pipeline leaves its run by an exception.
+            # In `finally`, since a pipeline stage leaves its run by an exception.
             if module is not None and module.trainer.training and not self._told:
                 self._seen = runtime.summary() or self._seen
 
     @override
     def gradients_reduced(self) -> None:
         if isinstance(self.runtime, ContextRuntime) and not self._told:
-            # A step that runs backward by itself has not ended yet.
+            # With manual optimization the step has not returned yet.
             self._seen = self._seen or self.runtime.summary()
             self._tell(self.runtime.group.size)
 
     @override
     def agree_on_counts(self, counts: Tensor) -> Tensor:
-        # A rank whose part of a mask is empty takes a count of one for that of nothing.
+        # MAX: a rank whose part of a mask is empty may take a count of one for a clamped count of zero.
         return counts if self.runtime is None else self.runtime.group.all_reduce_(counts, dist.ReduceOp.MAX)
 
     def _tell(self, size: int) -> None:
-        """Say what the first step has split. Collective over the pipeline.
+        """Log what the first step has split. Collective over the pipeline.
 
         Raises:
-            ValueError: If there was nothing on any stage.
+            ValueError: If no stage has split a sequence.
         """
         seen, stages = [self._seen], self.context.dims.pipeline_parallel
         if stages > 1:
@@ -132,7 +131,7 @@ class ContextAxis(SharedBatchAxis):
         )
         rank_zero_info(self._told)
 
-    # --- for people, and the end --------------------------------------------------------------------------------
+    # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""DDP axis: whole parameters on every rank, averaged gradients."""
+"""DDP axis: replicated parameters, all-reduced gradients."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class DDPAxis(DataParallelAxis):
     """Averages gradients in buckets, overlapped with backward.
 
     Args:
-        bucket_size_mb: Gradients are sent in buckets of this many MiB.
+        bucket_size_mb: Size of a gradient bucket in MiB.
         gradient_compression: ``"bf16"``, ``"fp16"``, ``"powersgd"`` or a :class:`~lightning_pardist.PowerSGD`.
-        overlap: Whether gradients are sent while backward runs.
+        overlap: Whether gradients are reduced while backward runs.
 
     Raises:
         ValueError: If a setting is out of range.
@@ -66,7 +66,7 @@ class DDPAxis(DataParallelAxis):
         narrower = self.context.narrower_groups(module)
         transport: Transport = AllReduce(group, narrower)
         if self.gradient_compression is not None:
-            # The two steps of a plan stand for all that come later.
+            # A plan simulates two steps only, which represent all later ones: compression must not start later.
             hook = compression_hook(self.gradient_compression, group=group, from_start=self.context.is_plan)
             transport = HookedAllReduce(group, *hook)
         bucket_groups = {
@@ -82,6 +82,7 @@ class DDPAxis(DataParallelAxis):
             bucket_size_mb=self.bucket_size_mb,
             first_bucket_size_mb=min(1.0, self.bucket_size_mb),
             overlap=self.overlap,
-            # Ranks of a group agree on an order, and tensor ranks, which are of several, share buckets of experts.
+            # The bucket order is synchronized within one group only, but expert buckets span tensor ranks, which
+            # belong to several groups.
             reorder=not narrower or self.context.dims.tensor_parallel == 1,
         )

@@ -1,4 +1,4 @@
-"""Expert-parallel axis: experts of each layer on ranks of their own, which see different samples."""
+"""Expert-parallel axis: the experts of each layer distributed over ranks that see different samples."""
 
 from __future__ import annotations
 
@@ -55,18 +55,19 @@ from lightning_pardist.settings import one_of
 from lightning_pardist.trainer import trial_run
 from lightning_pardist.trainer.sample_batches import NoSampleError
 
-#: Where a plan's candidates keep that there are none.
+#: Key in ``RunContext.found_once`` under which candidates of a plan cache that there are no expert layers.
 _NO_LAYERS = "no layers of experts"
 ExpertParallelSize = int | Literal["auto"]
 
 
 class ExpertAxis(ParallelAxis):
-    """Holds experts apart, and lets their tokens travel.
+    """Distributes experts over ranks and exchanges tokens between them.
 
     The arguments are those of :class:`~lightning_pardist.ExpertParallelStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during a run, if no experts are found, or they do not divide.
+        ValueError: If a setting is out of range; during a run, if no experts are found, or their number is not
+            divisible by the number of ranks.
     """
 
     name = "expert"
@@ -98,11 +99,11 @@ class ExpertAxis(ParallelAxis):
         self.runtime: ExpertRuntime | None = None
         self.held: HeldExperts | None = None
         self._gradient_group: dist.ProcessGroup | None = None
-        #: Ranks that together run each layer, whatever stage it is in, on all samples.
+        #: Gradient and pipeline ranks, which together run every layer of any stage on all samples.
         self._load_group: dist.ProcessGroup | None = None
-        #: Of the module while it is whole: layers, and what travels in each.
+        #: Expert layers of the module before it is transformed, and what each of them exchanges.
         self._planned: tuple[list[ExpertLayer], list[Choice]] = [], []
-        #: Experts that every rank has whole.
+        #: Expert layers that stay replicated on every rank.
         self._left: list[ExpertLayer] = []
 
     @override
@@ -111,7 +112,7 @@ class ExpertAxis(ParallelAxis):
 
     @override
     def is_used(self, dims: ParallelDims) -> bool:
-        # Context ranks alone may hold them.
+        # Experts may be distributed over context ranks alone.
         return self.expert_parallel_size != 1 and dims.size(*EXPERT_AXES) > 1
 
     @override
@@ -163,7 +164,7 @@ class ExpertAxis(ParallelAxis):
             " pardist_zero2, or leave the callback out.",
         )
         if self.held is not None:
-            # Left by a run that failed on every rank: this one starts from whole parameters.
+            # Experts are still distributed after a run that failed on every rank: this run starts from full parameters.
             self._become_whole()
 
     # --- the module ---------------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class ExpertAxis(ParallelAxis):
         )
 
     def _sharding(self) -> ExpertSharding | None:
-        """How ranks that share experts hold them; None where the data axis keeps parameters whole."""
+        """Return how experts are sharded over the ranks that hold the same ones; None without FSDP."""
         data, mesh = self.context.data_axis, self.context.mesh
         if not isinstance(data, FSDPAxis):
             return None
@@ -249,10 +250,10 @@ class ExpertAxis(ParallelAxis):
     def find_plan(
         self, trainer: pl.Trainer, module: pl.LightningModule, *, size: int
     ) -> tuple[list[ExpertLayer], list[Choice]]:
-        """Find experts, and what is to travel, by a trial of the user's step. Collective over the world.
+        """Find expert layers and choose what each exchanges, by a trial of the user's step. Collective over the world.
 
         Raises:
-            Exception: On every rank, if a rank has found none, or a number that does not divide, or its trial fails.
+            Exception: On every rank, if a rank finds no experts or a number that is not divisible, or its trial fails.
         """
         layers: list[ExpertLayer] = []
         choices: list[Choice] = []
@@ -262,7 +263,7 @@ class ExpertAxis(ParallelAxis):
         except Exception as error:
             failure = error
         raise_together(failure)
-        # Which layers and routes there are may depend on a rank's batch: all follow the first one's.
+        # Layers and choices may depend on a rank's batch: all ranks use the first rank's.
         names = self.context.broadcast([(layer.name, choice) for layer, choice in zip(layers, choices, strict=True)])
         here, first = [layer.name for layer in layers], [each for each, _ in names]
         if here != first:
@@ -289,7 +290,7 @@ class ExpertAxis(ParallelAxis):
                 return trial_run.run(module, name, batch, trainer)
 
             self._left = []
-            # A plan asks for several degrees.
+            # A plan tries several degrees of parallelism.
             shared = {} if self.context.found_once is None else self.context.found_once
             if (layers := shared.get(_NO_LAYERS)) is None:
                 layers = find_layers(module, step, chosen=self.experts, left=self._left)
@@ -320,7 +321,7 @@ class ExpertAxis(ParallelAxis):
         held = self.held
         if held is None or not has_parameters(optimizer):
             return False
-        # Those of other ranks as well: what follows is collective.
+        # Including experts of other ranks, so that the result is equal on all ranks: what follows is collective.
         return any(held.knows(param) for group in optimizer.param_groups for param in group["params"])
 
     # --- steps --------------------------------------------------------------------------------------------------
@@ -329,7 +330,7 @@ class ExpertAxis(ParallelAxis):
     @contextmanager
     def running(self) -> Iterator[None]:
         module, runtime, group = self.context.module, self.runtime, self._load_group
-        # Without gradients steps are only looked at.
+        # Steps without gradients are trial runs.
         counted = module is not None and module.trainer.training and torch.is_grad_enabled()
         if runtime is None or module is None or group is None or not counted:
             yield
@@ -351,9 +352,9 @@ class ExpertAxis(ParallelAxis):
         return output
 
     def _log_loads(self, runtime: ExpertRuntime, module: pl.LightningModule, group: dist.ProcessGroup) -> None:
-        """Log how much more than the mean the most loaded expert of each layer has had. Collective."""
+        """Log the ratio of the maximum to the mean expert load of each layer. Collective."""
         for name, load in runtime.loads(group, self.context.device).items():
-            # Of a layer that no token went to, all experts have had as much.
+            # A layer without tokens is balanced.
             ratio = float(load.max() * len(load)) / max(float(load.sum()), 1.0) if load.any() else 1.0
             module.log(f"expert_load/{name}", ratio, on_step=True, on_epoch=False, batch_size=1)
 
@@ -363,7 +364,7 @@ class ExpertAxis(ParallelAxis):
 
     @override
     def start_evaluation(self) -> None:
-        # Ranks may have different numbers of batches.
+        # Ranks may have different numbers of evaluation batches.
         if self.runtime is not None:
             self.runtime.start_uneven()
 
@@ -403,7 +404,7 @@ class ExpertAxis(ParallelAxis):
             return value
         return own_part(self.held.part(value, param))
 
-    # --- for people, and the end --------------------------------------------------------------------------------
+    # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:
@@ -436,10 +437,10 @@ class ExpertAxis(ParallelAxis):
 
 
 def _check_sharding(data: FSDPAxis, size: int) -> None:
-    """Refuse settings of a data axis that experts do not follow.
+    """Refuse FSDP settings that experts do not support.
 
     Raises:
-        ValueError: With the setting.
+        ValueError: If one is set; names it.
     """
     settings = {
         "offload": (data.offload.settings is not None, "the device holds experts and steps on them"),
@@ -452,10 +453,10 @@ def _check_sharding(data: FSDPAxis, size: int) -> None:
 
 
 def _check_names(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Refuse a pattern that no module's name fits. Not collective.
+    """Refuse a pattern that matches no module's name. Not collective.
 
     Raises:
-        ValueError: With names that there are.
+        ValueError: If there is such a pattern; lists the module lists by name.
     """
     names = [name for name, _ in module.named_modules()]
     for pattern in patterns:
@@ -469,10 +470,10 @@ def _check_names(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _check_chosen(layers: Sequence[ExpertLayer], left: Sequence[ExpertLayer], patterns: Sequence[str] | None) -> None:
-    """Refuse a pattern by which nothing is found that can be taken apart.
+    """Refuse a pattern that matches no experts that can be distributed.
 
     Raises:
-        ValueError: With the reason.
+        ValueError: If there is such a pattern; gives the reason.
     """
     for pattern in patterns or ():
         if any(fnmatchcase(name, pattern) for layer in layers for name in (layer.name, *layer.lists)):
@@ -494,10 +495,10 @@ def _check_chosen(layers: Sequence[ExpertLayer], left: Sequence[ExpertLayer], pa
 
 
 def _check_layers(layers: Sequence[ExpertLayer], module: nn.Module, step: str, *, size: int, in_stages: bool) -> None:
-    """Refuse a module without experts, or with a number of them that does not divide.
+    """Refuse a module without experts, with experts called outside of a module, or with a number not divisible.
 
     Raises:
-        ValueError: With what was found.
+        ValueError: If a check fails; describes what was found.
     """
     if not layers:
         raise ValueError(

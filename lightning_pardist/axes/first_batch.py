@@ -1,4 +1,4 @@
-"""What the first of the ranks that work on one batch was given, on all of them."""
+"""Broadcast of the first rank's batch to all ranks that work on one batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_pardist.engines.pipeline.nested import map_leaves, named_children
 
 
 def warn_of_different_batches(who: str) -> None:
-    """Say that ranks which work on one batch were given several.
+    """Warn that ranks that must work on one batch were given different batches.
 
     Args:
-        who: These ranks, for the message.
+        who: Name of these ranks, for the message.
     """
     warnings.warn(
         f"The ranks of {who} got different batches. From now on the first rank's are sent to the others, which costs"
@@ -30,15 +30,15 @@ def warn_of_different_batches(who: str) -> None:
 
 
 def of_first_rank(value: Any, *, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The first rank's value, with its tensors on this rank's device. Collective over ``group``.
+    """Broadcast the first rank's value, with its tensors moved to this rank's device. Collective over ``group``.
 
     Args:
-        value: A batch, or several: anything that holds tensors, and can be pickled.
-        group: Ranks that use the same.
-        device: Of this rank's tensors, but for those that the first rank has on the host.
+        value: One or more batches: any picklable structure that holds tensors.
+        group: Ranks that work on the same batch.
+        device: Device of the returned tensors, except those that are on the CPU on the first rank.
 
     Raises:
-        TypeError: On all of them, if the first rank's cannot be pickled.
+        TypeError: On all ranks of ``group``, if the first rank's value cannot be pickled.
     """
     box: list[Any] = [None, [], None]
     if group.rank() == 0:
@@ -62,13 +62,13 @@ def of_first_rank(value: Any, *, group: dist.ProcessGroup, device: torch.device)
 
 
 def _not_pickled(value: Any, path: str = "") -> str | None:
-    """Which innermost part of a batch cannot be pickled, and why; None if all of it can."""
+    """Return the innermost part of a batch that cannot be pickled, and why; None if all of it can."""
     try:
         pickle.dumps(value)
     except Exception as error:
         parts = ((f"{path}.{name}".removeprefix("."), child) for name, child in named_children(value) or ())
         inside = (_not_pickled(child, name) for name, child in parts)
-        # Without the places of the batch among what was given.
+        # Without the leading indices, which locate the batch among the arguments.
         where = f"{re.sub('^([0-9]+[.])+', '', path) or 'it'} ({type(value).__name__})"
         return next((found for found in inside if found), f"{where}: {error}")
     return None

@@ -53,13 +53,13 @@ _MIB = 2**20
 
 
 class FSDPAxis(DataParallelAxis):
-    """Shards every parameter over the data axis and gathers units of the module while they run.
+    """Shards every parameter over the data axis and all-gathers the module's units while they run.
 
     The arguments are those of :class:`~lightning_pardist.FSDPStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during a run, if an optimizer cannot be tried, or a callback needs
-            whole parameters.
+        ValueError: If a setting is out of range; during a run, if an optimizer's trial step fails, or a callback needs
+            full parameters.
     """
 
     name = "fsdp"
@@ -118,7 +118,7 @@ class FSDPAxis(DataParallelAxis):
         self._copies: list[FullySharded] = []
         self._evaluating = ExitStack()
         self._metrics: list[Metric] = []
-        #: Names of modules whose experts are gathered with them, where ranks have to gather in one order.
+        #: Names of modules whose listed experts are gathered together with them, so that all ranks gather in one order.
         self._callers: list[str] = []
 
     @override
@@ -170,7 +170,7 @@ class FSDPAxis(DataParallelAxis):
         if not isinstance(plugin, HalfPrecision) or self._runs_whole_first:
             super().convert_precision(module)
             return
-        # The optimizer updates fp32 shards; what is gathered is half of that.
+        # The optimizer updates fp32 shards; gathered parameters are in half precision.
         module.to(torch.float32)
         for child in module.modules():
             for name, buffer in own_buffers(child).items():
@@ -179,13 +179,13 @@ class FSDPAxis(DataParallelAxis):
 
     @override
     def to_device(self, module: nn.Module) -> None:
-        """Units move when they are sharded, so that no device holds the whole, unless another axis runs it before."""
+        """Move the module only if it runs before it is sharded; else units move one by one when they are sharded."""
         if self._runs_whole_first:
             super().to_device(module)
 
     @property
     def _runs_whole_first(self) -> bool:
-        """Whether the module is tried in one piece before it is sharded, and starts from the first rank's values."""
+        """Whether the unsharded module is run for trial before sharding, with the first rank's values."""
         return self.context.dims.pipeline_parallel * self.context.expert_ranks > 1
 
     @property
@@ -215,7 +215,7 @@ class FSDPAxis(DataParallelAxis):
 
     @override
     def after_optimizers(self, trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> None:
-        """Shard what a pipeline has left here, which it finds out with optimizers made from the whole module."""
+        """Shard this rank's pipeline stage: its placement needs optimizers created from the full module."""
         if not self._pipelined:
             return
         module = trainer.lightning_module
@@ -227,7 +227,7 @@ class FSDPAxis(DataParallelAxis):
     def _transform(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         copies = copies_of(module, trainer.callbacks)  # type: ignore[attr-defined]
         if self._sharded is not None and self._sharded.module is module:
-            # Left sharded by the run before.
+            # Still sharded from the previous run.
             self._sharded.reset()
             self._sharded.sequencer.active = self.allow_divergent_forward
         else:
@@ -250,7 +250,7 @@ class FSDPAxis(DataParallelAxis):
         self._meet_before_metrics(module)
 
     def _meet_before_metrics(self, module: nn.Module) -> None:
-        """A metric object gathers its state by itself, when other ranks may still need this one's parameters."""
+        """Synchronize units before metrics gather their states: other ranks may still need this rank's shards."""
         for metric in module.modules():
             if isinstance(metric, Metric) and metric.dist_sync_fn is None:
                 metric.dist_sync_fn = self._gather_metric
@@ -272,12 +272,12 @@ class FSDPAxis(DataParallelAxis):
             policy = MixedPrecisionPolicy(param_dtype=half_dtype(plugin), reduce_dtype=torch.float32)
         tile_bytes = None if self.tile_linear_above_mb is None else self.tile_linear_above_mb * _MIB
         tiled = {} if tile_bytes is None else find_tiled(module, tile_bytes)
-        # What other ranks hold, and what another axis shards itself.
+        # Parameters that other ranks hold, and those that another axis shards itself.
         elsewhere = {param for param in module.parameters() if param.is_meta} if self._runs_whole_first else set()
         elsewhere |= set(self.context.narrower_groups(module))
         boundaries = self.context.boundaries
         if is_copy and boundaries is not None:
-            # No pipeline runs it.
+            # The pipeline does not run copies.
             boundaries = []
         units = find_fsdp_units(
             module,
@@ -327,7 +327,7 @@ class FSDPAxis(DataParallelAxis):
         """The handle of the sharded module.
 
         Raises:
-            RuntimeError: Before ``setup``, and after the module was made whole again.
+            RuntimeError: Before ``setup``, and after the module was unsharded.
         """
         if self._sharded is None:
             raise RuntimeError("The module is sharded during fit, validate, test and predict only.")
@@ -335,11 +335,11 @@ class FSDPAxis(DataParallelAxis):
 
     @property
     def _all(self) -> list[FullySharded]:
-        """The module, and copies of it that callbacks hold."""
+        """The sharded module, and the sharded copies of it that callbacks hold."""
         return self._copies if self._sharded is None else [self._sharded, *self._copies]
 
     def _followed(self, toggle: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
-        """Optimizers hold shards, while a step computes with gathered parameters."""
+        """Wrap ``toggle``: copy ``requires_grad``, which it sets on the optimizers' shards, to gathered parameters."""
 
         def followed(optimizer: Optimizer) -> None:
             toggle(optimizer)
@@ -370,7 +370,7 @@ class FSDPAxis(DataParallelAxis):
     def start_evaluation(self) -> None:
         for sharded in self._all:
             sharded.codes.exact = True
-        # Ranks may have different numbers of batches, and one of them may run the module alone when the epoch ends.
+        # Ranks may have different numbers of batches, and one rank may run the module alone at the end of the epoch.
         for sharded in self._all:
             self._evaluating.enter_context(sharded.uneven())
 
@@ -382,7 +382,7 @@ class FSDPAxis(DataParallelAxis):
 
     @override
     def synchronize(self, *, evaluation: bool = False) -> None:
-        """Checkpoints have the exact shards, and nothing of what codes of gradients have left behind."""
+        """Clear the gradients' compression error, which checkpoints do not keep; not before evaluation."""
         if self._sharded is not None and self._sharded.codes.remainders is not None and not evaluation:
             self._sharded.codes.remainders.clear()
 
@@ -390,13 +390,13 @@ class FSDPAxis(DataParallelAxis):
 
     @override
     def whole_module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Whole tensors in the first rank's host memory, their names alone on the others. Collective."""
+        """Return full tensors in host memory on the first rank, and their names only on other ranks. Collective."""
         sharded = self._sharded
         return state if sharded is None else OrderedDict(full_state(sharded.module, sharded.writer, sharded.shards()))
 
     @override
     def whole_values(self, tree: Any) -> Any:
-        """Tensors on the first rank of those that hold the same part of the module, on ``meta`` elsewhere."""
+        """Gather full tensors on the first rank of those that shard the same part; ``meta`` tensors elsewhere."""
         if self._sharded is None:
             return tree
         writer = self._sharded.writer
@@ -415,7 +415,7 @@ class FSDPAxis(DataParallelAxis):
             load_full_state(module, state, strict=strict, shards=self._sharded.shards())
             self._sharded.refresh()
 
-    # --- for people, and the end --------------------------------------------------------------------------------
+    # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:
@@ -437,7 +437,7 @@ class FSDPAxis(DataParallelAxis):
 
     @override
     def teardown(self) -> None:
-        # Without its end, which ranks would have to meet for.
+        # Drop the context without exiting it, which would be collective.
         self._evaluating.pop_all()
         for metric in self._metrics:
             metric.dist_sync_fn = None
@@ -447,7 +447,7 @@ class FSDPAxis(DataParallelAxis):
             return
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             module.__dict__.pop(name, None)
-        # One rank needs nobody to be whole again, and shards over its group cannot be touched once that is gone.
+        # A single rank can always unshard, and must: shards cannot be accessed once its process group is destroyed.
         alone = self.context.distributed.world_size == 1
         if self._sharded is not None and (
             alone or (self.ended_well() and (self._runs_whole_first or self._is_small(module)))
@@ -457,7 +457,7 @@ class FSDPAxis(DataParallelAxis):
             self._sharded = None
             self._copies = []
         elif not self.ended_well():
-            # Lightning moves the module to the host next, which torch does with shards only.
+            # Lightning moves the module to the CPU next, which torch supports for sharded parameters only.
             for sharded in self._all:
                 sharded.abandon()
 

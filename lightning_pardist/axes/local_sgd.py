@@ -1,4 +1,4 @@
-"""The outer axis of local SGD and DiLoCo: islands that train by themselves and meet every few steps."""
+"""Outer axis of local SGD and DiLoCo: islands train independently and synchronize every few steps."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ SyncEvery = int | Literal["epoch"]
 class LocalSGDAxis(ParallelAxis):
     """Averages parameters and floating-point buffers over islands (local SGD, arXiv 1805.09767).
 
-    Between two averages nothing travels between islands on behalf of gradients. With ``outer_lr`` or
-    ``outer_momentum`` the mean is not taken as it is: the difference that it has made is a step's gradient for an outer
-    optimizer (DiLoCo, arXiv 2311.08105). Before ``start_local_step`` gradients are averaged over islands in every step
-    (post-local SGD, arXiv 1808.07217).
+    Between two synchronizations no gradients are communicated between islands. With ``outer_lr`` or
+    ``outer_momentum`` the parameters are not set to the mean: their change since the last synchronization, averaged
+    over islands, is the gradient of an outer optimizer (DiLoCo, arXiv 2311.08105). Before ``start_local_step``,
+    gradients are averaged over islands in every step (post-local SGD, arXiv 1808.07217).
 
-    Validation, checkpoints and the end of training are meetings as well, so that what is evaluated and saved is what
-    all islands go on from. A checkpoint keeps every island's optimizers and the outer one's momentum.
+    Islands also synchronize before validation and checkpoints and at the end of training, so that all islands continue
+    from the parameters that are evaluated and saved. A checkpoint keeps every island's optimizers and the momentum of
+    the outer optimizer.
 
     The arguments are those of :class:`~lightning_pardist.LocalSGDStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during a run, if a callback keeps averages of its own.
+        ValueError: If a setting is out of range; during a run, if a callback averages weights itself.
     """
 
     name = "outer"
     mesh_axes = ("outer_parallel",)
-    # After every axis that works inside an island.
+    # After all axes that act within an island.
     order = 60
     diverges = True
 
@@ -118,7 +119,7 @@ class LocalSGDAxis(ParallelAxis):
         if self.outer_momentum or self.outer_lr != 1 or self._streams:
             held = [param for param in module.parameters() if param.requires_grad and _is_averaged(param)]
             self._outer = OuterOptimizer(held, lr=self.outer_lr, momentum=self.outer_momentum)
-            # A checkpoint may be saved after a run, when the module has other parameters again.
+            # A checkpoint may be saved after the run, when the module's parameters have been replaced.
             self._names = {param: name for name, param in module.named_parameters()}
 
     @override
@@ -143,12 +144,12 @@ class LocalSGDAxis(ParallelAxis):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """This rank and its counterparts on the other islands."""
+        """Process group of this rank and its counterparts on the other islands."""
         return self.context.mesh["outer_parallel"].get_group()
 
     @property
     def _is_synchronous(self) -> bool:
-        """Whether islands still average gradients in every step."""
+        """Whether islands still average gradients in every step, before ``start_local_step``."""
         trainer = self._trainer
         if trainer is None or not self.start_local_step:
             return False
@@ -171,9 +172,10 @@ class LocalSGDAxis(ParallelAxis):
 
     @override
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Average the parameters of an optimizer that has made its steps, and with the first one's all others.
+        """Average an optimizer's parameters over islands if its synchronization is due.
 
-        Collective over the outer axis, every :attr:`sync_every` steps of the optimizer.
+        With the first optimizer's parameters, tensors that no optimizer updates are averaged too. Collective over the
+        outer axis, every :attr:`sync_every` steps of the optimizer.
         """
         if self._is_synchronous:
             return
@@ -200,9 +202,10 @@ class LocalSGDAxis(ParallelAxis):
             self._meet(optimizer)
 
     def _stream(self, optimizer: Optimizer, every: int) -> None:
-        """Send, pass on and take in the fragments whose turn it is (Streaming DiLoCo, arXiv 2501.18512).
+        """Start, advance and finish the fragments whose turn it is (Streaming DiLoCo, arXiv 2501.18512).
 
-        Each begins every ``every`` steps, evenly spread, and comes in :attr:`fragment_sync_delay` steps later.
+        Each fragment's synchronization starts every ``every`` steps, evenly spread over fragments, and is applied
+        :attr:`fragment_sync_delay` steps later.
         """
         step, fragments, delay = self._steps[optimizer], self._fragments[optimizer], self.fragment_sync_delay
         first = True
@@ -226,9 +229,9 @@ class LocalSGDAxis(ParallelAxis):
 
     @torch.no_grad()
     def _send_all(self, optimizer: Optimizer) -> None:
-        """Send every fragment and wait for it. Collective over the outer axis.
+        """Synchronize every fragment and wait for it. Collective over the outer axis.
 
-        What rounding leaves behind is still to come in the next meeting in full precision, before a checkpoint, say.
+        The remaining compression error is synchronized later, in full precision, for example before a checkpoint.
         """
         self.context.before_collective()
         self._average_the_rest(optimizer)
@@ -238,7 +241,7 @@ class LocalSGDAxis(ParallelAxis):
 
     @torch.no_grad()
     def _average_the_rest(self, optimizer: Optimizer) -> None:
-        """Average buffers, and parameters that no outer step is made for. Collective over the outer axis."""
+        """Average buffers, and parameters that the outer optimizer does not step. Collective over the outer axis."""
         outer = self._outer
         average_tensors(
             [value for value in self._values_of(optimizer) if outer is None or not outer.has(value)], group=self.group
@@ -259,7 +262,7 @@ class LocalSGDAxis(ParallelAxis):
             self._outer.step(value for value in values if isinstance(value, nn.Parameter))
 
     def _values_of(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """What this rank holds of an optimizer's parameters; the first one also answers for what no optimizer has."""
+        """Yield this rank's tensors of an optimizer; for the first optimizer, also those that no optimizer updates."""
         module, optimizers = self.context.module, self.context.optimizers
         if module is None:
             return
@@ -275,8 +278,8 @@ class LocalSGDAxis(ParallelAxis):
         """Average gradients over islands. Collective over the outer axis.
 
         Raises:
-            RuntimeError: Where a step has left this island without a gradient that another one has, and none can be
-                put in its place.
+            RuntimeError: If a parameter has a gradient on another island but not on this one, and no zero gradient can
+                be set.
         """
         engine, module = self.context.data_engine, self.context.module
         if engine is None or module is None:
@@ -317,12 +320,12 @@ class LocalSGDAxis(ParallelAxis):
                 copy_whole(whole, shards_like(param, momentum))
 
     def _momenta(self) -> list[tuple[str, nn.Parameter, Tensor]]:
-        """Of each parameter that has one: its name, itself, and the momentum as this rank holds it."""
+        """Return name, parameter and this rank's momentum of each parameter that has an outer momentum."""
         if self._outer is None or not self.outer_momentum:
             return []
         return [(self._names[param], param, momentum) for param, momentum in self._outer.momenta().items()]
 
-    # --- for people, and the end --------------------------------------------------------------------------------
+    # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:
@@ -352,10 +355,10 @@ class LocalSGDAxis(ParallelAxis):
 
 
 def _check_fragments(sync_every: SyncEvery, fragments: int, delay: int, mixing: float) -> None:
-    """Refuse settings of fragments that do not go together.
+    """Refuse incompatible settings of fragments.
 
     Raises:
-        ValueError: With what was set, and what goes.
+        ValueError: If settings are out of range or incompatible; names them and the valid choices.
     """
     for name, value in (("fragments", fragments), ("fragment_sync_delay", delay)):
         if not isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Finds copies of the module that callbacks hold (averages of its weights, teachers)."""
+"""Search for copies of the module that callbacks hold (weight averages, teachers)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 def copies_of(module: nn.Module, owners: Iterable[Any]) -> list[nn.Module]:
     """Find modules among the attributes of ``owners`` with parameters of the same names and shapes as ``module``.
 
-    ``StochasticWeightAveraging``, ``WeightAveraging`` and callbacks of users deep-copy the module when they are set up,
-    and then go over the parameters of both side by side. A copy has to be split like the module for that.
+    ``StochasticWeightAveraging``, ``WeightAveraging`` and user callbacks deep-copy the module during setup, and then
+    iterate over the parameters of both in parallel. The copy must therefore be split like the module.
 
     Args:
-        module: Whole, or split: a split parameter has its global shape.
+        module: The module, split or not: a split parameter has its global shape.
         owners: Callbacks.
     """
     wanted = _shapes(module)

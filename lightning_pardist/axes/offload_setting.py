@@ -11,14 +11,14 @@ from lightning_pardist.settings import positive
 
 
 class OffloadSetting:
-    """Where optimizer state lives: device, host memory or files.
+    """Where optimizer state is kept: device, host memory or files.
 
     Args:
         offload: ``"cpu"``, ``"disk"`` (files in the Trainer's ``default_root_dir``), the path of a folder, or None.
-        offload_window_mb: With files, state that is resident at a time.
+        offload_window_mb: With files, the size of the state resident in memory at a time, in MiB.
 
     Raises:
-        ValueError: If the window is not positive, or the folder is no path.
+        ValueError: If the window is not positive, or the folder is not a path.
     """
 
     def __init__(self, offload: str | os.PathLike[str] | None, offload_window_mb: float) -> None:
@@ -30,18 +30,18 @@ class OffloadSetting:
 
     @property
     def resident_bytes(self) -> int | None:
-        """See :attr:`~lightning_pardist.axes.base.ParallelAxis.resident_state_bytes`."""
+        """Bytes resident at a time, see :attr:`~lightning_pardist.axes.base.ParallelAxis.resident_state_bytes`."""
         return None if self.offload in (None, "cpu") else int(self.window_mb * 2**20)
 
     def check(self, trainer: pl.Trainer, *, is_plan: bool = False) -> None:
-        """Find the folder and try it. Not collective.
+        """Resolve the folder and check that files can be created in it. Not collective.
 
         Args:
-            trainer: Its ``default_root_dir`` is the folder if none is named.
-            is_plan: Whether nothing is to be written: state is in the host's memory then.
+            trainer: The Trainer, whose ``default_root_dir`` is the folder for ``"disk"``.
+            is_plan: Whether this is a plan, which writes nothing and keeps the state in host memory.
 
         Raises:
-            ValueError: If files cannot be made there.
+            ValueError: If files cannot be created in the folder.
         """
         if self.offload not in (None, "cpu") and not is_plan:
             folder = trainer.default_root_dir if self.offload == "disk" else self.offload
@@ -49,5 +49,5 @@ class OffloadSetting:
 
     @property
     def settings(self) -> Offload | None:
-        """For the engine, once checked."""
+        """Settings for the engine; valid after :meth:`check`. None without offloading."""
         return None if self.offload is None else Offload(self._folder, self.window_mb)

@@ -1,4 +1,4 @@
-"""The axis of parameter servers: workers that go on without each other's gradients, and ranks that only serve."""
+"""Parameter-server axis: asynchronous or synchronous workers, and optional dedicated server ranks."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ from lightning_pardist.trainer.ranks_apart import outcome_of
 from lightning_pardist.trainer.shared_epochs import SharedEpochs
 from lightning_pardist.trainer.uneven_inputs import leaving_no_trace
 
-#: What the end of a worker means.
+#: Effect of the loss of a worker: end the job, report it, or share its batches among the other workers.
 LostWorkers = Literal["end", "report", "share"]
-#: A server waits for its workers' requests for as long as they live; a worker's own waits have the user's bound.
+#: Timeout of the message group: servers wait for requests while workers live; workers' waits use ``timeout_s``.
 _WHILE_THEY_LIVE = timedelta(days=30)
-#: A worker that fails takes so long to tell its servers.
+#: Time limit in seconds for a failed worker to report its failure to the servers.
 _LAST_WORDS_S = 1.0
 
 
 class ParameterServerAxis(ParallelAxis):
-    """Every rank works with samples of its own, and some or all of them serve shares of the parameters beside that.
+    """Workers train on different samples; servers, which may be the same ranks, update shards of the parameters.
 
-    With ``dedicated_servers`` the last ranks of the job only serve: they are no part of the mesh.
+    With ``dedicated_servers`` the last ranks of the job are servers only and not part of the device mesh.
 
-    Asynchronous: a worker's gradients are an update of their own. They go to the servers, which step their optimizers,
-    and new values come back (Li et al., OSDI 2014). A worker waits for others only where it would come too far ahead of
-    the slowest (stale synchronous parallel, Ho et al., NIPS 2013).
+    Asynchronous: each worker's gradients are a separate update. The worker sends them to the servers, which step their
+    optimizers and send back new parameter values (Li et al., OSDI 2014). A worker waits for others only if it would
+    get more than ``max_staleness`` updates ahead of the slowest (stale synchronous parallel, Ho et al., NIPS 2013).
 
-    Validation, checkpoints and the end of training are meetings: all updates have been made, parameters are those of
-    the servers on all ranks, and floating-point buffers and parameters of no optimizer are averaged.
+    Workers synchronize before validation and checkpoints and at the end of training: all updates are applied, all ranks
+    receive the servers' parameters, and floating-point buffers and parameters without optimizer are averaged.
 
-    Synchronous, with ranks that only serve: the data axis averages gradients over workers; the averages go to the
-    servers, each share from one worker, and new values come back to all.
+    Synchronous, with dedicated servers: the data axis averages gradients over workers. One worker per shard sends the
+    averages to the server, and all workers receive the new values.
 
     The arguments are those of :class:`~lightning_pardist.ParameterServerStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during a run, if something needs all workers in every step, or writes
-            to parameters without the servers' knowledge.
+        ValueError: If a setting is out of range; during a run, if a feature needs all workers in every step, or writes
+            to parameters without updating the servers.
     """
 
     name = "parameter_server"
@@ -90,16 +90,18 @@ class ParameterServerAxis(ParallelAxis):
         self._log_to: Path | None = None
         self._worker: Worker | None = None
         self._updates: list[ServedUpdates] = []
-        #: Whether ranks that only serve wait for this one to train, or to say that it has.
+        #: Whether dedicated servers wait for this worker to train or to report its end.
         self._is_awaited = False
-        #: Whether a sample has counted since the last step, and whether one was made since the last batch began.
+        #: Whether a batch has counted since the last optimizer step; whether an optimizer has stepped since the last
+        #: batch began.
         self._has_gradients, self._has_stepped = True, True
-        #: Meetings of this worker, where each comes to them by itself, and whether training has ended.
+        #: Number of this worker's synchronizations by purpose and epoch, if workers are separate worlds; whether
+        #: training has ended.
         self._met: Counter[tuple[Purpose, int]] = Counter()
         self._is_ending = False
-        #: Who was gone at the latest meeting.
+        #: Workers that were lost by the latest synchronization, with the epoch and batch that each had reached.
         self._gone: Mapping[int, tuple[int, int]] = {}
-        #: With ``lost_workers="share"``, what gives this worker the batches of others.
+        #: With ``lost_workers="share"``, assigns the batches of lost workers to the remaining ones.
         self._shared: SharedEpochs | None = None
 
     @override
@@ -124,7 +126,7 @@ class ParameterServerAxis(ParallelAxis):
 
     @property
     def _roles(self) -> Roles:
-        """Who works and who serves. Collective over the job, the first time."""
+        """Worker and server ranks. Collective over the job, the first time."""
         distributed, ranks = self.context.distributed, self.context.dims.world_size
         if not self.dedicated_servers:
             return Roles.beside_work(ranks, self.num_servers or ranks)
@@ -213,7 +215,7 @@ class ParameterServerAxis(ParallelAxis):
         self._is_ending = True
 
     def _position(self) -> tuple[int, int, int]:
-        """Epoch, batches of this worker's share that it is through with after this one, and how many there are."""
+        """Return the epoch, this worker's batches done after the current one, and their total (0 if unbounded)."""
         if self.context.module is None:
             return 0, 0, 0
         trainer = self.context.module.trainer
@@ -222,7 +224,7 @@ class ParameterServerAxis(ParallelAxis):
         return trainer.current_epoch, done, int(batches) if math.isfinite(batches) else 0
 
     def _rest(self) -> list[Tensor]:
-        """What no optimizer updates."""
+        """Return buffers and parameters that no optimizer updates."""
         module = self.context.module
         return [] if module is None else tensors_of_nobody(module, self.context.optimizers)
 
@@ -269,7 +271,7 @@ class ParameterServerAxis(ParallelAxis):
 
     @override
     def backward(self, run: Callable[[], None]) -> None:
-        """Run backward, unless the batch stands in for one that this worker does not have any more."""
+        """Run backward, unless the batch is a filler that does not count because this worker has no batches left."""
         counts = self.context.batch_counts
         if self.in_lockstep or counts is None or counts() is not False:
             run()
@@ -285,7 +287,7 @@ class ParameterServerAxis(ParallelAxis):
         self._meet(Purpose.EVALUATION if evaluation else Purpose.CHECKPOINT)
 
     def _meet_for_shares(self) -> Mapping[int, tuple[int, int]]:
-        """Meet the workers that are left behind the batches of an epoch; tells who is gone. Collective over them."""
+        """Synchronize the remaining workers after an epoch's batches; return the lost ones. Collective over them."""
         self._meet(Purpose.SHARE)
         return self._gone
 
@@ -303,7 +305,7 @@ class ParameterServerAxis(ParallelAxis):
             average_tensors(self._rest(), group=self.context.batch_group)
 
     def _place(self, purpose: Purpose) -> Place:
-        """Which meeting comes now, where no collective would find workers at different ones."""
+        """Return the key of the next synchronization, by which servers match workers that are separate worlds."""
         if not self.workers_apart or self.context.module is None:
             return ANYWHERE
         if self._is_ending:
@@ -333,7 +335,7 @@ class ParameterServerAxis(ParallelAxis):
         if self._shared is not None:
             self._shared.saved_loops(loops, self._gone)
 
-    # --- for people, and the end --------------------------------------------------------------------------------
+    # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:
@@ -360,7 +362,7 @@ class ParameterServerAxis(ParallelAxis):
     @override
     def release(self) -> None:
         if self._is_awaited and self._worker is None and self.context.data_axis.ended_well():
-            # Without batches no training has begun, which servers wait for.
+            # Without batches training has not started, but the servers wait for it.
             self.start_training()
         worker, self._worker, self._updates, self._is_awaited = self._worker, None, [], False
         if self._shared is not None:
@@ -374,7 +376,7 @@ class ParameterServerAxis(ParallelAxis):
                 worker.tell(lambda: outcome_of(trainer, stopping))
             worker.stop(self.context.distributed.timeout_s)
             if self.workers_apart and self.context.distributed.is_first:
-                # For as long as somebody trains, who may be lost, which the first rank's process has to see.
+                # While others train, the first rank's process must stay alive to detect lost workers.
                 self.context.distributed.await_served()
         else:
             worker.stop(_LAST_WORDS_S, RuntimeError("its training was interrupted"))
@@ -385,7 +387,7 @@ class ParameterServerAxis(ParallelAxis):
 
 
 def _refuse_times(trainer: pl.Trainer, name: str) -> None:
-    """Refuse callbacks that decide by the time of one worker where each decides for itself.
+    """Refuse callbacks that act on wall-clock time, which workers in separate worlds would do at different steps.
 
     Raises:
         ValueError: If the Trainer has such a callback.
@@ -403,10 +405,10 @@ def _refuse_times(trainer: pl.Trainer, name: str) -> None:
 
 
 def _refuse_own_monitors(trainer: pl.Trainer, name: str) -> None:
-    """Refuse callbacks that decide by values of one worker's training where each decides for itself.
+    """Refuse callbacks that monitor a value logged in training, which differs between workers in separate worlds.
 
     Raises:
-        RuntimeError: If the Trainer has such a callback, and the value was logged.
+        RuntimeError: If the Trainer has such a callback, and the value has been logged.
     """
     known = logged_in_validation(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -420,10 +422,10 @@ def _refuse_own_monitors(trainer: pl.Trainer, name: str) -> None:
 
 
 def _refuse_shared(optimizers: Sequence[Optimizer], name: str) -> None:
-    """Refuse a parameter of two optimizers: servers would have two values of it.
+    """Refuse parameters that belong to two optimizers: servers would hold two values of each.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If there is such a parameter.
     """
     lists = [{param for group in one.param_groups for param in group["params"]} for one in optimizers]
     for index, (one, params) in enumerate(zip(optimizers, lists, strict=True)):

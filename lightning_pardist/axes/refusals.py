@@ -1,4 +1,4 @@
-"""Modules and callbacks that several axes refuse, each with one wording."""
+"""Checks shared by several axes that refuse unsupported modules and callbacks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from lightning_pardist.compat.modules import left_out_by_torch_ddp
 
 
 def refuse_renormalized(module: nn.Module, where: str, *, fix: str = "") -> None:
-    """Refuse embeddings with ``max_norm`` where ranks see different samples, or parts of a layer. Not collective.
+    """Refuse trainable embeddings with ``max_norm``, for ranks that see different samples or parts of a layer.
+
+    Not collective.
 
     Args:
-        module: As the user built it.
+        module: The module as the user built it.
         where: Name of the strategy.
-        fix: What the error says in place of rescaling before each step, which some strategies refuse as well.
+        fix: Fix named by the error instead of rescaling before each step, for strategies that do not support that.
 
     Raises:
-        ValueError: With the name of the first.
+        ValueError: If there is such an embedding; names the first one.
     """
     for name, layer in module.named_modules():
         if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) or layer.max_norm is None:
@@ -34,18 +36,18 @@ def refuse_renormalized(module: nn.Module, where: str, *, fix: str = "") -> None
 
 
 def refuse_left_out(module: nn.Module, where: str) -> None:
-    """Refuse a module some of whose tensors torch's DDP was told to leave alone. Not collective.
+    """Refuse a module with tensors that torch's DDP is set to ignore. Not collective.
 
     Args:
-        module: As the user built it.
+        module: The module as the user built it.
         where: Name of the strategy.
 
     Raises:
-        ValueError: With the name of the first.
+        ValueError: If a trainable parameter or floating-point buffer is ignored; names the first one.
     """
     apart = {name for name, param in module.named_parameters() if param.requires_grad}
     apart |= {name for name, buffer in module.named_buffers() if buffer.is_floating_point()}
-    # What is frozen, and masks and counters, which the attribute is used for where broadcasts fail, are alike.
+    # Frozen parameters, masks and counters are equal on all ranks; users list them where DDP's broadcast fails.
     if names := [name for name in left_out_by_torch_ddp(module) if name in apart]:
         raise ValueError(
             f"_ddp_params_and_buffers_to_ignore keeps {names[0]!r} ({len(names)} in all) apart on each rank, and"
@@ -55,14 +57,14 @@ def refuse_left_out(module: nn.Module, where: str) -> None:
 
 
 def refuse_lazy(module: nn.Module, where: str) -> None:
-    """Refuse parameters and buffers that a first call of the module is to make. Not collective.
+    """Refuse lazy parameters and buffers, which the module's first call would create. Not collective.
 
     Args:
-        module: As the user built it.
+        module: The module as the user built it.
         where: Name of the strategy.
 
     Raises:
-        ValueError: With the name of the first.
+        ValueError: If there is one; names the first one.
     """
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(value):
@@ -74,12 +76,12 @@ def refuse_lazy(module: nn.Module, where: str) -> None:
 
 
 def refuse_callbacks(trainer: pl.Trainer, kinds: type[pl.Callback] | tuple[type[pl.Callback], ...], why: str) -> None:
-    """Refuse callbacks of some classes. Not collective.
+    """Refuse callbacks of the given classes. Not collective.
 
     Args:
-        trainer: Whose callbacks.
-        kinds: Their classes.
-        why: What the error says behind the callback's name: the reason, and the fix.
+        trainer: The Trainer whose callbacks are checked.
+        kinds: The classes to refuse.
+        why: Reason and fix; follows the callback's name in the error message.
 
     Raises:
         ValueError: If the Trainer has such a callback.
@@ -90,7 +92,7 @@ def refuse_callbacks(trainer: pl.Trainer, kinds: type[pl.Callback] | tuple[type[
 
 
 def refuse_pruning(trainer: pl.Trainer) -> None:
-    """Refuse ``ModelPruning`` where ranks hold parts of the model. Not collective.
+    """Refuse ``ModelPruning``, for strategies whose ranks hold parts of the model. Not collective.
 
     Raises:
         ValueError: If the Trainer has such a callback.
@@ -104,7 +106,7 @@ def refuse_pruning(trainer: pl.Trainer) -> None:
 
 
 def refuse_averages_in_shards(trainer: pl.Trainer, context: RunContext) -> None:
-    """Refuse callbacks that average weights where checkpoints are sharded and ranks hold parts. Not collective.
+    """Refuse weight-averaging callbacks if checkpoints are sharded and ranks hold parts of the model. Not collective.
 
     Raises:
         ValueError: If the Trainer has such a callback.

@@ -1,4 +1,4 @@
-"""Replicas of the module in threads of one process: batches are cut, and every device runs the step on its part."""
+"""Replica axis: module replicas in threads of one process, each running the step on its part of the batch."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ from lightning_pardist.trainer.sample_mixing import mixed_samples
 
 
 class ReplicaAxis(ParallelAxis):
-    """Runs training steps on replicas of the module, each in a thread, on its device and with its part of the batch.
+    """Runs training steps on replicas of the module, each in its own thread, device and part of the batch.
 
-    The first replica is the module itself, so that buffers it writes to stay. The others are made for each step. What
-    the step logs, returns and keeps is put together as for the micro-batches of a pipeline, by rules that a trial
-    before training has found; metrics of the module are called once more, with the samples of the batch. Evaluation
-    runs whole batches on the first device.
+    The first replica is the module itself, so that its buffer updates persist. The others are created in each step.
+    Values that the step logs, returns or stores are combined as for the micro-batches of a pipeline, by rules found in
+    a trial before training; metrics of the module are called once more, with the samples of the batch. Evaluation
+    runs unsplit batches on the first device.
 
     Args:
         batch_dim: Dim of the samples in a batch, see :class:`~lightning_pardist.PipelineStrategy`.
-        split_batch: Cuts a batch in its place.
+        split_batch: Function that splits a batch, instead of splitting along ``batch_dim``.
 
     Attributes:
-        devices: One a replica; set by the strategy.
+        devices: Device of each replica; set by the strategy.
     """
 
     name = "replicas"
-    # Right around the module: whoever else runs a step runs it once.
+    # Innermost, so that the other axes run a step once, not per replica.
     order = 5
     splits_batch = True
 
@@ -101,11 +101,12 @@ class ReplicaAxis(ParallelAxis):
 
     @override
     def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Find out how what a step leaves behind goes together, and try whether the module can be replicated.
+        """Find the rules that combine replicas' step outputs, and check that the module can be replicated.
 
         Raises:
-            ValueError: If the module cannot be replicated, or layers leave in attributes what a backward may read.
-            CannotPipelineError: If batches cannot be cut, or steps of parts do not go together.
+            ValueError: If the module cannot be replicated, or a layer called by a custom autograd function sets
+                attributes in forward, which backward may read.
+            CannotPipelineError: If batches cannot be split, or outputs of the parts cannot be combined.
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -147,7 +148,11 @@ class ReplicaAxis(ParallelAxis):
         self._threads = ReplicaThreads(self.devices)
 
     def _try_to_replicate(self, module: pl.LightningModule) -> None:
-        """Raise a ValueError if the module cannot be replicated."""
+        """Replicate the module once, as a check.
+
+        Raises:
+            ValueError: If the module cannot be replicated.
+        """
         try:
             replicate(module, self.devices[-1], checks_functions=True)
         except Exception as error:
@@ -218,7 +223,7 @@ class ReplicaAxis(ParallelAxis):
     def _combined(
         self, parts: Sequence[MicroBatch], losses: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, list[float]]:
-        """The loss of the batch, and what weighs those of the parts."""
+        """Return the loss of the batch, and the weight of each part's loss."""
         known = [(part, loss) for part, loss in zip(parts, losses, strict=True) if loss is not None]
         if not known:
             return None, [float(part.size) for part in parts]
@@ -236,7 +241,7 @@ class ReplicaAxis(ParallelAxis):
         return whole, [0.0 if loss is None else next(weights) for loss in losses]
 
     def _weigh_logged(self, part: MicroBatch, result: Any, logged: list[dict[str, Any]]) -> None:
-        """Note what weighs logged values among those of other replicas, as far as their graphs show it."""
+        """Store the weights of logged values relative to other replicas, if their autograd graphs determine them."""
         loss = find_loss(result)
         terms = [] if loss is None or not logged else terms_of(loss, part.value, part.size, self._loss_weight)
         values = [arguments["value"] for arguments in logged]
@@ -244,7 +249,7 @@ class ReplicaAxis(ParallelAxis):
             with suppress(LookupError):
                 arguments[WEIGHT] = weight_of_logged(arguments["value"], values, loss, terms, part.size)
 
-    # --- for people, and the end --------------------------------------------------------------------------------
+    # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:
@@ -265,7 +270,7 @@ class ReplicaAxis(ParallelAxis):
 
 
 def _why_not(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Why a module cannot be run on replicas, as the end of a sentence; None if it may be tried."""
+    """Return why a module cannot run on replicas, as the end of a sentence; None if it may be tried."""
     if not module.automatic_optimization:
         return "optimizes by hand (automatic_optimization=False), which replicas would each do"
     if is_compiled(module):
@@ -289,7 +294,7 @@ def _why_not(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
 
 
 def _renew(device: torch.device, module: nn.Module) -> None:
-    """Let a submodule of a replica know its device, and a metric have states of its own."""
+    """Set the device of a replica's submodule; give a metric copies of its states."""
     if isinstance(module, Metric):
         for name, value in module.metric_state.items():
             setattr(module, name, list(value) if isinstance(value, list) else value.clone())
@@ -303,7 +308,7 @@ def _detached(device: torch.device, leaf: Any) -> Any:
 
 
 def _with_loss(result: Any, loss: Tensor | None) -> Any:
-    """What a step returned, with the loss that backward begins from."""
+    """Return a step's result with its loss replaced by the one that backward starts from."""
     if loss is None:
         return result
     return {**result, "loss": loss} if isinstance(result, Mapping) else loss

@@ -1,4 +1,4 @@
-"""Lists of modules of which a step calls those that its tokens ask for."""
+"""Detection of modules that route tokens to experts in a ``ModuleList``."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from lightning_pardist.trainer import trial_run
 
 
 def find_callers(context: RunContext, trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
-    """Names of modules whose forwards choose among experts in lists, by a trial of the step. Collective over the world.
+    """Return names of modules whose forward selects experts from a list, found by a trial step.
 
-    Which experts a rank calls, and how many, depends on its samples: what all ranks have to do together is done for the
-    module that calls them.
+    The experts that a rank calls, and their number, depend on its samples. Collectives are therefore run for the module
+    that calls the experts, not for each expert. Collective over the world.
 
     Args:
-        context: The run, whose first batch is tried.
-        trainer: Of the run.
-        module: Plain and whole.
+        context: The run, whose first batch is used in the trial.
+        trainer: The run's Trainer.
+        module: The module before any axis transforms it.
 
     Raises:
-        Exception: On every rank, if the trial fails on one, or the module itself calls experts, or its step.
+        Exception: On every rank, if the trial fails on one rank, or if the module's own forward or its step function
+            calls the experts.
     """
     if not any(isinstance(child, nn.ModuleList) and len(child) > 1 for child in module.modules()):
         return []
@@ -37,7 +38,7 @@ def find_callers(context: RunContext, trainer: pl.Trainer, module: pl.LightningM
     except Exception as error:
         failure = error
     raise_together(failure)
-    # Which there are may depend on a rank's batch.
+    # The result may depend on a rank's batch.
     return context.broadcast(callers)
 
 

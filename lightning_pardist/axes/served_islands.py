@@ -1,4 +1,4 @@
-"""The outer axis of islands that come and go: each is a job of its own, and an outer server makes their outer steps."""
+"""Outer axis of elastic islands: each island is a separate job, and an outer server runs the outer optimizer."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from lightning_pardist.local_tensors import own_part
 from lightning_pardist.runtime.environments.program import ISLAND_VARIABLE, given_island
 from lightning_pardist.settings import positive
 
-#: Meetings in which ranks of an island may be given weights of different outer steps before that is an error.
+#: Attempts to fetch weights of the same outer step on all ranks of an island before an error is raised.
 _TRIES = 20
 
 
 class ServedIslandsAxis(ParallelAxis):
-    """Brings this job's parameters and floating-point buffers to an outer server every few steps.
+    """Synchronizes this job's parameters and floating-point buffers with an outer server every few steps.
 
-    Other islands are other jobs, in which nothing fails when this one does, and the other way round. Checkpoints and
-    evaluation are of this island's own weights: others may be anywhere in their data.
+    Other islands are separate jobs: a failure of one does not affect the others. Checkpoints and evaluation use this
+    island's own weights, since other islands may be at any point of their data.
 
     The arguments are those of :class:`~lightning_pardist.LocalSGDStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during a run, if a callback keeps averages of its own, or the server
-            does not take the island.
-        ConnectionError: During a run, if the server cannot be reached, or has gone.
+        ValueError: If a setting is out of range; during a run, if a callback averages weights itself, or the server
+            rejects the island.
+        ConnectionError: During a run, if the server cannot be reached or has exited.
     """
 
     name = "outer"
-    # After every axis that works inside an island.
+    # After all axes that act within an island.
     order = 60
     diverges = True
 
@@ -117,7 +117,7 @@ class ServedIslandsAxis(ParallelAxis):
         optimizers = self.context.optimizers
         held = {param for one in optimizers for group in one.param_groups for param in group["params"]}
         named = [(name, param) for name, param in module.named_parameters() if param in held and _is_averaged(param)]
-        # A checkpoint may be saved after a run, when the module has other parameters again.
+        # A checkpoint may be saved after the run, when the module's parameters have been replaced.
         self._names = {param: name for name, param in named}
         self._stepped = [param for _, param in named]
         self._rest = tensors_of_nobody(module, optimizers)
@@ -153,7 +153,10 @@ class ServedIslandsAxis(ParallelAxis):
 
     @override
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Meet the other islands every :attr:`sync_every` steps of the first optimizer. Collective over the world."""
+        """Synchronize with the server every :attr:`sync_every` steps of the first optimizer.
+
+        Collective over the world.
+        """
         if self._client is None or optimizer is not self.context.optimizers[0]:
             return
         self._steps += 1
@@ -173,7 +176,7 @@ class ServedIslandsAxis(ParallelAxis):
     def _meet(self, client: OuterClient) -> None:
         self._steps = 0
         self.context.before_collective()
-        # Ranks come at about the same time: the server counts an island whose ranks are all there.
+        # All ranks reach the server at about the same time: it counts an island only once all its ranks have arrived.
         dist.barrier(world_group())
         found = client.meet(self._anchor - self._flat())
         if not found.islands:
@@ -184,7 +187,13 @@ class ServedIslandsAxis(ParallelAxis):
         self._take(self._agreed(found))
 
     def _agreed(self, found: Meeting) -> Tensor:
-        """The same outer step's weights on every rank of the island. Collective over the world."""
+        """Return weights of the same outer step on every rank of the island, fetching again if they differ.
+
+        Collective over the world.
+
+        Raises:
+            RuntimeError: If they still differ after ``_TRIES`` attempts.
+        """
         client = self._client
         for _ in range(_TRIES):
             seen = torch.tensor(
@@ -211,7 +220,7 @@ class ServedIslandsAxis(ParallelAxis):
     def _take(self, values: Tensor) -> None:
         for tensor, piece in self._pieces(values, [*self._stepped, *self._rest]):
             _real(own_part(tensor)).copy_(piece)
-        # Not the values: what parameters of fewer bits leave out of them is no work of this island.
+        # The parameters, not `values`: their rounding to a lower precision must not count as this island's progress.
         self._anchor = self._flat()
 
     def _pieces(self, flat: Tensor, tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -264,7 +273,7 @@ class ServedIslandsAxis(ParallelAxis):
                 copy_whole(whole, shards_like(param, _like(momentum, param)))
                 self._momentum[param] = momentum
 
-    # --- for people, and the end --------------------------------------------------------------------------------
+    # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:
@@ -283,7 +292,7 @@ class ServedIslandsAxis(ParallelAxis):
         if self._client is not None:
             self._client.close()
             self._client = None
-        # The parameters of a run are not kept alive by it.
+        # Drop references to the run's parameters.
         self._stepped, self._rest, self._anchor = [], [], torch.empty(0)
 
 
@@ -310,5 +319,5 @@ def _numel(tensor: Tensor) -> int:
 
 
 def _like(flat: Tensor, param: Tensor) -> Tensor:
-    """Numbers of a complex parameter as complex ones, sharing memory."""
+    """View real values as complex ones, sharing memory, if ``param`` is complex."""
     return torch.view_as_complex(flat) if param.is_complex() else flat

@@ -1,4 +1,4 @@
-"""Base of axes whose ranks work on one batch together: steps on split tensors, and one stream of random numbers."""
+"""Base class of axes whose ranks share one batch: steps on split tensors, synchronized random state."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from lightning_pardist.trainer.random_numbers import drawn_apart
 from lightning_pardist.trainer.resumable_loaders import rng_state, set_rng_state
 
 _ABSENT = object()
-#: Methods of a LightningModule that hand tensors to the Trainer, which knows plain ones only.
+#: Methods of a LightningModule that pass tensors to the Trainer, which supports plain tensors only.
 _REPORTS = ("log", "log_dict", "all_gather", "print")
 
 
 class SharedBatchAxis(ParallelAxis):
-    """An axis whose ranks see the same samples, and run the user's step on tensors of global shape that are split.
+    """Axis whose ranks see the same samples and run the user's step on split tensors of global shape.
 
     Attributes:
-        kind: Of its groups of ranks, for messages.
-        runtime: Runs steps; None outside of a Trainer's run.
+        kind: Kind of the axis' rank groups, for messages.
+        runtime: Runtime that executes steps; None outside of a Trainer's run.
     """
 
     kind: ClassVar[str]
@@ -42,9 +42,9 @@ class SharedBatchAxis(ParallelAxis):
     def __init__(self) -> None:
         self.runtime: TensorRuntime | None = None
         self._wrapped: list[tuple[nn.Module, str, Any]] = []
-        #: Whether ranks have once had different random numbers, or samples.
+        #: Whether random state has differed between ranks before; whether samples have.
         self._has_drifted = self._has_shared = False
-        #: Operators of which the log says that ranks draw their own numbers.
+        #: Operators for which it has been logged that each rank draws its own random numbers.
         self._told_draws: set[str] = set()
 
     @override
@@ -82,7 +82,7 @@ class SharedBatchAxis(ParallelAxis):
 
     @override
     def plain(self, tree: Any) -> Any:
-        """The same without split tensors and parameters, for code outside of steps. Collective if there are any."""
+        """Convert split tensors and parameters to plain ones, for code outside steps. Collective if there are any."""
         return tree if self.runtime is None else self.runtime.plain(tree)
 
     @override
@@ -93,34 +93,34 @@ class SharedBatchAxis(ParallelAxis):
     def of_part(self, part: Tensor, split: Any) -> Tensor:
         return super().of_part(part, split) if self.runtime is None else self.runtime.of_part(part, split)
 
-    # --- one stream of samples and random numbers ---------------------------------------------------------------
+    # --- synchronized samples and random state ------------------------------------------------------------------
 
     def _share_random_state(self, group: dist.ProcessGroup) -> None:
-        """All ranks of the axis draw the same numbers: samples, dropout of whole tensors. Collective over the group."""
-        # Of the device that each computes on: ranks of one host have one each.
+        """Broadcast the first rank's random state: sampling, dropout of whole tensors. Collective over the group."""
+        # Includes the state of each rank's own device.
         states = [rng_state()]
         dist.broadcast_object_list(states, group_src=0, group=group)
         set_rng_state(states[0])
 
     def _agree(self, runtime: TensorRuntime, given: Any) -> Any:
-        """The same samples on the ranks of one group, and the same random numbers. Collective over the group.
+        """Synchronize samples and random state over the ranks of one group. Collective over the group.
 
-        One small gather a step. Random streams drift where one rank does something that others do not (a picture drawn
-        on the first rank, say), and with them dropout, which would be wrong in silence, and the order of samples.
+        Costs one small all-gather per step. Random state drifts apart if one rank draws numbers that others do not (for
+        example to plot on the first rank). Dropout would then be silently wrong, and the sample order would differ.
 
         Args:
-            runtime: Of the group.
-            given: What this rank's step was given.
+            runtime: Runtime of the group.
+            given: Arguments of this rank's step.
 
         Returns:
-            The same; the first rank's where ranks were given different samples.
+            The arguments; the first rank's if ranks were given different samples.
         """
         group = runtime.group.process_group
         samples, states = runtime.meet("step", self._fingerprint(given), _random_fingerprint()).unbind(1)
         if (states != states[0]).any():
             self._share_random_state(group)
             if not self._has_drifted:
-                # From now on elements are looked at on accelerators too, those of this step's samples first.
+                # From now on fingerprints include elements on accelerators too, beginning with this step's samples.
                 self._has_drifted = True
                 samples = runtime.meet("step", self._fingerprint(given), 0).unbind(1)[0]
         if (samples != samples[0]).any():
@@ -132,10 +132,10 @@ class SharedBatchAxis(ParallelAxis):
         return given
 
     def _fingerprint(self, given: Any) -> int:
-        """A number that differs between different batches, of a sample of their elements.
+        """Return a checksum of a batch, from shapes and a sample of elements.
 
-        On an accelerator, where looking at elements would wait for it, of shapes alone, until random numbers that
-        samples may have been drawn with have differed.
+        On accelerators, where reading elements would synchronize with the device, only shapes are used until random
+        state, with which samples may be drawn, has differed between ranks once.
         """
         result = 0
         leaves, _ = flatten(given)
@@ -151,10 +151,10 @@ class SharedBatchAxis(ParallelAxis):
                 result = zlib.crc32(repr(leaf).encode(), result)
         return result
 
-    # --- what leaves a step ------------------------------------------------------------------------------------
+    # --- outputs of a step -------------------------------------------------------------------------------------
 
     def _wrap_reports(self, module: pl.LightningModule) -> None:
-        """Values that steps log, and what metrics take, are plain tensors; metrics combine over the data axis."""
+        """Wrap logging methods and metrics to receive plain tensors, and let metrics reduce over the batch group."""
         for child in module.modules():
             if isinstance(child, pl.LightningModule):
                 for name in _REPORTS:
@@ -187,7 +187,7 @@ class SharedBatchAxis(ParallelAxis):
 
 
 def _random_fingerprint() -> int:
-    """Of torch, of the device, of numpy and of Python."""
+    """Return a checksum of the random state of torch (host and device), numpy and Python."""
     state = random_state(device_in_use())
     result = zlib.crc32(pickle.dumps((state.numpy, state.python)))
     result = zlib.crc32(state.host.numpy().tobytes(), result)

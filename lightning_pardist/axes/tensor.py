@@ -1,4 +1,4 @@
-"""Tensor-parallel axis: each layer's weights sharded over ranks that work on the same samples."""
+"""Tensor-parallel axis: layer weights sharded over ranks that work on the same samples."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TensorAxis(SharedBatchAxis):
     The arguments are those of :class:`~lightning_pardist.TensorParallelStrategy`.
 
     Raises:
-        ValueError: If a setting is out of range; during a run, if the plan by hand does not fit the module.
+        ValueError: If a setting is out of range; during a run, if the user's plan does not fit the module.
     """
 
     name = "tensor"
@@ -86,7 +86,7 @@ class TensorAxis(SharedBatchAxis):
         self.sample = sample
         self.init = init
         self.plan: TensorParallelPlan | None = None
-        #: Until the run ends that has derived it.
+        #: Whether the current run has derived the plan.
         self._plan_is_new = False
         self._planned_for = ""
         self._split: nn.Module | None = None
@@ -116,14 +116,14 @@ class TensorAxis(SharedBatchAxis):
                 " stage or layer by layer. Build it with values, or set pipeline_parallel_size=1."
             )
         if self.runtime is not None and not self.context.data_axis.broadcasts:
-            # Left split by a run that failed on every rank: this one starts from whole parameters.
+            # The module is still split after a run that failed on every rank: this run starts from full parameters.
             self._become_whole()
 
     # --- the module ---------------------------------------------------------------------------------------------
 
     @override
     def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Values come when layers are split; what has some already is made equal, as for any module."""
+        """Broadcast tensors that have values; those on ``meta`` are initialized when layers are split."""
         self._built_on_meta = self.runtime is None and on_meta(module)
         if self._built_on_meta:
             broadcast_module(module, group=world_group())
@@ -140,9 +140,9 @@ class TensorAxis(SharedBatchAxis):
         if self.plan is None or not _fits(self.plan, module) or self._planned_for not in ("training_step", name):
             with stand_ins(module, self.context.device):
                 found = self._find_plan(trainer, module)
-            # Control flow may depend on data: all ranks follow the first one's.
+            # Control flow may depend on data: all ranks use the first rank's plan.
             self.plan, self._planned_for, self._plan_is_new = self.context.broadcast(found), name, True
-        # Ranks that see other samples start from the same values.
+        # The same initial values on all data ranks.
         own = share_random_state([world_group()] if self._built_on_meta else [])
         plain = self.context.divided_parameters
         self.runtime, self._split = apply_layout(module, self.plan, mesh, init=self.init, plain=plain), module
@@ -156,7 +156,7 @@ class TensorAxis(SharedBatchAxis):
 
     def _find_plan(self, trainer: pl.Trainer, module: pl.LightningModule) -> TensorParallelPlan:
         name = trial_run.step_name(trainer)
-        # What a loader's hook does to the module lasts: the Trainer does not call it again.
+        # Outside of the trial: changes that a loader hook makes to the module stay, since it is not called again.
         batch, is_example = self._batch(trainer, name)
         with trial_run.without_trace(module, trainer), self.context.samples.rehearsed():
             if is_example or self.sample is not None:
@@ -169,7 +169,7 @@ class TensorAxis(SharedBatchAxis):
             return self.find_plan(module, step, tp_size=self.context.dims.tensor_parallel, plain=plain)
 
     def _batch(self, trainer: pl.Trainer, name: str) -> tuple[Any, bool]:
-        """What to run a step on, and whether it is the module's example input instead of a batch."""
+        """Return the input of the traced step, and whether it is the module's example input instead of a batch."""
         if self.sample is not None:
             return self.sample() if callable(self.sample) else self.sample, False
         try:
@@ -189,13 +189,13 @@ class TensorAxis(SharedBatchAxis):
         """Derive the plan from one run of ``step``. Not collective.
 
         Args:
-            module: Whole.
-            step: Runs it.
+            module: The full module.
+            step: Runs the module's step.
             tp_size: Number of tensor ranks.
             plain: Names of parameters that another axis divides.
 
         Raises:
-            ValueError: If a pattern of the plan by hand matches nothing or a size does not divide.
+            ValueError: If a pattern of the user's plan matches nothing, or a size is not divisible.
         """
         return plan_layout(
             module,
@@ -220,7 +220,7 @@ class TensorAxis(SharedBatchAxis):
         if self.runtime is None or self.runtime.group.rank == 0:
             return True
         if any(axis.gradient_group(param) is not None for axis in self.context.axes):
-            # Tensor ranks are among those that sum it and may have parts: each counts its share.
+            # The gradient's group includes tensor ranks, which may hold parts of it: each counts its own part.
             return True
         return is_over(param, TENSOR_AXIS) and not param.placements[-1].is_replicate()  # type: ignore[attr-defined]
 
@@ -260,7 +260,7 @@ class TensorAxis(SharedBatchAxis):
             return tree
         return pytree.tree_map_only(DTensor, whole_tensor, tree)
 
-    # --- for people, and the end --------------------------------------------------------------------------------
+    # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:
@@ -274,7 +274,7 @@ class TensorAxis(SharedBatchAxis):
         if self.runtime is None or self._split is None or not self.ended_well():
             return
         if any(is_over(p, TENSOR_AXIS) and p.device_mesh.ndim > 1 for p in self._split.parameters()):  # type: ignore[attr-defined]
-            # The data axis keeps its shards, being too large to be whole.
+            # The data axis keeps the module sharded, since it is too large to be unsharded.
             return
         self._become_whole()
 
@@ -300,7 +300,7 @@ def _call(module: nn.Module, example: Any) -> Any:
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The module's parameters in the order in which the optimizer numbers them."""
+    """Return an optimizer's parameters in the order of their indices in its state dict."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

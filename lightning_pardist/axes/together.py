@@ -1,4 +1,4 @@
-"""What happens on one rank only, before training, known to all: the others would wait for it until a timeout."""
+"""Propagation of one rank's failure during setup to all ranks, which would otherwise wait for it until a timeout."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch.distributed as dist
 
 
 def raise_together(failure: Exception | None, elsewhere: Callable[[str], Exception] = RuntimeError) -> None:
-    """Raise on all ranks what happened on one. Collective over the world.
+    """Raise on all ranks if one rank has failed. Collective over the world.
 
     Args:
-        failure: What happened here, if anything.
-        elsewhere: Makes the exception of the other ranks from what they are to be told.
+        failure: This rank's exception, if any.
+        elsewhere: Creates the exception for the other ranks from the message.
 
     Raises:
-        Exception: This rank's own failure; on others that of the first rank that has one, in words.
+        Exception: This rank's own failure; on ranks without one, the message of the first failed rank.
     """
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
     everybody: list[str | None] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Axis for modules that parallelize themselves in ``configure_model`` (``ModelParallelStrategy`` style)."""
+"""Axis for modules parallelized by their own ``configure_model`` (``ModelParallelStrategy`` style)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_pardist.engines.user_parallelized import (
     sharded_by_units,
 )
 
-#: Modules whose parameters a strategy has split: those of a broken run, and large ones, stay so.
+#: Modules whose parameters a strategy's own axes have split; large ones, and those of a failed run, stay split.
 _ours: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -46,7 +46,7 @@ def note_user_parallelized(module: nn.Module) -> None:
 
 
 def is_user_parallelized(module: nn.Module) -> bool:
-    """Whether a module's own ``configure_model`` has made ``DTensor``s of its parameters."""
+    """Return whether a module's own ``configure_model`` has converted its parameters to ``DTensor``s."""
     if not is_split(module):
         _ours.discard(module)
     return is_split(module) and module not in _ours
@@ -55,9 +55,9 @@ def is_user_parallelized(module: nn.Module) -> bool:
 class UserParallelizedAxis(DataParallelAxis):
     """Replaces all other axes for a module that its ``configure_model`` has parallelized.
 
-    Parameters stay as they are. What is replicated is made alike at the start and averaged over the data axis in
-    backward, unless a unit of ``fully_shard`` does that; norms count every element once; checkpoints hold whole tensors
-    under the module's names.
+    Parameters keep their placements. Replicated parameters are broadcast at the start, and their gradients are averaged
+    over the data axis after backward, unless a ``fully_shard`` unit averages them. Norms count every element once.
+    Checkpoints hold full tensors under the module's names.
     """
 
     name = "user_parallelized"
@@ -104,7 +104,7 @@ class UserParallelizedAxis(DataParallelAxis):
 
     @override
     def to_device(self, module: nn.Module) -> None:
-        # As Lightning does: on meta until here, if the module was built there.
+        # Materialize parameters on `meta` here, as Lightning does.
         materialize_module(module, self.context.device)
         module.to(self.context.device)
 
@@ -113,7 +113,7 @@ class UserParallelizedAxis(DataParallelAxis):
         make_alike(module, world=world_group(), data_group=self.context.gradient_group)
         for child in module.modules():
             if isinstance(child, Metric) and child.process_group is None:
-                # Tensor ranks have the same states, which must not be added up.
+                # Metric states are equal on tensor ranks and must not be reduced over them.
                 child.process_group = self.context.batch_group
 
     @override
@@ -168,7 +168,7 @@ class UserParallelizedAxis(DataParallelAxis):
 
     @override
     def teardown(self) -> None:
-        # An evaluation that broke off; its ranks do not meet any more.
+        # After an interrupted evaluation, exiting the context would be a collective that other ranks do not join.
         self._gathered = None
 
     @override

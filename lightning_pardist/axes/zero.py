@@ -22,20 +22,20 @@ from lightning_pardist.settings import positive
 
 
 class ZeroAxis(DataParallelAxis):
-    """Shards optimizer state (stage 1) and gradients (stage 2) over the data axis; parameters stay whole.
+    """Shards optimizer state (stage 1) and gradients (stage 2) over the data axis; parameters stay replicated.
 
     Args:
-        zero_stage: 1 shards optimizer state, 2 gradients as well.
-        bucket_size_mb: Gradients and parameters travel in buckets of this many MiB.
-        overlap: Whether gradients are sent while backward runs.
-        offload: Where optimizer state lives and steps are taken, see :class:`~.offloading.OffloadSetting`.
-        offload_window_mb: With files, state that is resident at a time.
-        gather: Codes that parameters travel as, see :class:`~lightning_pardist.ZeroStrategy`.
-        reduce: Codes that gradients travel as.
-        error_feedback: Whether what codes leave behind of gradients is added to the next ones.
+        zero_stage: 1 shards optimizer state, 2 also shards gradients.
+        bucket_size_mb: Bucket size of gradient and parameter communication, in MiB.
+        overlap: Whether gradients are reduced while backward runs.
+        offload: Where optimizer state is kept and updates run, see :class:`~.offloading.OffloadSetting`.
+        offload_window_mb: With files, the size of the state resident in memory at a time, in MiB.
+        gather: Compressed format in which parameters are gathered, see :class:`~lightning_pardist.ZeroStrategy`.
+        reduce: Compressed format in which gradients are reduced.
+        error_feedback: Whether the compression error of gradients is added to the next gradients.
 
     Raises:
-        ValueError: If a setting is out of range; when the engine is made, if an optimizer cannot be tried.
+        ValueError: If a setting is out of range; when the engine is created, if an optimizer's trial step fails.
     """
 
     name = "zero"
@@ -110,7 +110,7 @@ class ZeroAxis(DataParallelAxis):
         )
         return self._engine
 
-    # --- parameters in codes ------------------------------------------------------------------------------------
+    # --- compressed parameters ----------------------------------------------------------------------------------
 
     @override
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -121,13 +121,16 @@ class ZeroAxis(DataParallelAxis):
 
     @override
     def synchronize(self, *, evaluation: bool = False) -> None:
-        """Validation and checkpoints have the exact parameters."""
+        """Gather the exact, uncompressed parameters; except before evaluation, clear the gradients' compression error.
+
+        Checkpoints do not keep the compression error.
+        """
         if self._engine is not None:
             self._engine.show_exact(for_a_look=evaluation)
             if not evaluation:
                 self._engine.forget_remainders()
 
-    # --- for people, and the end --------------------------------------------------------------------------------
+    # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:

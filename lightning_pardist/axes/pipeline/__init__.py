@@ -1,4 +1,4 @@
-"""The pipeline axis of a strategy."""
+"""Pipeline-parallel axis and its settings."""
 
 from lightning_pardist.axes.pipeline.axis import PipelineAxis
 from lightning_pardist.axes.pipeline.pipeline_settings import PipelineSettings

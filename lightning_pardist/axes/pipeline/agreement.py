@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline have to have in common: the plan, random numbers, and every batch."""
+"""Synchronization of the plan, random state and batches over the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from lightning_pardist.engines.pipeline.nested import tensors_in
 
 
 def agree_on(recorded: Recorded) -> Recorded:
-    """The first rank's record: other samples may have led other pipelines to other cuts. Collective over the world.
+    """Synchronize the recorded plans: all ranks take the first rank's. Collective over the world.
 
-    Of losses it is that of a rank that has seen several counts, if there is one.
+    Records may differ, since data ranks record different samples. The loss makeup is taken from a rank that has found
+    several counts, if there is one.
     """
     made_plans = [*recorded.plans.items(), *([] if recorded.owners is None else [("owners", recorded.owners)])]
     plans = [(key, made.bounds, made.parameter_stages) for key, made in made_plans]
@@ -32,7 +33,7 @@ def agree_on(recorded: Recorded) -> Recorded:
     recorded = replace(recorded, loss=max((loss for _, loss in everybody), key=lambda loss: loss.several_counts))
     if len({digest for digest, _ in everybody}) == 1:
         return recorded
-    # Settings may hold functions, which cannot travel, and are the same everywhere.
+    # Settings may hold functions, which cannot be pickled; they are the same on all ranks.
     box = [recorded if own is None else replace(recorded, microbatching=replace(own, settings=PipelineSettings()))]
     dist.broadcast_object_list(box, src=0)
     told = box[0]
@@ -42,7 +43,7 @@ def agree_on(recorded: Recorded) -> Recorded:
 
 
 def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Draw the same random numbers outside of steps, so that loaders shuffle alike. Collective over the pipeline."""
+    """Broadcast the first rank's random state, so that loaders shuffle equally. Collective over the pipeline."""
     box: list[Any] = [random_state(device)]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     set_random_state(box[0], device)
@@ -51,11 +52,11 @@ def share_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
 class SameBatches:
     """Gives every rank of a pipeline the same batches.
 
-    As long as the loaders do that by themselves, it costs the exchange of one number a step. From the first batch that
-    differs (random augmentation, a loader that shuffles by itself) the first rank's batches are sent to the others.
+    As long as the loaders yield equal batches, this costs one small all-gather of checksums per step. From the first
+    batch that differs (random augmentation, a loader with its own shuffling) the first rank's batches are broadcast.
 
     Args:
-        group: The pipeline's ranks.
+        group: Process group of the pipeline.
         device: Device of this rank's tensors.
     """
 
@@ -65,11 +66,11 @@ class SameBatches:
         self._differ = False
 
     def __call__(self, batches: list[Any], *, most: int = 1) -> list[Any]:
-        """The batches that all ranks use: as many as every rank has. Collective over the pipeline.
+        """Return the batches that all ranks use, as many as every rank has. Collective over the pipeline.
 
         Args:
-            batches: This rank's, one or more.
-            most: How many there may be on any rank.
+            batches: This rank's batches, one or more.
+            most: Largest number of batches on any rank.
         """
         if self.group.size() == 1:
             return batches
@@ -94,7 +95,7 @@ class SameBatches:
 
 
 def _fingerprint(batch: Any) -> int:
-    """A number that tells batches apart: shapes, and some thousand values of every tensor."""
+    """Return a checksum of a batch: shapes, dtypes and up to 2047 values of every tensor."""
     digest = hashlib.blake2b(digest_size=7)
     for tensor in tensors_in(batch):
         digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())

@@ -1,4 +1,4 @@
-"""Copies of the module that callbacks hold (averages of its weights): each rank of a pipeline has its stages' share."""
+"""Copies of the module that callbacks hold (weight averages), reduced on each pipeline rank to its stages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_pardist.engines.pipeline.placement import Placement
 
 
 def placements_of_copies(trainer: pl.Trainer, own: Placement) -> list[Placement]:
-    """Where the parameters of copies lie: where those of the module do. Not collective.
+    """Return placements of the copies' parameters, equal to the module's. Not collective.
 
     Args:
-        trainer: Whose callbacks hold copies.
+        trainer: The Trainer whose callbacks hold copies.
         own: Placement of the module.
     """
     copies = copies_of(own.module, trainer.callbacks)  # type: ignore[attr-defined]
@@ -28,15 +28,15 @@ def placements_of_copies(trainer: pl.Trainer, own: Placement) -> list[Placement]
 
 
 def free_copy(placement: Placement) -> None:
-    """Let a copy have what this rank's stages have of the module; ``to(device)`` moves that alone. Not collective."""
+    """Free other ranks' parameters of a copy, and make its ``to(device)`` skip them. Not collective."""
     placement.free()
     copied = placement.module
-    # StochasticWeightAveraging brings its copy to a device when it begins; what is on no device here stays there.
+    # StochasticWeightAveraging moves its copy to a device when it starts; `meta` tensors must stay where they are.
     copied.__dict__["to"] = functools.partial(_move_held, copied)
 
 
 def restore_copy(placement: Placement) -> None:
-    """Undo :func:`free_copy`: the copy is whole on every rank. Collective over the pipeline."""
+    """Undo :func:`free_copy`: restore the full copy on every rank. Collective over the pipeline."""
     placement.module.__dict__.pop("to", None)
     placement.restore()
 
@@ -54,16 +54,18 @@ def _move_held(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def gather_values(tree: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What each rank has for its own stages, as state dicts of copies: whole on the first rank. Collective.
+    """Gather values that ranks hold for their own stages only, such as state dicts of copies, on the first rank.
+
+    Collective over the pipeline.
 
     Args:
-        tree: Nested containers; what other ranks hold is on ``meta``, at the same place as there. Ranks may have other
-            things besides.
-        group: The pipeline's ranks.
-        device: Of tensors that travel.
+        tree: Nested containers. Tensors of other ranks are on ``meta``, under the same key path as there. Trees of
+            ranks may differ otherwise.
+        group: Process group of the pipeline.
+        device: Device for sending and receiving tensors.
 
     Returns:
-        The tree, on the first rank with values for all that any rank has.
+        The tree; on the first rank with values for all tensors that any rank holds.
     """
     pairs, spec = pytree.tree_flatten_with_path(tree)
     leaves = [leaf for _, leaf in pairs]

@@ -1,4 +1,4 @@
-"""The pipeline axis of a strategy: the module's steps recorded, planned, taken apart and run stage by stage."""
+"""Pipeline axis: records the module's steps, plans stages, distributes them over ranks and runs the schedule."""
 
 from __future__ import annotations
 
@@ -69,26 +69,27 @@ from lightning_pardist.trainer.random_numbers import drawn_apart
 from lightning_pardist.trainer.sample_batches import on_device, undisturbed_random
 from lightning_pardist.trainer.sample_mixing import mixed_samples
 
-#: Default for the batches that evaluation has on their way, for each rank of a pipeline.
+#: Default number of evaluation batches in flight, per pipeline rank.
 _EVAL_BATCHES_A_RANK = 4
-#: How long a rank that calls the module outside of steps waits for the others to do so.
+#: Timeout of calls of the module outside of steps, which all pipeline ranks must make.
 _OUTSIDE_TIMEOUT = timedelta(seconds=60)
 
 
 class PipelineAxis(ParallelAxis):
     """Runs a module's steps as a pipeline over one axis of the mesh.
 
-    Until optimizers are made every rank has the whole module. Then each step function is recorded on a sample batch,
-    the stages are planned and tried, and parameters of other ranks' stages are freed (they stay in the module and in
-    the optimizers, empty, on ``meta``). After a run that ended well the module is whole again on every rank.
+    Every rank holds the full module until optimizers are created. Then each step function is recorded on a sample
+    batch, the stages are planned and tried, and parameters of other ranks' stages are freed (they stay in the module
+    and in the optimizers as ``meta`` tensors). After a successful run the full module is restored on every rank.
 
     Args:
-        settings: How to split and run.
+        settings: How to split the module and run it.
 
     Attributes:
         engine: The running pipeline; None outside of runs.
-        last_result: What the last step came to.
-        record_times: Whether the next steps keep the times of their computations; set it on all ranks alike.
+        last_result: Result of the last step.
+        record_times: Whether the next steps record the times of their computations; set it to the same value on all
+            ranks.
     """
 
     name = "pipeline"
@@ -112,7 +113,7 @@ class PipelineAxis(ParallelAxis):
         self._is_whole = False
         self._rules: dict[StepKey, Rules] = {}
         self._cut, self._loss = "", LossMakeup()
-        #: Of evaluation: the loop's fetcher, results of batches that have been run before their turn, how many may be.
+        #: For evaluation: the loop's fetcher, results of batches run ahead of the loop, and the most batches in flight.
         self._ahead: LookAhead | None = None
         self._results: dict[int, BatchOutputs] = {}
         self._in_flight = 1
@@ -124,7 +125,7 @@ class PipelineAxis(ParallelAxis):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks of this rank's pipeline."""
+        """Process group of this rank's pipeline."""
         return self.context.mesh["pipeline_parallel"].get_group()
 
     @override
@@ -142,7 +143,7 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def materialize(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Record and plan on stand-ins for what is on ``meta``, then create this rank's stages alone."""
+        """Record and plan with placeholders for ``meta`` tensors, then initialize this rank's stages only."""
         self._built_on_meta = on_meta(module)
         if not self._built_on_meta:
             return
@@ -161,14 +162,14 @@ class PipelineAxis(ParallelAxis):
     @override
     def observe(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.context.dims.tensor_parallel * self.context.expert_ranks > 1:
-            # Split layers hand on parts of tensors, which say nothing of where they came from; experts that are apart
-            # need their peers for each run.
+            # Record before layers are split: the dataflow cannot be traced through parts of tensors, and distributed
+            # experts need all their ranks in every run.
             share_random_state(self.group, self.context.device)
             self._observed = self._record(trainer)
 
     def _record(self, trainer: pl.Trainer) -> Recorded:
         recorded, found = Recorded({}, {}), self.context.found_once
-        # Settings may hold functions and lists.
+        # By `repr`, since settings may hold functions and unhashable lists.
         key = "recorded", repr(self.settings), self.group.size()
         failure = None
         try:
@@ -193,11 +194,11 @@ class PipelineAxis(ParallelAxis):
         share_random_state(self.group, self.context.device)
         for metric in module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
-                # Ranks of one pipeline have the same states, which must not be added up.
+                # Metric states are equal on the ranks of one pipeline and must not be reduced over them.
                 metric.process_group = self.context.batch_group
                 self._metrics.append(metric)
         if trainer.state.fn != TrainerFn.FITTING:
-            # Those of a run before: what was trained can be saved after an evaluation, too.
+            # The optimizers of an earlier fit: their state can be saved after an evaluation too.
             self._split(trainer, module, self.context.optimizers)
 
     @override
@@ -209,10 +210,10 @@ class PipelineAxis(ParallelAxis):
         self._split(trainer, trainer.lightning_module, optimizers)
 
     def _split(self, trainer: pl.Trainer, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        """Record, plan, try, and free what other ranks hold. Collective over the world.
+        """Record and plan the steps, create the engine, and free other ranks' parameters. Collective over the world.
 
         Raises:
-            CannotPipelineError: On every rank, if the module cannot be cut as asked.
+            CannotPipelineError: On every rank, if the module cannot be split as set.
         """
         group, device = self.group, self.context.device
         recorded = self._observed or self._record(trainer)
@@ -248,7 +249,7 @@ class PipelineAxis(ParallelAxis):
     @property
     @override
     def boundaries(self) -> list[list[nn.Module]] | None:
-        """The units of this rank's stages, but those whose parameters are read outside of their ``forward``."""
+        """Units of this rank's stages, except those whose parameters are read outside of their ``forward``."""
         if self.engine is None:
             return None
         module, placement = self.engine.module, self.engine.placement
@@ -276,13 +277,13 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def ready(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Answer calls outside of steps. Collective over the world."""
+        """Set up calls of the module outside of steps. Collective over the world."""
         if self.engine is None:
             return
         placement = self.engine.placement
         placement.remember()
         if trainer.state.fn == TrainerFn.FITTING:
-            # An evaluation's stages are its own, and optimizers keep the state that a fit has left where it was.
+            # Only in a fit: an evaluation may plan other stages, but optimizer state stays where the fit placed it.
             self._counted = set(placement.owned())
         if self.group.size() > 1:
             self._outside = OutOfScheduleForward(
@@ -412,7 +413,7 @@ class PipelineAxis(ParallelAxis):
         engine.record_times = self.record_times
         if key in self._unstaged:
             (batch,) = self._same_batch([batch])
-            # Numbers that it draws, to sample a text say, decide which layers are called next.
+            # Random numbers, for example when sampling text, may decide which layers are called next.
             share_random_state(self.group, self.context.device)
             with nullcontext() if self._outside is None else self._outside.for_a_step(engine.replay):
                 result = step(batch, *rest)
@@ -455,7 +456,7 @@ class PipelineAxis(ParallelAxis):
         return effects.apply(outputs)
 
     def _weigh_logged(self, microbatch: Any, samples: int, result: Any, logged: list[dict[str, Any]]) -> None:
-        """Note what weighs logged values among those of other micro-batches, as far as their graphs show it."""
+        """Store the weights of logged values relative to other micro-batches, if their autograd graphs show them."""
         if not logged:
             return
         loss = find_loss(result)
@@ -470,7 +471,10 @@ class PipelineAxis(ParallelAxis):
         return nullcontext() if self._outside is None else self._outside.suspended()
 
     def _evaluated(self, step: Callable[..., Any], key: StepKey, batch: Any, rest: Sequence[Any]) -> BatchOutputs:
-        """What an evaluation step does with a batch, run now or with the batches before it. Collective."""
+        """Return an evaluation step's outputs for a batch, run now or together with an earlier batch.
+
+        Collective over the pipeline.
+        """
         engine, effects, same = self.engine, self._effects, self._same_batch
         if engine is None or effects is None or same is None:
             raise RuntimeError("There is no pipeline outside of runs.")
@@ -484,7 +488,7 @@ class PipelineAxis(ParallelAxis):
         if ahead is not None and most > 1:
             for item in ahead.upcoming(most - 1):
                 batches.append(on_device(self._trainer, item[0], item[2]))
-                # The index of the batch comes first, if the step asks for it.
+                # `batch_idx` comes first, if the step takes it.
                 arguments.append((item[1], *rest[1:]) if self._takes_index(key[0]) else tuple(rest))
             ahead.moved(batches[1:])
         batches = same(batches, most=most)
@@ -501,7 +505,7 @@ class PipelineAxis(ParallelAxis):
             outputs = effects.of_batch(map_leaves(self._to_device, result))
             self._results[position + index] = outputs
             if outputs.lasts and len(batches) > 1:
-                # The first stages have not seen it where they ran the next batches: these are run again.
+                # The next batches ran through the first stages without this change: they are run again.
                 engine.position = start + index + 1
                 self._one_by_one.add(key)
                 break
@@ -516,7 +520,7 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def start_evaluation(self) -> None:
-        """Let batches go through the stages before their turn, where nobody can tell."""
+        """Set up running batches ahead of the Trainer's loop; by default not if a hook or callback could observe it."""
         self._ahead, self._in_flight = None, 1
         self._results.clear()
         if self.engine is None:
@@ -539,7 +543,7 @@ class PipelineAxis(ParallelAxis):
         scaler = self._scaler()
         scale = (1.0 if scaler is None else float(scaler.get_scale())) / self._trainer.accumulate_grad_batches
         present = self.context.batch_counts is None or self.context.batch_counts() is not False
-        # Lightning zeroes gradients between training_step and backward: those made here wait for backward.
+        # Lightning zeroes gradients between training_step and backward: keep those computed here until backward.
         with self._data_engine_waits() as turns:
             earlier = engine.placement.take_gradients()
             try:
@@ -555,7 +559,7 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def backward(self, run: Callable[[], None]) -> None:
-        """Hand over the gradients that the schedule has made; ``run`` would make none."""
+        """Add the gradients that the schedule has computed, instead of ``run``; without stages, run backward."""
         taken, self._taken = self._taken, []
         if self.engine is None or self.engine.plan.by_owner:
             run()
@@ -564,7 +568,7 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def around_backward(self) -> AbstractContextManager[None]:
-        # By hand it runs inside of a step, where others stand in for parameters.
+        # With manual optimization backward runs inside a step, in which parameters are replaced by placeholders.
         return nullcontext() if self._outside is None else self._outside.own_parameters()
 
     @override
@@ -575,7 +579,7 @@ class PipelineAxis(ParallelAxis):
     def _key_of(self, stage: RunningStage | None, rest: Sequence[Any]) -> StepKey:
         name = "" if stage is None else STEPS[stage]
         if self.engine is not None and self.engine.plan.by_owner:
-            # Whatever it calls, it runs.
+            # Without stages any step can run, whatever it calls.
             self._unstaged.setdefault((name, 0), "")
             return name, 0
         known = {*self._plans, *self._unstaged}
@@ -620,14 +624,14 @@ class PipelineAxis(ParallelAxis):
             return state
         own = self.engine.module.state_dict(keep_vars=True)
         freed = {name for name, value in own.items() if isinstance(value, Tensor) and value.is_meta}
-        # Loading a stand-in into itself does nothing, and its name is not missed.
+        # Loading a placeholder into itself is a no-op and keeps its key from being reported as missing.
         return {name: own[name] if name in freed else value for name, value in state.items()}
 
     @override
     def local_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if self.engine is None or updates_of(optimizer) is not None:
             return state
-        # Now, and not when the optimizer was made: layers may have been unfrozen since.
+        # Determined now, since layers may have been unfrozen after the optimizer was created.
         local = [not param.is_meta for settings in optimizer.param_groups for param in settings["params"]]
         of_params = {number for group in state["param_groups"] for number in group["params"]}
         here = {n: value for n, value in state["state"].items() if n not in of_params or local[int(n)]}
@@ -641,7 +645,7 @@ class PipelineAxis(ParallelAxis):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # Where the random numbers of its micro-batches go on.
+        # Position from which the random numbers of micro-batches continue.
         return {} if self.engine is None else {"random_position": self.engine.position}
 
     @override
@@ -649,7 +653,7 @@ class PipelineAxis(ParallelAxis):
         if self.engine is not None and state.get("random_position") is not None:
             self.engine.position = state["random_position"]
 
-    # --- for people, and the end --------------------------------------------------------------------------------
+    # --- description and teardown -------------------------------------------------------------------------------
 
     @override
     def describe(self) -> str:
@@ -665,7 +669,7 @@ class PipelineAxis(ParallelAxis):
         return f"{head}{loss}\n{self.engine.plan.describe()}"
 
     def _loss_text(self) -> str:
-        """How the losses of micro-batches make up that of the batch."""
+        """Return a description of how the losses of micro-batches are combined to that of the batch."""
         shown = self._training_rules.loss_weight
         if shown is not None:
             return f"{'the sum' if shown == 'sum' else 'the mean over samples'}, found by a trial (loss_weight sets it)"
@@ -687,7 +691,7 @@ class PipelineAxis(ParallelAxis):
             metric.process_group = None
         self._metrics.clear()
         engine, self.engine = self.engine, None
-        # What is counted stays known: optimizers keep their state, which may be saved after the run.
+        # `_counted` is kept: optimizer state may be saved after the run.
         self._effects = self._same_batch = self._batch_norms = None
         self._plans, self._rules, self._unstaged, self._taken = {}, {}, {}, []
         self._built_on_meta, self._observed = False, None
@@ -696,7 +700,7 @@ class PipelineAxis(ParallelAxis):
             return
         if self.ended_well():
             replace_in(self.context.optimizers, engine.placement.restore())
-            # Those that were made in the meantime, too.
+            # Including copies created during the run.
             for placement in placements_of_copies(module.trainer, engine.placement):
                 restore_copy(placement)
         else:
@@ -709,12 +713,12 @@ class PipelineAxis(ParallelAxis):
         return self.context.module.trainer
 
 
-#: Groups for calls outside of steps, by the ranks in them; as long-lived as those of the mesh.
+#: Process groups for calls outside of steps, by world and ranks; kept as long as those of the mesh.
 _outside_groups: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 def _group_for_outside(mesh: Any) -> dist.ProcessGroup:
-    """A second group of this rank's pipeline, whose waits are short. Collective over the world when it is new."""
+    """Return a second group of this rank's pipeline with a short timeout. Collective over the world if it is new."""
     world = world_group()
     axis = mesh.mesh_dim_names.index("pipeline_parallel")
     rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.mesh.shape[axis]).tolist()

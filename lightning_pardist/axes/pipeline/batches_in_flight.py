@@ -1,4 +1,4 @@
-"""Evaluation batches that go through the stages one behind the other, before their turn in the Trainer's loop comes."""
+"""Look-ahead in evaluation: several batches go through the stages back to back, ahead of the Trainer's loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-#: Hooks around a batch, by what the Trainer does.
+#: Hooks around a batch, by running stage.
 _HOOKS = {
     RunningStage.SANITY_CHECKING: ("on_validation_batch_start", "on_validation_batch_end"),
     RunningStage.VALIDATING: ("on_validation_batch_start", "on_validation_batch_end"),
@@ -18,19 +18,19 @@ _HOOKS = {
     RunningStage.PREDICTING: ("on_predict_batch_start", "on_predict_batch_end"),
 }
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-#: Callbacks of these packages look at batches and outputs, and change nothing.
+#: Hooks of callbacks in these packages only read batches and outputs.
 _KNOWN = ("lightning.", "pytorch_lightning.", "lightning_pardist.")
 
 
 class LookAhead(Iterator[Any]):
-    """Stands in for a loop's data fetcher, and shows what comes next.
+    """Replacement for a loop's data fetcher that can read batches ahead.
 
     Args:
-        fetcher: Gives ``(batch, batch_idx, dataloader_idx)``, and tells whether it was the last.
+        fetcher: Data fetcher that yields ``(batch, batch_idx, dataloader_idx)``, with the attribute ``done``.
 
     Attributes:
-        current: What was given last.
-        position: Its number.
+        current: The last item returned.
+        position: Its index.
     """
 
     def __init__(self, fetcher: Any) -> None:
@@ -48,7 +48,7 @@ class LookAhead(Iterator[Any]):
 
     @property
     def done(self) -> bool:
-        """Whether what was given last is the last."""
+        """Whether the last item returned was the final one."""
         return bool(self._fetcher.done) if self._is_last is None else self._is_last
 
     def __next__(self) -> Any:
@@ -63,7 +63,10 @@ class LookAhead(Iterator[Any]):
         return self.current
 
     def upcoming(self, most: int) -> list[Any]:
-        """The next items of the current loader, read now and given later; an error in reading them waits as well."""
+        """Return up to ``most`` next items of the current loader without consuming them.
+
+        An exception in reading them is raised later, by :meth:`__next__`.
+        """
         while len(self._coming) < most and self._failure is None and not self._fetcher.done:
             try:
                 item = next(self._fetcher)
@@ -81,17 +84,17 @@ class LookAhead(Iterator[Any]):
         return found
 
     def moved(self, batches: list[Any]) -> None:
-        """Give the next items with these batches, which are on the device already."""
+        """Replace the batches of the next items by these, which are already on the device."""
         for index, batch in enumerate(batches):
             (_, batch_idx, dataloader_idx), last = self._coming[index]
             self._coming[index] = ((batch, batch_idx, dataloader_idx), last)
 
 
 def watched_by(trainer: pl.Trainer) -> str:
-    """What would see, or could change, that a batch is run before its turn; empty if nothing does.
+    """Return the name of a hook that could observe, or affect, batches that run ahead of the loop; empty if none.
 
     Args:
-        trainer: In an evaluation.
+        trainer: The Trainer, in an evaluation.
     """
     module, stage = trainer.lightning_module, trainer.state.stage
     hooks = () if stage is None else _HOOKS.get(stage, ())

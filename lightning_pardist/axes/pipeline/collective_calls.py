@@ -1,4 +1,4 @@
-"""Collectives that a step calls by itself: in a pipeline only those ranks come to them whose stages do."""
+"""Detection of collectives in the user's step, which in a pipeline not all ranks would reach."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LIBRARIES = (sysconfig.get_paths()["purelib"], str(Path(__file__).parents[2]))
 
 
 class CollectiveCalls(TorchDispatchMode):
-    """Notes the collectives of a run that join several ranks of one pipeline.
+    """Dispatch mode that records collectives over several ranks of one pipeline.
 
     Args:
         ranks: Global ranks of the pipeline.
 
     Attributes:
-        found: Name of each, and the line of the user's code that calls it.
+        found: Name of each collective, and the line of user code that calls it.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -33,14 +33,14 @@ class CollectiveCalls(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a collective, and run it as any operator."""
+        """Run the operator; record it if it is a collective."""
         namespace, _, name = func.name().partition("::")
         if namespace in _NAMESPACES and len(self.ranks & self._joined((*args, *(kwargs or {}).values()))) > 1:
             self.found.append(f"{name.split('.')[0].rstrip('_')}{_line()}")
         return func(*args, **(kwargs or {}))
 
     def _joined(self, arguments: Sequence[Any]) -> set[int]:
-        """Ranks that a collective joins; all of them if its arguments do not say."""
+        """Return the ranks of a collective's group; all pipeline ranks if its arguments do not contain the group."""
         for argument in arguments:
             if isinstance(argument, dist.ProcessGroup):
                 return set(dist.get_process_group_ranks(argument))
@@ -48,7 +48,7 @@ class CollectiveCalls(TorchDispatchMode):
                 try:
                     return set(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
                 except (RuntimeError, TypeError):
-                    # Another object of C++: the reduction, say.
+                    # Another C++ object, for example the reduce op.
                     continue
         return self.ranks
 

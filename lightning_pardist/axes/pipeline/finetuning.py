@@ -1,4 +1,4 @@
-"""Lightning's fine-tuning callbacks where each rank has the values of its own stages' parameters only."""
+"""Support for Lightning's fine-tuning callbacks if each rank holds the parameters of its own stages only."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _REPLACED = "filter_on_optimizer"
 
 
 class FinetuningAcrossStages:
-    """While attached, ``BaseFinetuning`` finds the parameters that an optimizer has already, on every rank alike.
+    """While attached, ``BaseFinetuning`` finds the same parameters to be already in an optimizer on every rank.
 
-    It compares values (``torch.equal``), which no rank has of all parameters: ranks exchange digests of them.
+    The original compares values (``torch.equal``), but no rank holds all parameters: digests of them are all-gathered.
 
     Args:
-        group: The pipeline's ranks.
+        group: Process group of the pipeline.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -32,22 +32,22 @@ class FinetuningAcrossStages:
         self._before: Any = None
 
     def attach(self) -> None:
-        """Take the place of ``filter_on_optimizer``. Not collective."""
+        """Replace ``BaseFinetuning.filter_on_optimizer``. Not collective."""
         self._before = BaseFinetuning.__dict__[_REPLACED]
         setattr(BaseFinetuning, _REPLACED, staticmethod(self._filter))
 
     def detach(self) -> None:
-        """Give it back. Not collective."""
+        """Restore ``filter_on_optimizer``. Not collective."""
         if self._before is not None:
             setattr(BaseFinetuning, _REPLACED, self._before)
             self._before = None
 
     def _filter(self, optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
-        """The parameters that are not in an optimizer yet. Collective over the world.
+        """Return the parameters that are not in an optimizer yet. Collective over the world.
 
         Args:
-            optimizer: Its parameters, and those whose values are the same, are left out.
-            params: To choose from.
+            optimizer: The optimizer; its parameters, and those with the same values, are left out.
+            params: The candidates.
         """
         wanted = list(params)
         known = [param for group in optimizer.param_groups for param in group["params"]]
@@ -63,14 +63,15 @@ class FinetuningAcrossStages:
         return [param for param, is_there in zip(wanted, found, strict=True) if not is_there]
 
     def _digests(self, params: Sequence[Tensor]) -> list[str]:
-        """For each parameter a text that is that of another one if and only if their values are, on all ranks."""
+        """Return a digest of each parameter over all ranks, equal for two parameters if their values are equal."""
         own = {index: _digest(param) for index, param in enumerate(params) if not param.is_meta}
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, (self._column, own))
         parts: list[dict[int, str]] = [{} for _ in params]
         for column, of_rank in everybody:
             for index, digest in of_rank.items():
-                # Ranks that hold a parameter beside this one have its other parts, or the same values.
+                # Ranks of one pipeline that hold the same parameter hold the same values; other pipelines may hold
+                # other parts.
                 parts[index][column] = digest
         return [repr(sorted(of_param.items())) for of_param in parts]
 

@@ -1,4 +1,4 @@
-"""What hooks of a module do in a pipeline that they do not do in one process, in sentences."""
+"""Warnings about hooks of a module that behave differently in a pipeline than in one process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightning_pardist.compat.modules import has_full_backward_hooks
 from lightning_pardist.compat.tensors import gradient_hooks_of
 
 _ON_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
-#: What is overridden for other reasons as well (a warm-up of the learning rate), and clips as a rule with what counts
-#: all stages.
+#: Hooks that are also overridden for other reasons (a learning rate warm-up), and usually clip by functions that
+#: include all stages: checked for direct reads of ``grad``.
 _AROUND_UPDATES = ("optimizer_step", "configure_gradient_clipping")
 
 
 def told_of_hooks(module: pl.LightningModule, units: Collection[str], num_microbatches: int) -> Iterator[str]:
-    """Sentences for the log; none where there are no such hooks.
+    """Yield warnings for the log; none without such hooks.
 
     Args:
-        module: Before stages take it apart.
-        units: Names of the modules that stages are made of.
-        num_microbatches: Of a training step.
+        module: The full module, before it is split into stages.
+        units: Names of the modules that stages consist of.
+        num_microbatches: Number of micro-batches of a training step.
     """
     crossing = [
         name or type(module).__name__
@@ -54,7 +54,7 @@ def told_of_hooks(module: pl.LightningModule, units: Collection[str], num_microb
 
 
 def _reads(method: Any, name: str) -> bool:
-    """Whether a method's own code has an attribute or a global of a name; False for what is not written in Python."""
+    """Return whether a method's own code refers to an attribute or global of a name; False for non-Python code."""
     codes = [code] if (code := getattr(inspect.unwrap(method), "__code__", None)) else []
     for code in codes:
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]

@@ -1,4 +1,4 @@
-"""What micro-batches log, and leave in attributes and buffers, put together to what the batch does."""
+"""Combination of micro-batches' logged values, attributes and buffers to those of the batch."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch import Tensor
 
 from lightning_pardist.axes.pipeline.reduction_rules import Place, Rules, Shares, combined
 
-#: In place of a key of what is logged: its ``batch_size``.
+#: Used as a key of a logged value's place, for its ``batch_size``.
 _BATCH_SIZE = ("batch_size",)
-#: Beside the arguments of a call of ``log``: what weighs its value among those of other parts, None for a sum.
+#: Extra key in the arguments of a ``log`` call: weight of its value relative to other parts, None for a sum.
 WEIGHT = "weight of the value"
 
 
 @dataclass(frozen=True)
 class MetricName:
-    """Stands for a torchmetrics object on its way to other ranks."""
+    """Name of a torchmetrics object, sent to other ranks in its place."""
 
     name: str
 
 
 def is_numeric(value: Any) -> bool:
-    """Whether a value is a number or a tensor."""
+    """Return whether a value is a number or a tensor; False for bools."""
     return isinstance(value, (Tensor, int, float)) and not isinstance(value, bool)
 
 
 def change_of(place: Place) -> Place:
-    """The place of what a step adds to a number that stays from step to step."""
+    """Return the place of a step's increment of a value that persists between steps."""
     return (f"change of {place[0]}", *place[1:])
 
 
 def merged_numbers(column: list[Any], before: Any, place: Place, shares: Shares, rules: Rules) -> Any:
-    """What stays after the batch: out of what micro-batches have left, or out of what each has changed."""
+    """Combine the values that micro-batches have left in an attribute or buffer, or their changes, to the batch's."""
     if len(column) == 1:
         return column[0]
     value = rules.combine(place, column, shares, _otherwise(column, shares))
@@ -53,12 +53,12 @@ def _are_alike(values: list[Any]) -> bool:
 
 
 def rule_of(column: list[Any], place: Place, shares: Shares, rules: Rules) -> str:
-    """The rule by which :func:`merged_numbers` goes."""
+    """Return the rule that :func:`merged_numbers` applies."""
     return "last" if change_of(place) in rules.of else rules.of.get(place, _otherwise(column, shares))
 
 
 def _otherwise(column: list[Any], shares: Shares) -> str:
-    """The rule for numbers that the trial has not shown."""
+    """Return the default rule for values without a rule from the trial."""
     first = column[0]
     if not isinstance(first, Tensor):
         return "mean" if isinstance(first, float) else "last"
@@ -69,13 +69,13 @@ def _otherwise(column: list[Any], shares: Shares) -> str:
 def combined_logs(
     logs: Sequence[list[dict[str, Any]]], kept: Sequence[tuple[list[Any], Any]], shares: Shares, rules: Rules
 ) -> Iterator[dict[str, Any]]:
-    """One call of ``log`` for each that a run over the whole batch would have made.
+    """Yield the ``log`` calls that a run over the whole batch would have made.
 
     Args:
-        logs: Of each micro-batch.
-        kept: Attributes that stay from step to step: what micro-batches made of them, and what the batch does.
-        shares: Of the micro-batches.
-        rules: How numbers are combined.
+        logs: Arguments of the ``log`` calls of each micro-batch.
+        kept: For each attribute that persists between steps, its values after each micro-batch, and after the batch.
+        shares: Shares of the micro-batches in the batch.
+        rules: How values are combined.
     """
     columns: dict[tuple[str, int], list[tuple[int, dict[str, Any]]]] = {}
     for index, logged in enumerate(logs):
@@ -89,7 +89,7 @@ def combined_logs(
         own = Shares.of([shares.loss[i] for i in indices], [shares.sizes[i] for i in indices])
         done = _combine_log([arguments for _, arguments in column], own, rules, ("logged", name, time))
         values = [arguments["value"] for _, arguments in column]
-        # A counter, say: what it comes to depends on what it was before.
+        # Such as a counter, whose value depends on the one before the step.
         same = [value for items, value in kept if len(items) == len(values) and all(map(_are_equal, items, values))]
         yield {**done, "value": _as_float(same[0])} if same else done
 
@@ -98,7 +98,7 @@ def _combine_log(column: list[dict[str, Any]], shares: Shares, rules: Rules, pla
     done = dict(column[-1])
     if all(arguments.get("batch_size") is not None for arguments in column):
         sizes = [int(arguments["batch_size"]) for arguments in column]
-        # Written as a number, it is that of the batch as well; counted, it is a micro-batch's.
+        # A constant also holds for the batch; a count is that of a micro-batch.
         counted = len(set(sizes)) > 1 or sizes == list(shares.sizes)
         done["batch_size"] = rules.combine((*place, _BATCH_SIZE), sizes, shares, "sum" if counted else "last")
         if done["batch_size"] == sum(sizes) and sizes != list(shares.sizes):
@@ -121,7 +121,7 @@ def _combine_log(column: list[dict[str, Any]], shares: Shares, rules: Rules, pla
 
 
 def _weighed(column: list[dict[str, Any]], shares: Shares) -> dict[str, Any]:
-    """A logged value whose graph has shown what weighs it, and what weighs the batch's."""
+    """Combine logged values with known weights; return the batch's value and its weight."""
     values, weights = ([arguments[key] for arguments in column] for key in ("value", WEIGHT))
     if None in weights:
         return {"value": combined("sum", [_as_float(value) for value in values], shares), WEIGHT: None}
@@ -135,6 +135,6 @@ def _are_equal(kept: Any, logged: Any) -> bool:
 
 
 def _as_float(value: Any) -> Tensor:
-    """As ``log`` will keep it, so that counts have a mean."""
+    """Convert a value to a floating-point scalar as ``log`` does, so that counts can be averaged."""
     tensor = torch.as_tensor(value)
     return tensor.reshape(()) if tensor.is_floating_point() else tensor.reshape(()).to(torch.get_default_dtype())

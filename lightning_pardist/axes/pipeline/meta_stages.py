@@ -1,4 +1,4 @@
-"""Modules built on ``meta``: a trial run without values, then values for what this rank holds, unit by unit."""
+"""Modules built on ``meta``: placeholders for a trial run, then initialization of this rank's part, unit by unit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_pardist.engines.pipeline.placement import Placement
 
 @contextmanager
 def stand_ins(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, the module runs: tensors on ``meta`` have numbers, of no meaning but of ordinary size. Not collective.
+    """Context in which ``meta`` tensors of a module are replaced by placeholders of typical magnitude, so that it runs.
 
-    A parameter is a view that shows the same few numbers again and again, so that the whole module takes next to no
-    memory; buffers, which are small, have memory of their own.
+    A floating-point parameter becomes a strided view that repeats a few numbers, so that the module takes almost no
+    memory; buffers, which are small, are allocated. Not collective.
 
     Args:
-        module: Its own tensors are put back afterwards.
-        device: Where it is to run.
+        module: The module; its own tensors are restored on exit.
+        device: Device of the placeholders.
     """
     made: dict[Tensor, Tensor] = {}
     swapped: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
@@ -48,7 +48,7 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
         filled = torch.ones if tensor.is_floating_point() else torch.zeros
         plain = filled(tensor.shape, dtype=tensor.dtype, device=device)
         return nn.Parameter(plain, requires_grad=False) if isinstance(tensor, nn.Parameter) else plain
-    # Neighbours along any dim are neighbours in memory.
+    # Stride 1 along every dim.
     length = 1 + sum(size - 1 for size in tensor.shape) if tensor.numel() else 0
     numbers = torch.randn(length, generator=torch.Generator().manual_seed(length))
     fan_in = math.prod(tensor.shape[1:])
@@ -58,23 +58,23 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def create_local(module: nn.Module, placement: Placement, *, init: InitFunction | None) -> None:
-    """Give values to what this rank holds; everything else stays on ``meta``. Not collective.
+    """Initialize the parameters that this rank holds; all others stay on ``meta``. Not collective.
 
-    Modules are initialized in the order of their construction, and what another rank holds is freed as soon as its unit
-    is complete: with the same random state on all ranks, values are those of one process, and no rank holds more than
-    its share and a unit.
+    Modules are initialized in the order of their construction, and other ranks' parameters are freed as soon as their
+    unit is complete. With the same random state on all ranks, values are those of one process, and no rank holds more
+    than its own part and one unit.
 
     Args:
-        module: The root.
-        placement: Who holds what.
+        module: The root module.
+        placement: Placement of parameters on ranks.
         init: Initializes the own parameters of one module in place of its ``reset_parameters``.
 
     Raises:
-        ValueError: If parameters on ``meta`` belong to a module that says nothing about their values.
+        ValueError: If parameters on ``meta`` belong to a module that does not define their initialization.
     """
     empty = {name: p for name, p in module.named_parameters(remove_duplicate=False) if p.is_meta}
     units = {module.get_submodule(name): f"{name}." for name in placement.plan.trace.unit_names}
-    # A tied parameter is initialized once more by each module that it belongs to.
+    # A tied parameter is initialized again by each module that it belongs to: not freed before the root is complete.
     tied = {name for info in placement.plan.trace.parameters.values() if len(info.names) > 1 for name in info.names}
 
     def free(unit: nn.Module) -> None:

@@ -1,11 +1,12 @@
-"""Metrics that are given numbers of a whole batch (``self.mean(loss)``), not samples.
+"""Recording of metric calls in micro-batches, so that metrics of scalars (``self.mean(loss)``) see the batch's.
 
-A metric of samples comes to the same states however a batch is cut. One of numbers does not: the mean of eight
-micro-batches' losses weighs a batch like eight. So calls with numbers alone are noted, and made again with the numbers
-of the batch.
+A metric of samples has the same states after the micro-batches as after the batch. A metric of scalars does not: with
+eight micro-batches, a mean over losses would count one batch eight times. Calls with scalars only are therefore
+recorded, and repeated with the batch's scalars.
 
-What a metric returns for a batch (``on_step=True`` logs it) does not follow from what it returns for micro-batches: an
-F1 score is no mean. So a twin of each metric that is called with samples is given those of one step.
+The value that a metric returns for a batch (logged with ``on_step=True``) cannot be computed from its values for
+micro-batches: an F1 score is not a mean. Each metric called with samples therefore has a twin that is updated with the
+samples of one step only.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _MISSING = object()
 
 
 class NumberCalls:
-    """Notes calls of metrics whose arguments are numbers alone, or all calls. Not collective.
+    """Records metric calls whose arguments are scalars only, or all calls. Not collective.
 
     Args:
-        every: Whether calls with samples are noted as well, of which micro-batches' states are of no use then.
+        every: Whether calls with samples are recorded as well; the micro-batches' metric states are then not used.
     """
 
     def __init__(self, *, every: bool = False) -> None:
@@ -41,23 +42,23 @@ class NumberCalls:
         self._others: set[str] = set()
         self._inside = False
         self._metrics: Mapping[str, Metric] = {}
-        #: Of metrics that return something for samples; and which of them have seen some of this step's.
+        #: Twins of metrics whose ``forward`` is called with samples; names of those updated in the current step.
         self._twins: dict[str, Metric | None] = {}
         self._begun: set[str] = set()
         #: Metrics that were called since :meth:`into` began.
         self.called: set[str] = set()
 
     def value_of(self, name: str) -> Any:
-        """What a metric returns for all samples of this step that it was called with; None if it was not."""
+        """Return a metric's value over all samples of this step that it was called with; None if it was not called."""
         twin = self._twins.get(name) if name in self._begun else None
         return None if twin is None else twin.compute()
 
     @contextmanager
     def watching(self, metrics: Mapping[str, Metric]) -> Iterator[None]:
-        """Inside, calls of these metrics can be noted.
+        """Context in which calls of these metrics can be recorded, see :meth:`into`.
 
         Args:
-            metrics: By name.
+            metrics: The metrics by name.
         """
         self._metrics, self._begun = metrics, set()
         saved = [
@@ -67,7 +68,7 @@ class NumberCalls:
         ]
         for name, metric in metrics.items():
             for method in _METHODS:
-                # On the instance, where torchmetrics has its own wrapper of update.
+                # On the instance, where torchmetrics puts its own wrapper of `update`.
                 metric.__dict__[method] = self._noted(name, method, getattr(metric, method))
             if self._every:
                 metric.__dict__["compute"] = self._refused(name, metric.compute)
@@ -82,10 +83,10 @@ class NumberCalls:
 
     @contextmanager
     def into(self, calls: dict[str, list[dict[str, Any]]]) -> Iterator[None]:
-        """Inside, calls are noted; at the end only those of metrics that had no other calls are left.
+        """Context that records calls; on exit, those of metrics that also had other calls are dropped.
 
         Args:
-            calls: Receives them, by metric.
+            calls: Receives the calls, by metric.
         """
         self._calls, self._others, self.called = calls, set(), set()
         try:
@@ -130,15 +131,15 @@ class NumberCalls:
             if method == "forward" and (twin := self._twin_of(name)) is not None:
                 twin.update(*args, **kwargs)
             return
-        # A dict: a list with an item a sample would be taken for samples.
+        # A dict, since a list with one item per sample would be treated as samples.
         positional = {str(index): _detached(value) for index, value in enumerate(args)}
         named = {key: _detached(value) for key, value in kwargs.items()}
         self._calls.setdefault(name, []).append({"method": method, "args": positional, "kwargs": named})
 
     def _twin_of(self, name: str) -> Metric | None:
-        """A copy of a metric that has seen this step's samples alone, and knows of no other rank; None if it has none.
+        """Return a metric's twin, a copy updated with this step's samples only and not synchronized over ranks.
 
-        It stays from step to step.
+        It is kept between steps and reset in each. None if the metric cannot be copied.
         """
         if name not in self._twins:
             self._twins[name] = None
@@ -152,7 +153,7 @@ class NumberCalls:
 
 
 def _copied(metric: Metric) -> Metric:
-    """A copy without hooks, which may hold anything, and without what stands in for methods here."""
+    """Copy a metric without its hooks, which may reference any object, and without the recording wrapper."""
     kept = [(each, dict(each.__dict__)) for each in metric.modules()]
     try:
         for each, attributes in kept:

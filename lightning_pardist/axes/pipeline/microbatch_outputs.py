@@ -1,9 +1,9 @@
-"""What a step leaves behind beside its result, carried from the last stage to every rank.
+"""Side effects of a step (logs, metrics, attributes, buffers), recorded on the last stage and applied on every rank.
 
-A pipeline runs the user's step once per stage and micro-batch, and only the last stage gets to its end. There
-``self.log``, metric updates and assignments to attributes (``self.outputs.append(loss)``) are recorded, micro-batch by
-micro-batch; what other stages do of it before they are cut off is undone. Afterwards every rank applies the same
-record, the micro-batches' values combined to those of the batch.
+A pipeline runs the user's step once per stage and micro-batch, and only the last stage runs it to the end. There
+``self.log``, metric updates and assignments to attributes (``self.outputs.append(loss)``) are recorded for each
+micro-batch; side effects of other stages, which leave the step early, are undone. Afterwards the micro-batches' records
+are combined to one of the batch, which every rank applies.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ from lightning_pardist.engines.pipeline.interception import HOOKS, hooks_of, is_
 from lightning_pardist.engines.pipeline.nested import flatten, rebuild
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
-#: Among the arguments of a call of ``log``: the dtype that a number has there.
+#: Extra key in the arguments of a ``log`` call: the default dtype at the time of the call.
 _DTYPE = "default dtype"
 _MISSING = object()
-#: Values that travel; of anything else (a logger, a trainer) only the rank that assigned it knows.
+#: Types of values that are sent to other ranks, besides tensors; other values (a logger, a trainer) are not.
 _PLAIN = (int, float, str, bytes, bool, type(None))
-#: Relative differences of states of metrics that are rounding.
+#: Relative difference of metric states up to which they count as equal, for rounding.
 _LOOSE = 1e-4
-#: How deep dicts in attributes are looked into.
+#: Depth to which nested dicts in attributes are compared.
 _DEPTH = 4
 
 Path = tuple[Any, ...]
-#: Takes what a step returned and the arguments of its calls of ``log``, to which it adds their :data:`WEIGHT`.
+#: Takes a step's result and the arguments of its ``log`` calls, and adds :data:`WEIGHT` to the latter.
 Weigh = Callable[[Any, list[dict[str, Any]]], None]
 
 
 @dataclass(frozen=True)
 class Part:
-    """The samples of a micro-batch.
+    """Range of a micro-batch's samples in the batch.
 
     Attributes:
-        begin: The first.
-        size: How many.
-        total: Those of the batch.
+        begin: Index of the first sample.
+        size: Number of samples.
+        total: Number of samples of the batch.
     """
 
     begin: int
@@ -78,15 +78,15 @@ class Part:
 
 @dataclass
 class _Record:
-    """What one micro-batch's run of the step left.
+    """Side effects of the step on one micro-batch.
 
     Attributes:
-        logged: Arguments of each ``self.log``, in order, and what weighs its value where that is known.
-        appended: Items that lists have grown by.
+        logged: Arguments of each ``self.log`` call, in order, with the weight of its value if known.
+        appended: Items appended to lists.
         assigned: New values of attributes and dictionary entries.
-        metrics: Per metric: values of its last ``forward``, update count and states (lists: what was added).
-        calls: Per metric that was given numbers only, such as a loss: its calls, each with the method's name.
-        buffers: What buffers of free modules became, by module and name.
+        metrics: Per metric: value of its last ``forward``, update count and states (for list states, the new items).
+        calls: Calls of each metric that was given scalars only, such as a loss, with the method's name.
+        buffers: New values of buffers of free modules (outside of units), by module and name.
         printed: Calls of ``self.print``, in order.
     """
 
@@ -99,7 +99,7 @@ class _Record:
     printed: list[dict[str, Any]] = field(default_factory=list)
 
     def as_containers(self) -> dict[str, Any]:
-        """Dicts and lists only, so that the tensors in it are seen by whoever follows them."""
+        """Convert to dicts and lists, so that code that traverses containers finds the tensors."""
         return {
             "logged": self.logged,
             "appended": [list(self.appended), list(self.appended.values())],
@@ -112,7 +112,7 @@ class _Record:
 
     @classmethod
     def of_containers(cls, value: dict[str, Any]) -> _Record:
-        """The inverse of :meth:`as_containers`."""
+        """Build a record from the result of :meth:`as_containers`."""
         appended, assigned, buffers = (
             dict(zip(map(tuple, value[key][0]), value[key][1], strict=True))
             for key in ("appended", "assigned", "buffers")
@@ -122,18 +122,18 @@ class _Record:
 
 @dataclass
 class BatchOutputs:
-    """What a step did with a whole batch.
+    """Result and side effects of a step on a whole batch.
 
     Attributes:
-        result: What it returned.
-        logged: Arguments of each ``self.log``, and what weighs its value where that is known.
+        result: Return value of the step.
+        logged: Arguments of each ``self.log`` call, with the weight of its value if known.
         appended: New items of lists.
         assigned: New values of attributes.
-        metrics: Changes of metrics, micro-batch by micro-batch.
+        metrics: Changes of metrics by each micro-batch.
         forward: The batch's value of each metric that was called.
-        calls: The batch's calls of metrics that are given numbers only.
+        calls: The batch's calls of metrics that are given scalars only.
         buffers: New values of buffers of free modules.
-        samples: Of attributes with an entry a sample (a recurrent state): the dim, by index of the tensor.
+        samples: For attributes with one entry per sample (a recurrent state): the sample dim, by index of the tensor.
         printed: The batch's calls of ``self.print``.
     """
 
@@ -150,19 +150,19 @@ class BatchOutputs:
 
     @property
     def lasts(self) -> bool:
-        """Whether the next step may read what this one left in the module, other than lists that have grown."""
+        """Whether the step has set attributes or buffers, which the next step may read; appended items do not count."""
         return bool(self.assigned or self.buffers)
 
 
 class StepOutputs:
-    """Records and replays the effects of a module's steps. Not collective.
+    """Records and replays the side effects of a module's steps. Not collective.
 
     Args:
-        module: Whose steps.
-        units: Names of the modules that live on one stage only: what happens in them stays there.
-        written: Buffers that steps write to, of which other modules than units are watched.
-        repeats_metrics: Whether metrics are called again with the batch's samples, as those of numbers alone always
-            are; otherwise each micro-batch adds to the same states.
+        module: The module whose steps are run.
+        units: Names of the modules that each run on one stage only; effects inside them are not recorded.
+        written: Buffers that steps write to; those outside of units are recorded.
+        repeats_metrics: Whether all metrics are called again with the batch's samples, as those given scalars only
+            always are; otherwise micro-batches update the same metric states one after another.
 
     Attributes:
         seen_written: Buffers that steps have written to, by module and name.
@@ -186,7 +186,7 @@ class StepOutputs:
         }
         self._metrics = {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
         self._written = sorted(path for path in written if path[0] in self._free)
-        #: Of attributes with an entry a sample: the dim, by index of the tensor.
+        #: For attributes with one entry per sample: the sample dim, by index of the tensor.
         self._samples: dict[Path, dict[int, int]] = {}
         self._open: _State | None = None
         self._latest: dict[str, dict[str, Any]] = {}
@@ -194,7 +194,7 @@ class StepOutputs:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around all runs of one step: nothing is logged, and afterwards everything is as it was before."""
+        """Context around all runs of one step: nothing is logged, and side effects are undone on exit."""
         self._open = self._state()
         self._latest = {}
         kept = {name: self.module.__dict__.get(name, _MISSING) for name in _RECORDED}
@@ -211,7 +211,7 @@ class StepOutputs:
             self._open = None
 
     def preset(self, place: Place, value: Any) -> None:
-        """Let an attribute or buffer have another value, until :meth:`watching` ends or the caller puts it back."""
+        """Set an attribute or buffer temporarily, until :meth:`watching` ends or the caller restores it."""
         kind, path = _kind_and_path(place)
         if kind == "assigned":
             self._assign(path, value)
@@ -219,20 +219,20 @@ class StepOutputs:
             own_buffers(self._free[path[0]])[path[1]] = value
 
     def value_at(self, place: Place) -> Any:
-        """The value of an attribute or buffer."""
+        """Return the value of an attribute or buffer."""
         kind, path = _kind_and_path(place)
         return self._at(path) if kind == "assigned" else own_buffers(self._free[path[0]])[path[1]]
 
     def run(
         self, step: Callable[[Any], Any], microbatch: Any, part: Part | None = None, *, weigh: Weigh | None = None
     ) -> dict[str, Any]:
-        """Run the step on one micro-batch, as if no other had been run before, but for metrics of samples.
+        """Run the step on one micro-batch as if it were the first, except that states of sample metrics accumulate.
 
         Args:
             step: Takes the micro-batch.
-            microbatch: Its argument.
-            part: Which samples of the batch it has; None for all.
-            weigh: Finds out what weighs the values that the step has logged, while their graphs are there.
+            microbatch: Argument of ``step``.
+            part: Range of its samples in the batch; None for all.
+            weigh: Adds the weights of the logged values, while their autograd graphs exist.
 
         Returns:
             The step's result under ``"result"``, and the record of its effects.
@@ -240,7 +240,7 @@ class StepOutputs:
         return self._run(step, microbatch, part, weigh, in_order=False)
 
     def run_in_order(self, step: Callable[[Any], Any], batch: Any) -> dict[str, Any]:
-        """Run the step on a whole batch, behind the batches that were run before it. As :meth:`run` otherwise."""
+        """Run the step on a whole batch after those before it, keeping their side effects; otherwise as :meth:`run`."""
         return self._run(step, batch, None, None, in_order=True)
 
     def _run(
@@ -263,7 +263,7 @@ class StepOutputs:
             if weigh is not None:
                 weigh(result, record.logged)
         except BaseException:
-            # A stage is cut off before the step can remove its hooks itself.
+            # A stage leaves the step early, before the step can remove its own hooks.
             before.remove_hooks(self.module)
             before.restore(self)
             raise
@@ -281,18 +281,18 @@ class StepOutputs:
                 arguments["value"] = arguments["value"].detach()
             elif isinstance(arguments["value"], float):
                 arguments["value"] = torch.tensor(arguments["value"], dtype=dtype)
-        # Their states depend on how many micro-batches there are: they are called again with the batch's numbers.
+        # States of metrics of scalars depend on the number of micro-batches: they are called again with the batch's.
         record.metrics = {name: change for name, change in record.metrics.items() if name not in record.calls}
         if not in_order:
             before.restore_attributes(self)
-            # The states after the last micro-batch are those that count.
+            # Only the states after the last micro-batch are used.
             for states in self._latest.values():
                 states["states"] = {}
             self._latest = record.metrics
         return {"result": result, **record.as_containers()}
 
     def _cut_states(self, part: Part) -> None:
-        """Let attributes with an entry a sample hold those of one micro-batch."""
+        """Narrow attributes with one entry per sample to the samples of one micro-batch."""
         for path, dims in self._samples.items():
             leaves, spec = flatten(self._at(path))
             for index, dim in dims.items():
@@ -302,17 +302,17 @@ class StepOutputs:
             self._assign(path, rebuild(spec, leaves))
 
     def uneven_metrics(self, whole: dict[str, Any], parts: Sequence[dict[str, Any]]) -> list[str]:
-        """Metrics that make something else of micro-batches one after the other than of the batch: they count calls.
+        """Return metrics whose states after all micro-batches differ from those after the batch (they count calls).
 
         Args:
-            whole: Of :meth:`run` for the batch.
-            parts: The same for its micro-batches, in one :meth:`watching`.
+            whole: Result of :meth:`run` for the batch.
+            parts: Results for its micro-batches, in one :meth:`watching`.
         """
         pairs = ((name, whole["metrics"][name], change) for name, change in parts[-1]["metrics"].items())
         return [name for name, one, other in pairs if _states_differ(one["states"], other["states"])]
 
     def learn(self, rules: Rules) -> None:
-        """Note which attributes have an entry a sample, as a trial has shown."""
+        """Take from a trial's rules which attributes have one entry per sample."""
         for place, rule in rules.of.items():
             if place[0] == "assigned" and rule.startswith("cat"):
                 kind_and_path = _kind_and_path(place)
@@ -321,10 +321,10 @@ class StepOutputs:
                     self._samples.setdefault(kind_and_path[1], {})[index] = int(rule[3:])
 
     def of_batch(self, result: dict[str, Any]) -> BatchOutputs:
-        """What a step did that ran on the whole batch.
+        """Return the outputs of a step that ran on the whole batch.
 
         Args:
-            result: Of :meth:`run` or :meth:`run_in_order`.
+            result: Result of :meth:`run` or :meth:`run_in_order`.
         """
         record = _Record.of_containers(result)
         return BatchOutputs(
@@ -340,12 +340,12 @@ class StepOutputs:
         )
 
     def combine(self, results: Sequence[dict[str, Any]], shares: Shares, rules: Rules) -> BatchOutputs:
-        """What the step would have done with the whole batch.
+        """Combine micro-batches' results and side effects to those of the step on the whole batch.
 
         Args:
-            results: Of :meth:`run` for each micro-batch.
-            shares: Of the micro-batches.
-            rules: How numbers are combined.
+            results: Results of :meth:`run` for each micro-batch.
+            shares: Shares of the micro-batches in the batch.
+            rules: How values are combined.
         """
         if len(results) == 1 and not isinstance(rules, Collector):
             return self.of_batch(results[0])
@@ -361,7 +361,8 @@ class StepOutputs:
         for path in dict.fromkeys(path for record in records for path in record.assigned):
             known = [record.assigned[path] for record in records if path in record.assigned]
             if len(known) < len(records) or all(_is_same(value, self._at(path)) for value in known):
-                # Made anew and as it was, a list of one item is none of samples, of which a micro-batch may have one.
+                # A list assigned again with equal contents is not per-sample, even if it has one item, as a micro-batch
+                # of one sample would.
                 done.assigned[path] = known[-1]
             elif not all(map(is_numeric, known)) and not _are_alike(known):
                 done.assigned[path] = merged(known, "assigned", path)
@@ -386,7 +387,7 @@ class StepOutputs:
             done.metrics[name] = found = [record.metrics[name] for record in records if name in record.metrics]
             values = [each["forward"] for each in found]
             if len(values) == len(records) and all(value is not None for value in values):
-                # The last one's is that of all.
+                # The last value covers all micro-batches.
                 done.forward[name] = values[-1]
         for name in dict.fromkeys(name for record in records for name in record.calls):
             called = [record.calls.get(name, []) for record in records]
@@ -407,7 +408,7 @@ class StepOutputs:
         return done
 
     def _merged_state(self, known: list[Any], path: Path, shares: Shares, rules: Rules) -> tuple[Any, dict[int, int]]:
-        """What an attribute becomes, and the dims of its tensors that hold samples."""
+        """Return the combined value of an attribute, and the sample dims of its tensors."""
         place: Place = ("assigned", path)
         if all(map(is_numeric, known)):
             rule = rule_of(known, place, shares, rules)
@@ -420,20 +421,20 @@ class StepOutputs:
             if not all(map(is_numeric, column)):
                 continue
             rule = rule_of(list(column), (*place, index), shares, rules)
-            # It is not told how tuples grow from step to step.
+            # For tuples, changes from step to step are not distinguished: no value before.
             leaves[index] = merged_numbers(list(column), None, (*place, index), shares, rules)
             if rule.startswith("cat"):
                 dims[index] = int(rule[3:])
         return rebuild(spec, leaves), dims
 
     def apply(self, done: BatchOutputs) -> Any:
-        """Do on this rank what the step did on the last stage.
+        """Apply the step's side effects on this rank.
 
         Args:
-            done: From :meth:`combine`.
+            done: Outputs of :meth:`combine` or :meth:`of_batch`.
 
         Returns:
-            What the step would have returned for the whole batch.
+            The step's return value for the whole batch.
         """
         for path, value in done.assigned.items():
             self._assign(path, value)
@@ -466,7 +467,7 @@ class StepOutputs:
 
     @contextmanager
     def _own_buffers(self, record: _Record, *, changed_only: bool = False) -> Iterator[None]:
-        """Buffers that steps write to are copies inside: autograd may keep what is written."""
+        """Replace written buffers by copies inside, since autograd may save them; record their new values on exit."""
         own = [
             (own_buffers(self._free[name]), key, own_buffers(self._free[name]).get(key)) for name, key in self._written
         ]
@@ -502,7 +503,7 @@ class StepOutputs:
             arguments.pop("self", None)
             if isinstance(arguments.get("value"), Metric):
                 arguments["value"] = self._name_of(arguments["value"])
-            # That of the Trainer's precision, which only the step has.
+            # The default dtype set by the Trainer's precision plugin, which is active inside the step only.
             logged.append({**arguments, _DTYPE: torch.get_default_dtype()})
 
         return log
@@ -555,27 +556,27 @@ class StepOutputs:
         return _State(attributes, metrics, hooks_of(self.module))
 
 
-#: Methods that are recorded instead of carried out.
+#: Methods of the module that are recorded instead of executed.
 _RECORDED = ("log", "print")
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "training", *_RECORDED}) | HOOKS
 
 
 @dataclass
 class _State:
-    """A moment's attributes of free modules, states of metrics, and hooks."""
+    """Snapshot of free modules' attributes, metric states and registered hooks."""
 
     attributes: dict[tuple[str, str], _Frozen]
     metrics: dict[str, dict[str, Any]]
     hooks: frozenset[tuple[int, int]]
 
     def restore(self, effects: StepOutputs) -> None:
-        """Put everything back."""
+        """Restore attributes and metrics."""
         self.restore_attributes(effects)
         for name, kept in self.metrics.items():
             _thaw_metric(effects._metrics[name], kept)
 
     def restore_attributes(self, effects: StepOutputs) -> None:
-        """Put back all but the metrics, and but flags where hooks have been registered for good."""
+        """Restore attributes, not metrics; keep flags if hooks registered since the snapshot are still present."""
         lasting = not hooks_of(effects.module) <= self.hooks
         for name, module in effects._free.items():
             for key in [key for key in module.__dict__ if key not in _REGISTRIES]:
@@ -586,13 +587,13 @@ class _State:
             effects._free[name].__dict__[key] = now if lasting and is_flag(key, now) else frozen.thaw()
 
     def remove_hooks(self, root: nn.Module) -> None:
-        """Remove the hooks that were registered since."""
+        """Remove hooks registered since the snapshot."""
         for registry in registries_of_hooks(root):
             for number in [number for number in registry if (id(registry), number) not in self.hooks]:
                 del registry[number]
 
     def compare(self, effects: StepOutputs, record: _Record) -> None:
-        """Write into a record what has changed since."""
+        """Write the changes since the snapshot into a record."""
         for name, module in effects._free.items():
             for key, value in module.__dict__.items():
                 if key not in _REGISTRIES:
@@ -608,14 +609,14 @@ class _State:
 
 @dataclass(frozen=True)
 class _Frozen:
-    """A value, and what it contained if it is a list or a dict."""
+    """Snapshot of a value, with its contents if it is a list or a dict."""
 
     value: Any
     items: tuple[Any, ...] | None = None
     keys: tuple[Any, ...] | None = None
 
     def thaw(self) -> Any:
-        """The value with its contents of then."""
+        """Return the value with its contents at the time of the snapshot."""
         if self.items is None:
             return self.value
         if self.keys is None:
@@ -658,7 +659,7 @@ def _compare(before: _Frozen | None, now: Any, path: Path, record: _Record) -> N
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Whether two nested values hold the same."""
+    """Return whether two nested values are equal."""
     (leaves, spec), (others, other_spec) = flatten(value), flatten(before)
     return spec == other_spec and all(map(_is_same_leaf, leaves, others))
 
@@ -687,7 +688,7 @@ def _freeze_metric(metric: Metric) -> dict[str, Any]:
         "count": metric.update_count,
         "forward": forward_cache_of(metric),
         "computed": computed_of(metric),
-        # Updates may add in place.
+        # Copies, since metric updates may be in place.
         "states": {name: list(v) if isinstance(v, list) else v.detach().clone() for name, v in states.items()},
     }
 
@@ -718,7 +719,7 @@ def _states_differ(some: dict[str, Any], others: dict[str, Any]) -> bool:
 
 
 def _leaders(module: nn.Module) -> dict[int, Metric]:
-    """In a collection, metrics with the same states share the first one's."""
+    """Map metrics of a collection's compute groups to the first of the group, whose states they share."""
     found: dict[int, Metric] = {}
     for collection in module.modules():
         if isinstance(collection, MetricCollection):
@@ -742,7 +743,7 @@ def _printer(calls: list[dict[str, Any]]) -> Callable[..., None]:
 
 
 def _are_alike(values: Sequence[Any]) -> bool:
-    """Whether values are tuples (or the like) of one structure, and no lists, which may have an item a sample."""
+    """Return whether values have one nested structure and are not lists, which may have one item per sample."""
     if any(isinstance(value, list) for value in values):
         return False
     return len({flatten(value)[1] for value in values}) == 1

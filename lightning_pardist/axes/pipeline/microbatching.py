@@ -1,4 +1,4 @@
-"""Into how many micro-batches a training batch is cut, and how: found out at planning, the same on every rank."""
+"""Number and split of a training batch's micro-batches; determined during planning, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_pardist.engines.pipeline import BatchCut, MicroBatch, UnevenBatch
 from lightning_pardist.engines.pipeline.cut import parts_of
 from lightning_pardist.engines.pipeline.schedule import closest_schedule
 
-#: Default for the most micro-batches, for each rank of a pipeline: 4 leave it idle for a fifth of a step at most.
+#: Default maximum of micro-batches per pipeline rank: with 4, the bubble is at most a fifth of a step.
 _A_RANK = 4
 
 
 @dataclass(frozen=True)
 class Microbatching:
-    """How training batches are cut.
+    """How training batches are split into micro-batches.
 
     Attributes:
-        settings: Of the pipeline.
-        num_ranks: Ranks of the pipeline.
-        whole: Names of tensors that go whole to every micro-batch, as a trial has shown.
-        least: Samples that a micro-batch has at least, unless the batch has fewer.
-        why: What smaller ones do, in a few words.
+        settings: Settings of the pipeline.
+        num_ranks: Number of pipeline ranks.
+        whole: Names of tensors that are passed unsplit to every micro-batch, found by a trial.
+        least: Minimum number of samples of a micro-batch, unless the batch has fewer.
+        why: What goes wrong with smaller micro-batches, in a few words.
     """
 
     settings: PipelineSettings
@@ -38,35 +38,35 @@ class Microbatching:
 
     @property
     def cut(self) -> BatchCut:
-        """Where samples are in a batch."""
+        """Where samples are in a batch, and which tensors are not split."""
         return BatchCut(self.settings.batch_dim, self.whole)
 
     @property
     def most(self) -> int:
-        """Micro-batches at most."""
+        """Maximum number of micro-batches."""
         if self.settings.schedule == "mp":
             return 1
         return self.settings.num_microbatches or _A_RANK * self.num_ranks
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody has said how many micro-batches there are to be."""
+        """Whether the number of micro-batches is chosen automatically."""
         return self.settings.schedule != "mp" and self.settings.num_microbatches is None
 
     @property
     def is_whole(self) -> bool:
-        """Whether every batch is one micro-batch because smaller ones would change its numbers."""
+        """Whether every batch is one micro-batch, since smaller ones would change its results."""
         return self.least == sys.maxsize
 
     def keep_whole(self, why: str) -> Microbatching:
-        """The same with one micro-batch for every batch, whatever its size."""
+        """Return a copy with one micro-batch per batch of any size."""
         return replace(self, least=sys.maxsize, why=f"change the numbers: {why}")
 
     def count(self, batch: Any) -> int:
-        """Micro-batches of a batch.
+        """Return the number of micro-batches of a batch.
 
         Raises:
-            UnevenBatchError: If its tensors have several lengths along the batch dim.
+            UnevenBatchError: If its tensors have different sizes along the batch dim.
         """
         if self.most == 1 or self.settings.split_batch is not None:
             return self.most
@@ -78,15 +78,15 @@ class Microbatching:
         return taken_by(settings.schedule, self.num_ranks, count, settings.chunks_per_rank)
 
     def split(self, batch: Any, num_microbatches: int) -> list[MicroBatch]:
-        """Cut a batch.
+        """Split a batch.
 
         Args:
-            batch: To be cut.
-            num_microbatches: The most parts to make.
+            batch: The batch to split.
+            num_microbatches: Maximum number of parts.
 
         Raises:
-            UnevenBatchError: If its tensors have several lengths along the batch dim.
-            ValueError: If it cannot be taken apart, or a function of the user's does not cut it.
+            UnevenBatchError: If its tensors have different sizes along the batch dim.
+            ValueError: If it cannot be split, or the user's ``split_batch`` does not split it.
         """
         function = self.settings.split_batch
         if function is None or num_microbatches == 1:
@@ -94,7 +94,7 @@ class Microbatching:
         return parts_of(function, batch, num_microbatches, self.cut)
 
     def alternatives(self, batch: Any) -> Iterator[Microbatching]:
-        """The same with larger and larger micro-batches, as long as their number is free."""
+        """Yield copies with increasing micro-batch sizes, or only self if the size may not be changed."""
         tried = set()
         if not self.is_free or self.is_whole or self.settings.split_batch is not None:
             yield self
@@ -106,7 +106,10 @@ class Microbatching:
                 yield other
 
     def guesses(self, batch: Any) -> list[Microbatching]:
-        """Ways to cut a batch whose tensors disagree, the commonest length first; each needs a proof."""
+        """Return candidate splits of a batch whose tensors differ in size, most common size first.
+
+        Each candidate must be verified. Empty if the tensors do not differ.
+        """
         try:
             self.count(batch)
         except UnevenBatchError as error:
@@ -117,7 +120,7 @@ class Microbatching:
         return []
 
     def describe(self, batch: Any) -> str:
-        """What becomes of a batch, for the log."""
+        """Describe the split of a batch, for the log."""
         parts = self.split(batch, self.count(batch))
         sizes = sorted({part.size for part in parts})
         each = " or ".join(map(str, sizes)) + (" sample" if sizes == [1] else " samples")
@@ -152,19 +155,20 @@ class Microbatching:
 
 @functools.cache
 def taken_by(schedule: str, num_ranks: int, count: int, chunks_per_rank: int) -> int:
-    """Micro-batches that a schedule takes, of so many at most."""
+    """Return the number of micro-batches, at most ``count``, that a schedule supports."""
     return closest_schedule(schedule, num_ranks, count, chunks_per_rank=chunks_per_rank).num_microbatches
 
 
 def efficient_count(size: int, num_ranks: int, *, most: int) -> int:
-    """Micro-batches that make a step shortest: few leave ranks idle, and of uneven ones all wait for the largest.
+    """Return the number of micro-batches with the shortest step.
 
-    A step takes as long as ``m + p - 1`` micro-batches of the largest size, ``m`` micro-batches and ``p`` ranks.
+    Few micro-batches enlarge the bubble, and with uneven ones all ranks wait for the largest. With ``m`` micro-batches
+    and ``p`` ranks, a step takes as long as ``m + p - 1`` micro-batches of the largest size.
 
     Args:
-        size: Samples of the batch.
-        num_ranks: Ranks of the pipeline.
-        most: Micro-batches at most, 1 or more.
+        size: Number of samples of the batch.
+        num_ranks: Number of pipeline ranks.
+        most: Maximum number of micro-batches, 1 or more.
     """
 
     def time(count: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Steps that run without stages: when they do, and what has to be known of them before the module is taken apart."""
+"""Steps that run without stages: conditions, and their recording before the module's layers are distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_pardist.trainer import trial_run
 
 
 def needs_owners(module: pl.LightningModule) -> str | None:
-    """Why a module's training cannot run in stages at all, as the beginning of a sentence; None if it can."""
+    """Return why a module's training cannot run in stages at all, as a predicate for messages; None if it can."""
     if not module.automatic_optimization:
         return "optimizes by hand (automatic_optimization=False)"
     if is_overridden("backward", module):
@@ -27,7 +27,7 @@ def needs_owners(module: pl.LightningModule) -> str | None:
 
 
 def repeats_units(record: StepRecord) -> str | None:
-    """Why a recorded step may take another way with the next batch, which stages could not follow."""
+    """Return why a recorded step may call layers differently in the next batch; None if it does not look so."""
     called = [call.unit for call in record.calls]
     repeated = next((unit for unit in called if called.count(unit) > 1), None)
     if repeated is not None:
@@ -38,18 +38,19 @@ def repeats_units(record: StepRecord) -> str | None:
 def record_for_owners(
     trainer: pl.Trainer, settings: PipelineSettings, num_ranks: int, steps: Sequence[tuple[str, Any]]
 ) -> PipelinePlan:
-    """Run steps once, with nothing left behind, and distribute layers over ranks. Not collective.
+    """Run steps once without side effects, and plan the distribution of layers over ranks. Not collective.
 
     Args:
-        trainer: Whose module.
-        settings: Of the pipeline.
-        num_ranks: Its ranks.
-        steps: Names of step functions, each with a batch; the first decides who holds what.
+        trainer: The Trainer of the module.
+        settings: Settings of the pipeline.
+        num_ranks: Number of pipeline ranks.
+        steps: Names of step functions, each with a batch; the first one determines the placement.
 
     Raises:
-        Exception: What the first step raises. Others that fail tell nothing.
-        CannotPipelineError: If the first step calls fewer layers than there are ranks, or a custom autograd function
-            calls several, or it runs layers or asks for gradients of parameters in ways that one rank cannot follow.
+        Exception: The exception of the first step, if it fails. Other steps that fail are ignored.
+        CannotPipelineError: If the first step calls fewer layers than there are ranks, a custom autograd function
+            calls several layers, or training computes gradients of parameters itself or runs layers in transforms in
+            ways that are not supported.
     """
     module = trainer.lightning_module
     records: list[StepRecord] = []

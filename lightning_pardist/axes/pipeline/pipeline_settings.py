@@ -15,26 +15,26 @@ from lightning_pardist.settings import one_of, positive
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How a module is split into stages, and how micro-batches go through them.
+    """How a module is split into stages, and how micro-batches are scheduled on them.
 
     Attributes:
-        pipeline_parallel_size: Ranks that a module is split over, ``"auto"`` for all that are left, or
-            ``"machine"``, see :func:`~lightning_pardist.mesh.degrees_of_machine`.
-        num_microbatches: Micro-batches a training step. If None as many as make a step short, up to four times the
-            ranks, of as many samples as ``training_step`` needs, and 1 where parts of a batch would change its loss;
-            always 1 for ``"mp"``. Batches with fewer samples make fewer.
+        pipeline_parallel_size: Number of pipeline ranks, ``"auto"`` for all that other axes leave, or ``"machine"``,
+            see :func:`~lightning_pardist.mesh.degrees_of_machine`.
+        num_microbatches: Micro-batches per training step. If None, the number with the shortest step, up to four times
+            the ranks, with as many samples each as ``training_step`` needs; 1 if splitting a batch would change its
+            loss. Always 1 for ``"mp"``. Batches with fewer samples make fewer.
         schedule: ``"mp"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"interleaved_zb"`` or ``"zbv"``.
-        chunks_per_rank: Stages a rank.
-        split: Names of the modules with which stages 1, 2, ... begin; by measured cost if None.
-        reads: ``"send"`` allows values between blocks to be looked at (``if x.mean() > 0``), as long as that does not
-            decide which blocks run.
-        batch_dim: Dim of the samples in a batch's tensors (those with fewer dims have them first), or by name
-            (``"0"``, ``"labels"``, ``"graph.x"``), with None for a tensor that goes whole to every micro-batch.
-        split_batch: Cuts a batch into at most so many micro-batches, in place of ``batch_dim``: given the batch and the
-            number, returns a list of batches or :class:`~lightning_pardist.MicroBatch` objects.
-        eval_batches_in_flight: Batches that validation, test and predict have on their way through the stages. If None
-            four times the ranks, and 1 where something between batches could tell the difference.
-        message_timeout_s: Longest wait for one message between stages, in seconds.
+        chunks_per_rank: Number of stages per rank.
+        split: Names of the modules with which stages 1, 2, ... begin; balanced by measured cost if None.
+        reads: ``"send"`` allows the step to read values between blocks (``if x.mean() > 0``), as long as they do not
+            determine which blocks run.
+        batch_dim: Dim of the samples in a batch's tensors (dim 0 for tensors with fewer dims), or a dict of dims by
+            name (``"0"``, ``"labels"``, ``"graph.x"``), with None for a tensor passed unsplit to every micro-batch.
+        split_batch: Function that splits a batch, in place of ``batch_dim``: takes the batch and the maximum number of
+            micro-batches, returns a list of batches or :class:`~lightning_pardist.MicroBatch` objects.
+        eval_batches_in_flight: Batches that validation, test and predict run through the stages at the same time. If
+            None, four times the ranks, or 1 if a hook or callback could observe the difference.
+        message_timeout_s: Timeout of one message between stages, in seconds.
         init: For modules on ``meta``: initializes the own parameters of one module, in place of its
             ``reset_parameters``.
     """
@@ -69,10 +69,10 @@ class PipelineSettings:
             )
 
     def check_data(self, data_parallel: str, data_settings: Mapping[str, Any]) -> None:
-        """Refuse what makes no sense with a data axis of this kind.
+        """Refuse settings that are incompatible with the data axis.
 
         Raises:
-            ValueError: With what was set and what to set in its place.
+            ValueError: If there is one; names the setting and what to set instead.
         """
         if data_parallel != "zero3" or self.pipeline_parallel_size == 1:
             return

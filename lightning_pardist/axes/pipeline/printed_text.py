@@ -1,4 +1,4 @@
-"""What ``self.print`` of micro-batches comes to for the batch: the same text, its numbers put together."""
+"""Combination of micro-batches' ``self.print`` calls to those of the batch: the same text with combined numbers."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
-#: Takes the index of a number in a text, and the number of each micro-batch.
+#: Takes the index of a number in a text and that number in each micro-batch's text; returns the batch's number.
 Combine = Callable[[int, list[float]], Any]
 
 
 def printed(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call of ``print`` as text, which can travel to other ranks.
+    """Convert a call of ``print`` to its text and options, which can be sent to other ranks.
 
     Args:
-        args: Its arguments.
-        kwargs: Its ``sep`` and ``end``, and what else it was given.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call, such as ``sep`` and ``end``.
     """
     text = str(kwargs.get("sep", " ")).join(map(str, args))
     return {"text": text, "end": kwargs.get("end"), "flush": bool(kwargs.get("flush", False))}
 
 
 def merged_texts(calls: Sequence[dict[str, Any]], combine: Combine) -> list[dict[str, Any]]:
-    """One call for those of all micro-batches; all of them where they say different things.
+    """Combine the calls of all micro-batches to one; keep each different call if texts differ in more than numbers.
 
     Args:
-        calls: Of the micro-batches.
-        combine: Puts the numbers at one place together.
+        calls: The calls of the micro-batches.
+        combine: Combines the numbers at one index of the texts.
     """
     texts = [call["text"] for call in calls]
     if len(set(texts)) == 1 and not _NUMBER.search(texts[0]):
@@ -42,7 +42,7 @@ def merged_texts(calls: Sequence[dict[str, Any]], combine: Combine) -> list[dict
 
 
 def _like(column: Sequence[str], number: Any) -> str:
-    """A number in the form of others."""
+    """Format a number like the last one of a column."""
     if not isinstance(number, (int, float)) or all(float(each) == float(number) for each in column):
         return column[-1]
     last = column[-1]

@@ -1,4 +1,4 @@
-"""Runs of the module's step functions, recorded on sample batches as the Trainer would run them, and planned."""
+"""Recording of the module's step functions on sample batches, as the Trainer would run them, and stage planning."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
-#: What runs training steps on whole batches.
+#: Strategies that run training steps on whole batches, suggested by errors.
 _WHOLE = ("pardist_mp", "pardist_ddp", "pardist_zero3", "pardist_tp")
-#: What stays from one step to the next.
+#: Kinds of places whose values persist between steps.
 _KEPT = ("assigned", "buffer")
-#: Relative errors that are rounding for certain, that may be, and that may be in half precision.
+#: Relative errors: certainly rounding, possibly rounding, possibly rounding in half precision.
 _CLOSE, _LOOSE, _ROUGH = 2e-6, 1e-4, 2e-2
-#: Runs a step on batches, at will with other values of what it keeps, and returns what it did with each.
+#: Runs a step on batches, optionally with preset attributes or buffers, and returns the record of each run.
 _Evaluate = Callable[..., list[dict[str, Any]]]
 #: Name of a step function, and index of the loader whose batches it gets.
 StepKey = tuple[str, int]
@@ -87,7 +87,7 @@ StepKey = tuple[str, int]
 
 @dataclass(frozen=True)
 class _Sample:
-    """A step function of the module, and what it is run on: of a training batch a micro-batch of some samples."""
+    """Step function and its sample batch; for training, also one micro-batch and its number of samples."""
 
     stage: RunningStage
     dataloader_idx: int
@@ -103,18 +103,18 @@ class _Sample:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What is known of the module's steps before it is taken apart.
+    """Findings about the module's steps, recorded before the module is split.
 
     Attributes:
         plans: Stages and messages of each step function.
-        rules: How the numbers that each makes of micro-batches are combined.
+        rules: How the micro-batches' values of each step are combined.
         written: Buffers that steps write to, by module and name.
-        unstaged: Steps that do not run in the stages of another one, and why.
-        owners: Who runs which layers if no step runs in stages.
-        steady: Buffers that change once a training step, whatever the number of micro-batches.
-        microbatching: How training batches are cut.
-        cut: What became of the sample batch, for the log.
-        loss: What the loss of a micro-batch is made of.
+        unstaged: Steps that do not run in stages, or not in those of the first step, with the reason.
+        owners: Placement of layers on ranks if no step runs in stages.
+        steady: Buffers that change once per training step, for any number of micro-batches.
+        microbatching: How training batches are split.
+        cut: Description of the sample batch's split, for the log.
+        loss: Terms that a micro-batch's loss consists of.
         draws: Whether the training step draws random numbers.
     """
 
@@ -131,32 +131,32 @@ class Recorded:
 
     @property
     def placing(self) -> PipelinePlan:
-        """The plan that says who holds what."""
+        """Plan that determines which rank holds which parameters."""
         return self.owners or next(iter(self.plans.values()))
 
 
 class MicrobatchError(CannotPipelineError):
-    """A step runs on a batch and fails on a micro-batch.
+    """Raised if a step runs on a batch but fails on a micro-batch.
 
     Attributes:
-        failure: What it says.
+        failure: Message of the step's exception.
     """
 
     failure: str = ""
 
 
 class StepRecorder:
-    """Records runs of the steps that a Trainer is going to run, and plans stages for them. Not collective.
+    """Records runs of the steps that a Trainer will run, and plans their stages. Not collective.
 
     Args:
-        trainer: Between its strategy's setup of the module and its loops.
-        settings: Of the pipeline.
+        trainer: The Trainer, after its strategy has set up the module and before its loops start.
+        settings: Settings of the pipeline.
         ranks: Global ranks of the pipeline.
-        samples: Batches to run them on.
-        loss_weight: How losses are weighed.
-        found: See :attr:`~lightning_pardist.axes.base.RunContext.found_once`.
-        check_samples: Whether layers that mix samples are looked for.
-        in_one_piece: Names of modules that no cut goes through.
+        samples: Sample batches for the runs.
+        loss_weight: How losses are weighted.
+        found: Cache of findings, see :attr:`~lightning_pardist.axes.base.RunContext.found_once`; None outside of plans.
+        check_samples: Whether to detect layers that mix samples.
+        in_one_piece: Names of modules that must not be split between stages.
     """
 
     def __init__(
@@ -173,18 +173,18 @@ class StepRecorder:
     ) -> None:
         self.check_samples, self.in_one_piece = check_samples, in_one_piece
         self._found: dict[Any, Any] = {} if found is None else found
-        # Without values, as plans are made, numbers of parts and of the whole tell nothing.
+        # Plans run without real values, so that comparing results of micro-batches and batch is meaningless.
         self._rehearsed = found is not None
         self.trainer = trainer
         self.loss_weight: LossWeight = loss_weight
         self._loss = LossMakeup()
-        #: Why a batch is kept whole whose samples do not go by themselves.
+        #: How the samples of a batch depend on each other, if they do.
         self._coupled = ""
         self.samples = samples
         self.module: pl.LightningModule = trainer.lightning_module
         self.settings = settings
         self.ranks, self.num_ranks = ranks, len(ranks)
-        # Before the units are known: all modules are watched, as a recorded run goes through all of them.
+        # Units are not known yet: watch all modules, since a recorded run executes all of them.
         self._effects = StepOutputs(self.module)
         self.microbatching = Microbatching(settings, self.num_ranks)
         self._rng_afterwards = random_state(device_in_use())
@@ -193,10 +193,10 @@ class StepRecorder:
         self._unstaged: dict[StepKey, str] = {}
 
     def record(self) -> Recorded:
-        """Plans for all step functions, the first of which decides the stages; each is tried.
+        """Record, plan and try all step functions; the first one determines the stages.
 
         Raises:
-            CannotPipelineError: If the module cannot be cut as asked, or a step fails on stubs.
+            CannotPipelineError: If the module cannot be split as set, or a step fails on stubs.
         """
         samples = list(self._samples())
         if not samples:
@@ -212,10 +212,10 @@ class StepRecorder:
             return self._record_owners(samples, error.reason)
 
     def training_rules(self) -> tuple[Rules, LossMakeup, Microbatching]:
-        """How numbers of the training step go together whose micro-batches run whole, and how batches are cut.
+        """Return rules, loss makeup and batch splitting for training steps whose parts run without stages.
 
         Raises:
-            CannotPipelineError: If batches cannot be cut, or the step writes to parameters.
+            CannotPipelineError: If batches cannot be split, or the step writes to parameters.
         """
         sample = next(self._samples())
         for way in self.microbatching.guesses(sample.batch) or [self.microbatching]:
@@ -241,7 +241,7 @@ class StepRecorder:
         raise CannotPipelineError(f"{STEPS[sample.stage]} cannot run on parts of a batch: set batch_dim.")
 
     def _record_owners(self, samples: Sequence[_Sample], reason: str) -> Recorded:
-        """Who runs which layers, for steps that cannot run in stages."""
+        """Plan the placement of layers on ranks for steps that cannot run in stages."""
         steps = [(STEPS[sample.stage], sample.batch) for sample in samples]
         owners = record_for_owners(self.trainer, self.settings, self.num_ranks, steps)
         return Recorded({}, {}, unstaged={sample.key: reason for sample in samples}, owners=owners)
@@ -285,10 +285,10 @@ class StepRecorder:
         return Recorded(plans, rules, written, self._unstaged, **ways)
 
     def _refuse_shared_buffers(self, made: PipelinePlan, written: frozenset[tuple[Any, ...]]) -> None:
-        """Refuse units that several ranks run, each of which would update the unit's buffers by its own calls alone.
+        """Refuse units run by several ranks if the step writes to their buffers: each rank would miss updates.
 
         Raises:
-            CannotPipelineError: With the name of one.
+            CannotPipelineError: If there is such a unit; names its buffer.
         """
         for unit, stages in made.unit_stages.items():
             ranks = sorted({stage % self.num_ranks for stage in stages})
@@ -301,17 +301,17 @@ class StepRecorder:
                 )
 
     def _refuse_inner_gradients(self, made: PipelinePlan) -> None:
-        """Refuse a step that differentiates by parameters: there is a graph of them in their own stages alone.
+        """Refuse a step that differentiates by parameters of other stages than the loss', which has no graph of them.
 
         Raises:
-            CannotPipelineError: With the name of one that is not in the stage of the loss.
+            CannotPipelineError: If there is such a parameter; names it.
         """
         for name in sorted(made.trace.differentiated):
             if set(made.parameter_stages[name]) != {made.num_stages - 1}:
                 raise asks_for_gradients("training_step", name)
 
     def _why_whole(self, sample: _Sample, rules: Mapping[StepKey, Rules]) -> str | None:
-        """Why a batch is not to be cut, where nobody has said into how many parts; None if it may be."""
+        """Return why a batch must not be split; None if it may be, or if the user has set the number of parts."""
         found = rules.get(sample.key)
         if found is None or not self.microbatching.is_free or self.settings.split_batch is not None:
             return None
@@ -324,7 +324,7 @@ class StepRecorder:
         return coupled or None
 
     def _why_coupled(self, sample: _Sample, found: Rules) -> str:
-        """Why the samples of a batch do not go by themselves; empty if they do."""
+        """Return how the samples of a batch depend on each other; empty if they do not."""
         if found.mixing is not None:
             return f"{found.mixing} mixes the samples of a batch"
         if found.orders is not None:
@@ -340,7 +340,10 @@ class StepRecorder:
         return asked and bool(batch_norms(self.module))
 
     def _coupled_in_whole(self, sample: _Sample) -> str:
-        """What makes the whole batch's loss more than a sum over samples, by its graph, which needs no values."""
+        """Return what makes the whole batch's loss more than a sum over samples, from its autograd graph.
+
+        This needs no real values. Empty if nothing is found.
+        """
         if len(self._parts(sample)) < 2:
             return ""
         with self._running(sample) as run, undisturbed(self.module), torch.enable_grad():
@@ -351,7 +354,7 @@ class StepRecorder:
         return LossMakeup.of(loss, sample.batch, samples, self.loss_weight).coupled
 
     def _steady_buffers(self, sample: _Sample, recorded: StepRecord) -> frozenset[str]:
-        """Buffers of units that change once a batch, whatever its samples and their number."""
+        """Return buffers of units that change once per batch, independently of its samples and their number."""
         if sample.stage != RunningStage.TRAINING or not recorded.steady_buffers:
             return frozenset()
         with self._running(sample) as run, suppress(Exception):
@@ -360,11 +363,11 @@ class StepRecorder:
         return frozenset()
 
     def _record_training(self, sample: _Sample) -> tuple[StepRecord, _Sample]:
-        """A run of the training step on a micro-batch of the batch, cut in a way that is right.
+        """Record the training step on a micro-batch, with a split of the batch that reproduces its loss.
 
         Raises:
-            CannotPipelineError: If tensors of the batch disagree on its samples, and no way to cut it adds up to the
-                batch's loss; or if the step fails.
+            CannotPipelineError: If tensors of the batch differ in their number of samples and no split reproduces the
+                batch's loss, or if the step fails.
         """
         asked = self.microbatching
         guesses = asked.guesses(sample.batch)
@@ -384,7 +387,7 @@ class StepRecorder:
         raise RuntimeError("A batch was refused whose tensors agree.")
 
     def _record_smallest(self, sample: _Sample, way: Microbatching) -> tuple[StepRecord, _Sample]:
-        """The same with the smallest micro-batches that the step runs on."""
+        """Record the training step on a micro-batch of the smallest size on which it runs, for one way to split."""
         failure: MicrobatchError | None = None
         for other in way.alternatives(sample.batch):
             try:
@@ -404,7 +407,7 @@ class StepRecorder:
         raise failure or RuntimeError("There is no way to cut a batch.")
 
     def _adds_up(self, sample: _Sample) -> bool:
-        """Whether the losses of micro-batches are exactly those parts of the batch's that they should be."""
+        """Return whether the mean or sum of the micro-batches' losses is the batch's loss, up to rounding."""
         tried, parts = self._tried(sample), self._parts(sample)
         if tried is None or len(parts) < 2:
             return False
@@ -420,7 +423,7 @@ class StepRecorder:
         return self.microbatching.split(sample.batch, self.microbatching.count(sample.batch))
 
     def _record_others(self, first: StepRecord, samples: Sequence[_Sample]) -> dict[StepKey, StepRecord]:
-        """Runs of the other steps, as far as they go through the first one's stages (``generate`` does not)."""
+        """Record the other steps; return those that fit the first one's stages (``generate`` does not)."""
         found: dict[StepKey, StepRecord] = {}
         for sample in samples:
             try:
@@ -477,7 +480,11 @@ class StepRecorder:
         return recorded
 
     def _traced_behind_hooks(self, sample: _Sample, error: Exception) -> StepRecord:
-        """Hooks may prepare what steps need, as in ``def on_train_epoch_start(self): self.outputs = []``."""
+        """Retry a failed step after its hooks, which may prepare it (``on_train_epoch_start`` sets ``self.outputs``).
+
+        Raises:
+            MicrobatchError: If it fails again, but runs on the whole batch.
+        """
         self._after_hooks.add(sample.stage)
         try:
             return self._traced(sample)
@@ -493,12 +500,12 @@ class StepRecorder:
                 (),
             )
             failed.failure = f"{type(error).__name__}: {error}"
-            # It was not for want of hooks.
+            # Missing hooks were not the reason.
             self._after_hooks.discard(sample.stage)
             raise failed from error
 
     def _runs_on_whole(self, sample: _Sample) -> bool:
-        # With gradients, since steps may take some themselves (forces, penalties).
+        # With gradients in training, since steps may compute some themselves (forces, penalties).
         training = sample.stage == RunningStage.TRAINING
         with (
             suppress(Exception),
@@ -537,7 +544,7 @@ class StepRecorder:
             )
             if kept.written:
                 self._refuse_changes(sample, run, kept.written)
-        # Behind the modes that watch the run, which take no numbers that operators have saved.
+        # Outside of the modes that observe the run, under which saved random states cannot be compared.
         drawn = not all(is_same_state(*pair) for pair in states) or not all(are_same(*pair) for pair in own)
         self._draws = self._draws or (training and drawn)
         if training and loss is not None and loss.numel() == 1:
@@ -554,13 +561,13 @@ class StepRecorder:
         return recorded
 
     def _refuse_other_calls(self, sample: _Sample, recorded: StepRecord) -> None:
-        """A step may do something once, or with some batches only: then a recorded run is not what later ones are.
+        """Refuse a step whose later runs call other units than the recorded one, as for code that runs once only.
 
         Raises:
-            CannotPipelineError: If a second run, with the next index, calls other units than the recorded one.
+            CannotPipelineError: If a second run, with the next ``batch_idx``, calls other units than the recorded one.
         """
         first, later = [call.unit for call in recorded.calls], self._later_calls(sample, recorded)
-        # A step that returns before it calls anything is left out by all stages.
+        # A step that returns before it calls any unit is skipped by all stages.
         if later and first != later:
             index = next((i for i, (one, two) in enumerate(zip(first, later, strict=False)) if one != two), None)
             index = min(len(first), len(later)) if index is None else index
@@ -573,7 +580,7 @@ class StepRecorder:
             )
 
     def _later_calls(self, sample: _Sample, recorded: StepRecord) -> list[str]:
-        """Units that a second run calls behind a first, with the next index; none if nothing is known."""
+        """Return the units that a second run calls, with the next ``batch_idx``; empty if it could not be tried."""
         found: list[str] = []
 
         def note(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -594,21 +601,22 @@ class StepRecorder:
                 with intercepted(units, note):
                     run(fresh_copy(sample.microbatch))
         except Exception as error:
-            # Without a backward between them, say.
+            # For example, since there is no backward between the two runs.
             rank_zero_debug(f"{STEPS[sample.stage]} was not tried a second time: {error}")
             return []
         return found
 
     @torch.no_grad()
     def _refuse_changes(self, sample: _Sample, run: Callable[[Any], Any], written: Sequence[nn.Parameter]) -> None:
-        """A step may clamp or normalize parameters, which comes to the same if every micro-batch does it, and no more.
+        """Refuse a step that writes to parameters, unless repeated runs have the effect of one (a clamp).
 
         Raises:
-            CannotPipelineError: If the change depends on how often the step runs, as that of a moving average does.
+            CannotPipelineError: If the change depends on how often the step runs, as for a moving average, or on other
+                parameters or the samples.
         """
         begun = []
         for place, parameter in enumerate(written):
-            # Each by another amount: copies of each other are no longer alike.
+            # Each by a different amount, so that copies of each other differ.
             begun.append(parameter.add_(1.0 + place / len(written)).clone())
         with undisturbed(self.module), torch.enable_grad():
             run(fresh_copy(sample.microbatch))
@@ -620,7 +628,7 @@ class StepRecorder:
                 " pipeline it runs once for every micro-batch and stage. Change parameters in a hook, and only by"
                 " those of the same stage."
             )
-        # Again, with everything else moved: parameters that are only read, and the samples.
+        # Again, with all inputs shifted: parameters that are only read, and the samples.
         starts = dict(zip(written, begun, strict=True))
         changed = {each: values for each, values in zip(written, once, strict=True) if not values.equal(starts[each])}
         for parameter in self.module.parameters():
@@ -641,7 +649,7 @@ class StepRecorder:
             )
 
     def _differing(self, written: Sequence[nn.Parameter], values: Sequence[Tensor]) -> str | None:
-        """The name of the first parameter whose values are others."""
+        """Return the name of the first parameter whose values differ; None if none does."""
         wanted = dict(zip(written, values, strict=True))
         named = ((name, parameter) for name, parameter in self.module.named_parameters() if parameter in wanted)
         return next((name for name, own in named if relative_error(wanted[own], own) > _LOOSE), None)
@@ -651,7 +659,7 @@ class StepRecorder:
         for sample in samples:
             if sample.stage != RunningStage.TRAINING:
                 continue
-            # However many stages there are: they depend on the cut alone.
+            # Rules depend on the split of the batch only, not on the number of stages.
             key = "rules", sample.key, self.microbatching.whole, tuple(part.size for part in self._parts(sample))
             if key not in self._found:
                 self._found[key] = self._rules_of(sample), self._loss
@@ -666,9 +674,9 @@ class StepRecorder:
         return replace(rules, orders=orders, mixing=mixing)
 
     def _find_mixing(self, sample: _Sample) -> tuple[str | None, str | None]:
-        """How a step puts samples together, and the name of a layer that makes something else where others are missing.
+        """Return how a step mixes samples, and the name of a layer whose output depends on other samples.
 
-        It runs as in training: the trial that finds rules does not.
+        The step runs in training mode, unlike in the trial that finds rules.
         """
         batch, samples = fresh_copy(sample.batch), self.microbatching.cut.samples_of(sample.batch)
         mixing, orders = SampleMixing(self.module), SampleOrders(batch, samples or 0)
@@ -684,7 +692,7 @@ class StepRecorder:
             return orders.found, None
 
     def _find_rules(self, sample: _Sample) -> Rules:
-        """Run the step on the whole sample batch and on its micro-batches, and see how the numbers go together."""
+        """Run the step on the whole sample batch and on its micro-batches, and find the rules that combine values."""
         parts = self._parts(sample)
         if len(parts) < 2:
             return Rules()
@@ -715,19 +723,19 @@ class StepRecorder:
             return Rules(found, **told)
         own, shown = "sum" if None in weights else "mean", found.get(place)
         if is_random:
-            # No number proves what the graph shows.
+            # Random values cannot confirm the loss weighting; rely on the autograd graph.
             return Rules({**found, place: own}, None, not self._coupled_in_whole(sample), **told)
         if relative_error(numbers[place], combined(own, columns[place], shares)) <= loose:
             return Rules({**found, place: own}, **told)
         if shown not in ("mean", "samples", "sum"):
             linear = self._loss.several_counts and not self._loss.coupled
             return Rules({**found, place: own}, None, linear, **told)
-        # The graph has been misread.
+        # The analysis of the autograd graph was wrong: use the rule of the trial.
         known = self.loss_weight == "auto"
         return Rules(found, ("sum" if shown == "sum" else "samples") if known else None, known, **told)
 
     def _weights(self, parts: Sequence[MicroBatch], run: _Evaluate) -> list[Tensor | float | None]:
-        """What weighs the losses of micro-batches, None each if they add up."""
+        """Return the weights of the micro-batches' losses, None for each if they are summed."""
         if self._loss.is_sum:
             return [None] * len(parts)
         if not self._loss.by_data:
@@ -735,7 +743,7 @@ class StepRecorder:
         weights = []
 
         def look() -> Iterator[tuple[list[Term], int]]:
-            # One by one: each holds a graph.
+            # One at a time, since each loss holds an autograd graph.
             for part in parts:
                 loss = loss_of(run([part.value], grad=True)[0])
                 terms = [] if loss is None else terms_of(loss, part.value, part.size, self.loss_weight)
@@ -748,7 +756,7 @@ class StepRecorder:
     def _settle_sums(
         self, found: dict[Place, str], numbers: dict[Place, Any], sample: _Sample, run: _Evaluate
     ) -> dict[Place, str]:
-        """Whether a number that was 0 before the step is a sum of the batch, or grows by it from step to step."""
+        """Decide whether a value that was 0 before the step is a sum over the batch, or is incremented in each step."""
         for place in [place for place, rule in found.items() if rule == "sum" and found.get(change_of(place)) == "sum"]:
             before = self._effects.value_at(place)
             try:
@@ -760,12 +768,12 @@ class StepRecorder:
         return found
 
     def _tried(self, sample: _Sample) -> tuple[dict[str, Any], _Evaluate, bool] | None:
-        """What the step makes of the whole batch, how to run it on others, and whether its numbers are exact.
+        """Return the record of the step on the whole batch, a function to run others, and whether values are exact.
 
-        A step that cannot take the batch in evaluation mode tells nothing, and need not be refused for it.
+        None if the step fails on the batch in evaluation mode, which is no reason to refuse it.
         """
         precision = str(self.trainer.precision)
-        # Where parameters are fp32, numbers are told apart best without autocast.
+        # If parameters are fp32, rules are distinguished best without autocast.
         for plain in (True, False) if precision.endswith("mixed") else (False,):
             run = partial(self._evaluated, sample, plain)
             try:
@@ -799,7 +807,7 @@ class StepRecorder:
         collector = Collector()
         self._effects.combine(records, shares, collector)
         for place in [place for place, column in collector.found.items() if len(column) < len(records)]:
-            # Some micro-batches gave None there, which shows no rule.
+            # None on some micro-batches: no rule can be found.
             del collector.found[place]
         return collector
 
@@ -807,7 +815,7 @@ class StepRecorder:
     def _running(
         self, sample: _Sample, *, plain: bool = False, in_order: bool = False
     ) -> Iterator[Callable[[Any], Any]]:
-        """What runs the step on a batch: as the first, or each as the one behind those before it."""
+        """Yield a function that runs the step on a batch, each time as the first or (``in_order``) after the others."""
         name = STEPS[sample.stage]
         function = getattr(self.module, name)
         takes_index = is_param_in_hook_signature(function, "batch_idx", min_args=2)
@@ -832,7 +840,7 @@ class StepRecorder:
 
     @contextmanager
     def _hooks_run(self, sample: _Sample) -> Iterator[None]:
-        """As after the module's hooks before the step, if the step needs them; what they do is undone.
+        """Run the module's hooks that precede the step, if the step needs them; undo their effects on exit.
 
         Raises:
             CannotPipelineError: If a hook changes parameters, which cannot be undone.
@@ -860,7 +868,7 @@ class StepRecorder:
 
     @contextmanager
     def _as_in(self, stage: RunningStage | None) -> Iterator[None]:
-        """The Trainer's state and the module's mode as they will be when that stage runs."""
+        """Set the Trainer's state and the module's mode to those of a running stage, and restore them on exit."""
         state = self.trainer.state
         before, modes = state.stage, [(each, each.training) for each in self.module.modules()]
         state.stage = stage
@@ -887,7 +895,7 @@ def _moved(leaf: Any) -> Any:
 
 
 def _validates(trainer: pl.Trainer) -> bool:
-    """Whether training comes to a validation; its loader is not asked for otherwise."""
+    """Return whether training will run validation; its loader is not requested otherwise."""
     every, epochs = trainer.check_val_every_n_epoch, trainer.max_epochs
     return bool(trainer.num_sanity_val_steps) or every is None or epochs in (None, -1) or epochs >= every
 
@@ -895,7 +903,7 @@ def _validates(trainer: pl.Trainer) -> bool:
 def _unexplained(
     numbers: Mapping[Place, Any], columns: Mapping[Place, Any], found: Mapping[Place, str]
 ) -> tuple[str, ...]:
-    """Names of logged values, attributes and buffers of which no rule is known."""
+    """Return names of logged values, attributes and buffers without a rule."""
     kept = [place for place in columns if place in numbers and place[0] in (*_KEPT, "logged")]
     kept = [place for place in kept if place not in found and change_of(place) not in found]
     return tuple(dict.fromkeys(_named(place) for place in kept))
@@ -903,11 +911,11 @@ def _unexplained(
 
 def _named(place: Place) -> str:
     if place[0] == "logged":
-        # A dict that was logged has a value by key.
+        # A logged dict has one value per key.
         return repr(place[3] if len(place) > 3 and isinstance(place[3], str) else place[1])
     return ".".join(str(part) for part in place[1] if part)  # type: ignore[attr-defined]
 
 
 def loss_of(record: dict[str, Any]) -> Tensor | None:
-    """The loss in what :meth:`StepOutputs.run` returns."""
+    """Return the loss in a result of :meth:`StepOutputs.run`."""
     return find_loss(record["result"])

@@ -1,9 +1,9 @@
-"""How the numbers of micro-batches make up the number of the batch, found out by trying.
+"""Rules that combine micro-batches' values to those of the batch, found by a trial.
 
-A logged value may be a mean over samples or over tokens that are not padding, a sum, a count, an extreme, a learning
-rate. Nothing in the module says which. So the step is run once on a whole sample batch and once on
-each of its micro-batches, in evaluation mode and without gradients, and for every number that it returns, logs or keeps
-the rule is taken that leads from the parts to the whole.
+A logged value may be a mean over samples or over non-padding tokens, a sum, a count, an extreme or a learning rate,
+which the module's code does not declare. The step is therefore run on a whole sample batch and on each of its
+micro-batches, in evaluation mode and without gradients. For every number that it returns, logs or stores, the rule
+that maps the micro-batches' values to the batch's is selected.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from lightning_pardist.engines.pipeline.microbatch import weighted_mean
 
-#: Place of a number among the effects of a step.
+#: Key of a value among the results and side effects of a step.
 Place = tuple[Hashable, ...]
 
-#: Of several rules that fit, the first is taken. "mean" is weighted as the loss is, "samples" by samples.
-#: "cat0" and its kind put tensors side by side, along that dim.
-#: The largest number of a batch is that of its last sample now and then, and asked for more often.
+#: If several rules fit, the first is taken. "mean" is weighted as the loss, "samples" by samples.
+#: "cat0" to "cat2" concatenate tensors along that dim.
+#: "max" and "min" precede "last": the extreme may happen to be the last micro-batch's, but is more often meant.
 _RULES = ("mean", "samples", "sum", "max", "min", "last", "first", "cat0", "cat1", "cat2")
-#: Functions of a mean, as a root of a mean of squares or a perplexity: inverse and function. They have to fit closely.
+#: Functions of a mean, such as root mean square or perplexity: (inverse, function). They must fit closely.
 _OF_A_MEAN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "root": (torch.square, torch.sqrt),
     "exp": (torch.log, torch.exp),
@@ -38,12 +38,12 @@ _OF_A_MEAN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
 
 @dataclass(frozen=True)
 class Shares:
-    """What micro-batches make up of a batch; each adds up to 1.
+    """Shares of micro-batches in the batch; ``loss`` and ``samples`` each sum to 1.
 
     Attributes:
-        loss: Shares in the loss.
-        samples: Shares of the samples.
-        sizes: Samples.
+        loss: Weights in the batch's loss.
+        samples: Fractions of the batch's samples.
+        sizes: Numbers of samples.
     """
 
     loss: tuple[float, ...]
@@ -52,11 +52,11 @@ class Shares:
 
     @classmethod
     def of(cls, weights: Sequence[float], sizes: Sequence[int]) -> Shares:
-        """Shares out of any weights and sizes."""
+        """Build shares from unnormalized weights and sizes."""
         return cls(_normalized(weights), _normalized(sizes), tuple(sizes))
 
     def only(self, which: Sequence[int]) -> Shares:
-        """Shares of some micro-batches in what they make up together."""
+        """Return the shares of some micro-batches, normalized among these."""
         if len(which) == len(self.sizes):
             return self
         return Shares.of([self.loss[index] for index in which], [self.sizes[index] for index in which])
@@ -64,17 +64,17 @@ class Shares:
 
 @dataclass(frozen=True)
 class Rules:
-    """What was found out about one step.
+    """Rules that combine the values of one step, and other findings of its trial.
 
     Attributes:
         of: Rules by place.
-        loss_weight: How losses are weighed, where a trial shows something else than the loss' graph.
-        is_explained: Whether the losses of micro-batches can be weighed so that they make up the batch's.
-        unexplained: Logged values, attributes and buffers of which none does.
+        loss_weight: How losses are weighted, if the trial contradicts the loss' autograd graph.
+        is_explained: Whether some weighting of the micro-batches' losses yields the batch's loss.
+        unexplained: Logged values, attributes and buffers for which no rule was found.
         untried: Why the step could not be tried; empty if it was.
         mixing: Name of a layer that mixes samples; None if none was found.
-        metrics: Names of metrics that make something else of micro-batches than of the batch.
-        orders: How the step itself puts samples together, in words; None if it does not.
+        metrics: Names of metrics whose states after the micro-batches differ from those after the batch.
+        orders: Description of how the step itself mixes samples; None if it does not.
     """
 
     of: Mapping[Place, str] = field(default_factory=dict)
@@ -87,23 +87,23 @@ class Rules:
     metrics: tuple[str, ...] = ()
 
     def combine(self, place: Place, column: Sequence[Any], shares: Shares, otherwise: str = "mean") -> Any:
-        """The batch's number.
+        """Combine the micro-batches' values at one place to the batch's.
 
         Args:
-            place: Where the numbers stand.
-            column: The micro-batches' numbers.
-            shares: Of the micro-batches.
-            otherwise: Rule for a place that is not known.
+            place: Key of the value.
+            column: Values of the micro-batches.
+            shares: Shares of the micro-batches in the batch.
+            otherwise: Rule for a place without one.
         """
         return combined(self.of.get(place, otherwise), column, shares)
 
 
 class Collector(Rules):
-    """Collects numbers by place instead of combining them.
+    """Collects values by place instead of combining them.
 
     Attributes:
-        found: The micro-batches' numbers.
-        meant: By which rule they are combined if nothing is known, as ``reduce_fx`` of what is logged says.
+        found: Values of the micro-batches, by place.
+        meant: Default rules by place, such as ``reduce_fx`` of logged values.
     """
 
     def __init__(self) -> None:
@@ -114,13 +114,13 @@ class Collector(Rules):
         object.__setattr__(self, "meant", {})
 
     def combine(self, place: Place, column: Sequence[Any], shares: Shares, otherwise: str = "mean") -> Any:
-        """Note the numbers; the first one."""
+        """Record the values and return the first one."""
         self.found[place], self.meant[place] = list(column), otherwise
         return column[0]
 
 
 def combined(rule: str, column: Sequence[Any], shares: Shares) -> Any:
-    """Apply one rule to the micro-batches' numbers."""
+    """Apply one rule to the micro-batches' values."""
     if rule in ("mean", "samples"):
         return weighted_mean(column, shares.loss if rule == "mean" else shares.samples)
     if rule.startswith("cat"):
@@ -150,23 +150,24 @@ def find_rules(
     rough: bool = False,
     meant: Mapping[Place, str] | None = None,
 ) -> dict[Place, str]:
-    """The rules that lead from micro-batches' numbers to the batch's; none where none does.
+    """Find the rule at each place that maps the micro-batches' values to the batch's; omit places without one.
 
     Args:
-        whole: The batch's numbers.
-        parts: The micro-batches'.
-        shares: Of the micro-batches.
-        close: Relative error of a rule that is right; numbers of an untrained module are alike, and others come near.
-        tolerance: Largest relative error, where no rule is as close.
-        rough: Whether the step draws random numbers, so that only the closer of mean and sum can be told.
-        meant: Rules that come first where several fit as well.
+        whole: Values of the batch.
+        parts: Values of the micro-batches.
+        shares: Shares of the micro-batches in the batch.
+        close: Relative error within which a rule is preferred. It is tight, since an untrained module's values are
+            similar to each other, so that wrong rules come near.
+        tolerance: Largest relative error accepted if no rule is as close.
+        rough: Whether the step draws random numbers: if no rule fits, the closer of mean and sum is then taken.
+        meant: Rules that take precedence if several fit.
     """
     found: dict[Place, str] = {}
     for place, column in parts.items():
         if place not in whole:
             continue
         named = (meant or {}).get(place)
-        # The others come about without anybody having asked for them.
+        # Only these take precedence: the other defaults have not been requested by the user.
         rules = sorted(_RULES, key=named.__eq__, reverse=True) if named in ("sum", "max", "min") else _RULES
         errors = {rule: _error_of(rule, whole[place], column, shares) for rule in rules}
         if min(errors.values()) > close:
@@ -182,11 +183,11 @@ def find_rules(
 
 
 def find_derived(parts: Mapping[Place, Sequence[Any]], losses: Sequence[Any], *, close: float) -> dict[Place, str]:
-    """Logged values that are functions of the loss, which random numbers in a step do not hide.
+    """Find logged values that are functions of the loss; this works even if the step draws random numbers.
 
     Args:
-        parts: The micro-batches' numbers.
-        losses: Their losses.
+        parts: Values of the micro-batches.
+        losses: Losses of the micro-batches.
         close: As in :func:`find_rules`.
     """
     found: dict[Place, str] = {}
@@ -218,7 +219,7 @@ def _error_of(rule: str, whole: Any, column: Sequence[Any], shares: Shares) -> f
 
 
 def relative_error(whole: Any, candidate: Any) -> float:
-    """The largest difference between two numbers or tensors over their largest magnitude."""
+    """Return the maximum absolute difference of two numbers or tensors, relative to their maximum magnitude."""
     if isinstance(candidate, list):
         return math.inf
     first, second = (torch.as_tensor(value).detach().double().cpu() for value in (whole, candidate))

@@ -1,4 +1,4 @@
-"""What no pipeline could run right, refused by name before anything is transformed."""
+"""Checks that refuse modules and callbacks unsupported in a pipeline, before anything is transformed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lightning_pardist.engines.pipeline import SPLIT_BACKWARD
 
 
 def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> None:
-    """Refuse modules and callbacks. Not collective.
+    """Refuse modules and callbacks that a pipeline does not support. Not collective.
 
     Args:
-        trainer: About to run.
-        context: Of the run.
-        schedule: Of the pipeline.
+        trainer: The Trainer, before its run.
+        context: Context of the run.
+        schedule: Schedule of the pipeline.
 
     Raises:
-        ValueError: With what was found and what to use instead.
+        ValueError: If something is unsupported; names it and what to use instead.
     """
     module = trainer.lightning_module
     name = type(module).__name__
@@ -67,11 +67,11 @@ def check_trainer(trainer: pl.Trainer, context: RunContext, schedule: str) -> No
 
 
 def find_joint(optimizers: Sequence[Optimizer], setting: ScopeSetting) -> list[tuple[Optimizer, FoundScope]]:
-    """Those that update all of their tensors together, which the stages of a pipeline share. Not collective.
+    """Return the optimizers whose update of an element depends on all tensors, hence on all stages. Not collective.
 
     Args:
-        optimizers: Over the whole module.
-        setting: What the user says of their updates.
+        optimizers: Optimizers of the full module.
+        setting: The user's setting of their update scope.
     """
     joint = []
     for optimizer in optimizers:

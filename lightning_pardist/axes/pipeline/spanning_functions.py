@@ -1,4 +1,4 @@
-"""Custom autograd functions that call several layers, which they call again in backward (reversible layers)."""
+"""Detection of custom autograd functions that call several layers, and again in backward (reversible layers)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_pardist.engines.pipeline.interception import HOOKS
 
 
 class SpanningFunctions:
-    """While entered, notes which modules are called by custom autograd functions. Not collective.
+    """Context that records which modules custom autograd functions call. Not collective.
 
-    Checkpointing is left out, which calls again what it was given, and that by its own means.
+    ``CheckpointFunction`` is excluded: activation checkpointing recomputes the given function by its own means.
 
     Args:
-        module: Whose submodules.
+        module: Root of the modules to record.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -65,14 +65,14 @@ class SpanningFunctions:
 
     @property
     def kept(self) -> tuple[str, str] | None:
-        """A function, and an attribute that a layer called by it has set for its backward, say; None without any."""
+        """A function, and an attribute set by a layer that it called, possibly for its backward; None if none was."""
         return next(iter(self._kept), None)
 
     def refuse(self, units: Collection[str]) -> None:
-        """Refuse a function that called several of these modules.
+        """Refuse functions that called several of these modules.
 
         Raises:
-            CannotPipelineError: With its name and theirs.
+            CannotPipelineError: If there is one; names it and the modules.
         """
         for function, called in self._calls:
             found = [name for name in called if name in units]
