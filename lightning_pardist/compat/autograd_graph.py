@@ -29,7 +29,7 @@ _SUFFIX = re.compile(r"Backward\d*$")
 
 
 def kind_of(node: Node) -> str:
-    """Return the name of a node's operation, such as ``"NllLoss"``, without overload; ``"AccumulateGrad"`` for a leaf."""
+    """Return the name of a node's operation, without overload: ``"NllLoss"``, or ``"AccumulateGrad"`` for a leaf."""
     return _SUFFIX.sub("", node.name().rpartition("::")[2])
 
 
