@@ -1,6 +1,6 @@
 """Default process group as user code sees it in a step: the data-parallel ranks, which have different samples.
 
-Code that gathers over the world by itself (``dist.all_gather`` in a contrastive loss, say) means the ranks with other
+Code that gathers over the world by itself (``dist.all_gather`` in a contrastive loss) expects ranks with different
 samples. Under tensor and pipeline parallelism the world also has ranks with the same samples, which would silently be
 counted several times. While a step runs, torch's functions therefore treat the data-parallel group as the default
 group for user code, and for user code only: size, rank and collectives are consistent. torch, Lightning and this

@@ -49,7 +49,7 @@ NAMES = (
 
 
 class UncompiledMode(TorchDispatchMode):
-    """Dispatch mode for eager code: skips the check for torch.compile at each operator, which takes long."""
+    """Dispatch mode for eager code that does not disable torch.compile again for each operator, which is slow."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -130,8 +130,8 @@ def refused_reentrant(message: str) -> Iterator[None]:
 def unchanged_parameters_stay() -> Iterator[None]:
     """Return a context in which ``module.to(...)`` keeps ``DTensor`` parameters that it does not change.
 
-    torch swaps each of them for a new tensor on the same memory, and autograd graphs that used the old one then
-    accumulate their gradients into the new one.
+    torch swaps each of them with a new tensor on the same memory, which separates the parameter from autograd graphs
+    that already use it.
     """
     module: Any = torch.utils
     before = module.swap_tensors

@@ -46,7 +46,7 @@ class Failure:
         what: Hash of the exception's type and message and of the lines of code that it passed; equal on ranks with the
             same failure.
         why_alone: Why no other rank can have failed at the same place; empty if others may have.
-        elsewhere: Whether another process trained, not this one.
+        elsewhere: Whether training ran in other processes, started by this one.
     """
 
     what: str

@@ -71,7 +71,7 @@ def group_of(ranks: Collection[int], *, timeout: timedelta) -> dist.ProcessGroup
 
 
 def make_whole() -> None:
-    """Restore all ranks as the world, if some are set apart. Not collective, but called by all ranks in one place."""
+    """Restore the world of all ranks, if some are set apart. Not collective, but all ranks call it at the same place."""
     global _whole, _times
     whole, _whole = _whole, None
     if not dist.is_initialized():

@@ -37,7 +37,7 @@ class Facts:
         environment: Name of the cluster environment class.
         why: The variables by which it was detected.
         meeting: Address and port of the rendezvous.
-        device: What the rank would train on.
+        device: Device that the rank would train on.
         device_id: Identifier that distinguishes the device from others on the host.
         cores: CPU cores that this process may use.
         threads: Threads that torch would use.
