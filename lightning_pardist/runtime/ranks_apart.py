@@ -71,7 +71,10 @@ def group_of(ranks: Collection[int], *, timeout: timedelta) -> dist.ProcessGroup
 
 
 def make_whole() -> None:
-    """Restore the world of all ranks, if some are set apart. Not collective, but all ranks call it together."""
+    """Restore the world of all ranks, if some are set apart.
+
+    Not collective, but all ranks call it at the same place in the program.
+    """
     global _whole, _times
     whole, _whole = _whole, None
     if not dist.is_initialized():
