@@ -1,4 +1,4 @@
-"""Callbacks that show what a strategy does, or guard what a configuration asks for."""
+"""Callbacks that show what a strategy does, or check what a configuration requires."""
 
 from lightning_pardist.callbacks.global_batch_size import GlobalBatchSize
 from lightning_pardist.callbacks.pipeline_timeline import PipelineTimeline

@@ -1,4 +1,4 @@
-"""Keeps the global batch constant on any number of ranks, by gradient accumulation."""
+"""Constant global batch size on any number of ranks, by gradient accumulation."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing_extensions import override
 class GlobalBatchSize(pl.Callback):
     """Fixes the number of samples per optimizer step, whatever the number of ranks.
 
-    A rank's batches are as large as its training loader says, or the largest smaller size that divides its share, and
-    as many of them are accumulated as it takes. The samples of a step are then the same on any number of ranks, for a
-    ``DistributedSampler`` and a dataset whose length is a multiple of the global batch. What Lightning counts in
-    batches (``limit_train_batches``, ``val_check_interval``) counts these; steps and epochs stay what they are.
+    A rank's batch size is that of its training loader, or the largest smaller size that divides its share, and as many
+    batches as needed are accumulated. The samples of a step are then the same on any number of ranks, for a
+    ``DistributedSampler`` and a dataset whose length is a multiple of the global batch. Settings that Lightning counts
+    in batches (``limit_train_batches``, ``val_check_interval``) count these batches; steps and epochs do not change.
 
     Args:
-        global_batch_size: Samples of one optimizer step, over all ranks and accumulated batches. Best a number that
-            every number of ranks divides that may take part.
+        global_batch_size: Samples of one optimizer step, over all ranks and accumulated batches. Preferably a multiple
+            of every number of ranks that may take part.
 
     Raises:
-        ValueError: If it is not positive; when a run begins, if ranks or loaders do not fit it, or something else
-            accumulates gradients as well.
+        ValueError: If it is not positive; at the start of a run, if ranks or loaders do not fit it, or if another
+            setting accumulates gradients as well.
     """
 
     def __init__(self, global_batch_size: int) -> None:
@@ -35,15 +35,15 @@ class GlobalBatchSize(pl.Callback):
             raise ValueError(f"global_batch_size={global_batch_size} is not positive. Use the samples of one step.")
         self.global_batch_size = global_batch_size
         self._batches: int | None = None
-        #: What takes back changes to strategy and loaders.
+        #: Functions that undo the changes to strategy and loaders.
         self._at_end: list[Callable[[], object]] = []
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Look at training loaders when the Trainer takes them."""
+        """Adjust the training loaders when the Trainer sets them up."""
         if stage != "fit":
             return
-        # Left from the last run: a checkpoint that is saved after it says how it accumulated.
+        # Left from the last run: a checkpoint saved after it stores how gradients were accumulated.
         if trainer.accumulate_grad_batches == self._batches:
             trainer.accumulate_grad_batches = 1
         self._batches = None
@@ -62,13 +62,13 @@ class GlobalBatchSize(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Give strategy and loaders back as they were."""
+        """Restore strategy and loaders."""
         while self._at_end:
             self._at_end.pop()()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """The same, where a run does not come to its end."""
+        """Restore strategy and loaders after a failed run."""
         self.teardown(trainer, pl_module, "fit")
 
     def _refuse_other_accumulation(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -86,10 +86,10 @@ class GlobalBatchSize(pl.Callback):
             )
 
     def _fit(self, trainer: pl.Trainer, loader: object) -> None:
-        """Set a training loader's batch and the number of batches that are accumulated.
+        """Set a training loader's batch size and the number of accumulated batches.
 
         Raises:
-            ValueError: If they cannot make the global batch.
+            ValueError: If they cannot make up the global batch.
         """
         replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         wanted = self.global_batch_size
@@ -110,7 +110,7 @@ class GlobalBatchSize(pl.Callback):
         if fitting != size:
             self._resize(loader, sampler, size, fitting)
         batches = share // fitting
-        # Loaders are asked for twice where configure_optimizers wants to know the number of steps.
+        # Loaders are set up twice if configure_optimizers needs the number of steps.
         before = trainer.accumulate_grad_batches if self._batches is None else self._batches
         if before != batches and (self._batches is not None or before != 1):
             raise ValueError(
@@ -131,7 +131,7 @@ class GlobalBatchSize(pl.Callback):
 
         def set_size(number: int) -> None:
             sampler.batch_size = number
-            # DataLoader refuses this by assignment; the length of a stream is computed from it.
+            # DataLoader refuses assignment to it; the length of an iterable-style loader is computed from it.
             loader.__dict__["batch_size"] = number
 
         set_size(fitting)

@@ -1,4 +1,4 @@
-"""Draws one training step of a pipeline."""
+"""Drawing of one training step of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from lightning_pardist.strategies.strategy import PardistStrategy
 class PipelineTimeline(pl.Callback):
     """Writes the measured timeline of one training step: ``pipeline.svg`` and, for Perfetto, ``pipeline.json``.
 
-    One row a rank, a box for every forward and backward of a micro-batch; the measured idle share stands beside the
-    formula's, which takes all stages to cost the same and messages to cost nothing.
+    One row per rank, with a box for every forward and backward of a micro-batch. The measured idle share is shown next
+    to that of the formula, which assumes that all stages cost the same and that messages cost nothing.
 
     Args:
         dirpath: Folder to write to; by default the Trainer's ``default_root_dir``.
-        step: Which batch of the run to show, from 0. The first ones are slower than the rest. A run that ends before
-            shows its last batch, and the log says so.
+        step: Index of the batch to show, from 0. The first batches are slower than the rest. A run that ends earlier
+            shows its last batch, with a note in the log.
 
     Attributes:
-        timeline: What was measured last; None before the first batch.
+        timeline: The last measured timeline; None before the first batch.
 
     Raises:
-        ValueError: When a run begins, if its strategy has no pipeline.
+        ValueError: At the start of a run, if its strategy has no pipeline.
     """
 
     def __init__(self, dirpath: str | Path | None = None, *, step: int = 5) -> None:
@@ -40,7 +40,7 @@ class PipelineTimeline(pl.Callback):
         self.dirpath = dirpath
         self.step = step
         self.timeline: Timeline | None = None
-        #: Batches of the run so far.
+        #: Number of batches of the run so far.
         self._seen = 0
         self._microbatches = 0
 

@@ -1,4 +1,4 @@
-"""A page with pictures of training steps: what each rank spends a step on, and one step from begin to end."""
+"""HTML page with pictures of training steps: the average step of each rank by kind, and one step in its order."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from lightning_pardist.trainer.step_clock import CHECKPOINT, COMPUTE, DATA, HOST
 _COLOURS = {COMPUTE: "#4e79a7", DATA: "#59a14f", CHECKPOINT: "#b07aa1", HOST: "#bab0ac"}
 _WAITS = ("#e15759", "#f28e2b", "#edc948", "#ff9da7", "#9c755f")
 _WIDTH, _ROW, _GAP, _LEFT = 1000, 22, 4, 72
-#: Of a step: what is shorter is drawn as what came before it.
+#: Fraction of a step: a shorter span is drawn as part of the span before it.
 _SHORTEST = 1e-3
 
 
 def step_page(shown: str, ranks: Sequence[Mapping[str, float]], spans: Sequence[Sequence[Span]]) -> str:
-    """The page as HTML, with nothing to load and nothing to run.
+    """Return the page as HTML, without external resources or scripts.
 
     Args:
         shown: The table, as text.
-        ranks: Seconds of one step by kind, on average, for each rank.
-        spans: One step, the same on all, for each rank; times of all ranks by one clock, in seconds.
+        ranks: Average seconds of one step by kind, for each rank.
+        spans: The same step for each rank; times of all ranks by one clock, in seconds.
     """
     kinds = list(dict.fromkeys(kind for rank in ranks for kind in rank))
     colours = _colours(kinds)
@@ -44,10 +44,10 @@ def step_page(shown: str, ranks: Sequence[Mapping[str, float]], spans: Sequence[
 
 
 def coarse(spans: Sequence[Span]) -> list[Span]:
-    """A step in as few spans as a picture shows: equal neighbours are one, and the shortest belong to what they follow.
+    """Merge the spans of a step as far as a picture needs: equal neighbours, and the shortest with their predecessor.
 
     Args:
-        spans: In their order, without gaps.
+        spans: Spans in order, without gaps.
     """
     if not spans:
         return []
@@ -73,7 +73,7 @@ def _between(rank: Mapping[str, float], kinds: Sequence[str], kind: str) -> tupl
 
 
 def _rows(rows: Sequence[Sequence[Span]], length: float, colours: Mapping[str, str]) -> str:
-    """One row a rank, a box for each span, as SVG."""
+    """Draw one row per rank, with a box for each span, as SVG."""
     scale = _WIDTH / (length or 1.0)
     height = len(rows) * (_ROW + _GAP)
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH}" height="{height}" font-size="12">']

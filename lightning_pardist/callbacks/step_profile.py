@@ -1,4 +1,4 @@
-"""Shows where the time of training steps goes, on every rank."""
+"""Profile of training steps: where their time goes, on every rank."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from lightning_pardist.trainer.step_clock import (
     checkpoint_keys,
 )
 
-#: A rank is named as the slowest if it works this much longer than the median of all.
+#: A rank is reported as the slowest if it works this much longer than the median of the others.
 _SLOWER = 1.1
 #: How long the first rank waits, at the end of training, for ranks that measure fewer steps or none.
 _PATIENCE = timedelta(seconds=10)
-#: Share of a step from which on data loading is worth a hint.
+#: Share of a step above which data loading is reported.
 _SLOW_DATA = 0.1
-#: As many ranks as a picture shows.
+#: Maximum number of ranks in a picture.
 _PICTURED = 64
 _OWN_WORK = (COMPUTE, DATA, CHECKPOINT, HOST)
-#: Seconds of a step by kind, on average; one step in its order.
+#: Average seconds per step by kind; the spans of one step in order.
 _Measured = tuple[dict[str, float], list[Span]]
 
 
@@ -49,28 +49,29 @@ class StepProfile(pl.Callback):
 
     - ``compute``: ``training_step``, backward and the optimizer's step, without waiting;
     - ``wait <axis>``: waiting in collectives or for messages of the ranks along that axis of the mesh, also because
-      others are late. Along ``pipeline_parallel`` it is the idle time of the pipeline as well;
-    - ``data``: the loader's next batch and its way to the device;
+      other ranks are late. Along ``pipeline_parallel`` it includes the idle time of the pipeline;
+    - ``data``: loading the next batch and moving it to the device;
     - ``checkpoint``: callbacks that save checkpoints;
     - ``host``: the Trainer's loop, other callbacks and hooks.
 
-    Kinds do not overlap, and together they are the wall time. What is measured is the main thread of each process: on
-    devices that run behind it, such as CUDA, kernels count where the host waits for them.
+    Kinds do not overlap, and together they are the wall time. The main thread of each process is measured: on devices
+    that run asynchronously, such as CUDA, kernels count where the host waits for them.
 
     The first rank logs a table when all ranks have measured (``step_profile/<kind>_ms`` goes to the loggers), and the
-    slowest rank's name, if one works 10 % longer than the median. Ranks exchange their numbers through the job's store,
-    so that no collective is added to a step. Once the steps are over nothing of it is left in the loop.
+    slowest rank, if it works 10 % longer than the median of the others. Ranks exchange their measurements through the
+    job's store, which adds no collective to a step. After the measured steps, nothing of the callback remains in the
+    loop.
 
     Args:
-        steps: How many batches to measure.
-        skip: Batches before them, at least 1, which are slower than the rest.
-        dirpath: Folder for one file a rank, ``step_profile-rank<n>.jsonl``, a line for each batch with seconds by
-            kind, and ``step_profile.html``, a page with one step of each rank (the first 64) from begin to end; nothing
-            is written if None.
+        steps: Number of batches to measure.
+        skip: Number of batches before them, at least 1, which are slower than the rest.
+        dirpath: Folder for one file per rank, ``step_profile-rank<n>.jsonl``, with a line of seconds by kind for each
+            batch, and ``step_profile.html``, a page that shows one whole step of each rank (the first 64); nothing is
+            written if None.
 
     Attributes:
-        seconds: What this rank measured: seconds by kind for each batch.
-        shown: What the first rank has logged; empty before, and on others.
+        seconds: This rank's measurements: seconds by kind for each batch.
+        shown: The text that the first rank has logged; empty before that, and on other ranks.
 
     Raises:
         ValueError: If ``steps`` or ``skip`` is not positive.
@@ -99,7 +100,7 @@ class StepProfile(pl.Callback):
         self._seen, self.seconds, self.shown, self._told = 0, [], "", False
         self._axes.clear()
         if dist.is_initialized():
-            # Of a run before this one, whose store it still is.
+            # Left from an earlier run, if the store is the same.
             default_store().delete_key(_key(trainer.global_rank))
         if trainer.world_size > 1 and not isinstance(trainer.strategy, PardistStrategy):
             rank_zero_warn(
@@ -141,11 +142,11 @@ class StepProfile(pl.Callback):
         self._end()
 
     def _begin(self, trainer: pl.Trainer) -> None:
-        """From the end of one batch on, so that loading the next one counts."""
+        """Start measuring at the end of a batch, so that loading the next one counts."""
         clock = self._clock = StepClock()
         waits = timed_waits(lambda group: clock.push(self._wait(trainer, group)), clock.pop)
         self._running.enter_context(waits)
-        # Attributes of a Trainer that Lightning sets in other objects, where type checkers do not see them.
+        # Attributes of the Trainer that Lightning sets from other objects, invisible to type checkers.
         running: Any = trainer
         inner = running.profiler
         running.profiler = ClockProfiler(clock, inner, checkpoint_keys(running.callbacks))
@@ -169,7 +170,7 @@ class StepProfile(pl.Callback):
         return mean_seconds(self.seconds), coarse(self._spans) if rank < _PICTURED else []
 
     def _tell(self, trainer: pl.Trainer, *, wait: bool) -> None:
-        """On the first rank: the table, once every rank has put its numbers into the store."""
+        """Log the table on the first rank, once every rank has put its measurements into the store."""
         if not trainer.is_global_zero:
             return
         measured = [self._measured(0)]
@@ -195,7 +196,7 @@ class StepProfile(pl.Callback):
             logger.log_metrics(scalars, step=trainer.global_step)
 
     def _wait(self, trainer: pl.Trainer, group: dist.ProcessGroup | None) -> str:
-        """The kind of a wait: along which axes of the mesh the group's ranks lie."""
+        """Return the kind of a wait: the mesh axes along which the group's ranks differ."""
         if group is None:
             return "wait"
         if id(group) not in self._axes:
@@ -215,23 +216,23 @@ def _key(rank: int) -> str:
 
 
 def mean_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds of one step by kind, on average over ``steps``."""
+    """Return the average seconds of one step by kind, over ``steps``."""
     return {kind: sum(step.get(kind, 0.0) for step in steps) / len(steps) for kind in kinds_of(steps)}
 
 
 def kinds_of(rows: list[dict[str, float]]) -> list[str]:
-    """All kinds that occur: compute first, waits next, then the rest."""
+    """Return all kinds that occur: compute first, waits next, then the rest."""
     found = {kind for row in rows for kind in row}
     waits = sorted(kind for kind in found if kind.startswith("wait"))
     return [kind for kind in (COMPUTE, *waits, DATA, CHECKPOINT, HOST) if kind in found]
 
 
 def report(ranks: list[dict[str, float]], steps: int) -> str:
-    """A table of milliseconds a step by kind, and which rank is the slowest and at what.
+    """Return a table of milliseconds per step by kind, with the slowest rank and its slowest kind.
 
     Args:
         ranks: Seconds of one step by kind, for each rank.
-        steps: How many were measured.
+        steps: Number of measured steps.
     """
     rows = []
     for kind in [*kinds_of(ranks), "step"]:
@@ -255,7 +256,7 @@ def report(ranks: list[dict[str, float]], steps: int) -> str:
 
 
 def slowest_rank(ranks: list[dict[str, float]]) -> tuple[int, str, float] | None:
-    """The rank that works 10 % longer than the median, what it is slow at, and by how many seconds a step.
+    """Return the rank that works 10 % longer than the median of the others, its slowest kind, and the extra seconds.
 
     Args:
         ranks: Seconds of one step by kind, for each rank. Waiting is not work.

@@ -1,4 +1,4 @@
-"""``python -m lightning_pardist.compat``: the private names that are used, as a page of the documentation."""
+"""``python -m lightning_pardist.compat``: print the table of private names in use, as a page of the documentation."""
 
 from lightning_pardist.compat.contract import as_markdown
 

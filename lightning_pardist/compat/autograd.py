@@ -1,4 +1,4 @@
-"""The autograd engine: which backward is running, and work at its end."""
+"""The autograd engine: id of the running backward, and callbacks at its end."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def current_backward() -> int | None:
-    """A number of the backward that runs in this thread; None outside of one."""
+    """Return the id of the backward that runs in this thread; None outside a backward."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
 
 
 def only_keeps_inputs(function: type) -> bool:
-    """Whether a custom autograd function is that by which checkpointing keeps its inputs in torch 2.11."""
+    """Return whether a custom autograd function is the one by which checkpointing saves its inputs (torch 2.11)."""
     return function is getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
 
 
 def after_backward(act: Callable[[], None]) -> None:
-    """Call ``act`` when the backward that runs now has ended."""
+    """Call ``act`` at the end of the backward that is running."""
     Variable._execution_engine.queue_callback(act)
 
 
 def not_compiled(function: _Function) -> _Function:
-    """A decorator: ``torch.compile`` calls the function and does not look into it."""
+    """Decorate a function so that ``torch.compile`` calls it without tracing it."""
     wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
     return wrapped  # type: ignore[no-any-return]

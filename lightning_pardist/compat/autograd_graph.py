@@ -1,10 +1,10 @@
-"""What nodes of an autograd graph tell of the forward that made them.
+"""Access to what autograd nodes record of the forward that created them.
 
 [Note: private names]
-Nodes, their names and edges are public (``torch.autograd.graph.Node``). What they saved and the shapes of what they
-made are attributes with an underscore, ``_saved_*``, ``_raw_saved_*`` and ``_input_metadata``, which torch's
-documentation reads in examples and promises nothing about; they are read here alone. A name that a version lacks reads
-as None.
+Nodes, their names and edges are public (``torch.autograd.graph.Node``). Their saved tensors and the shapes of their
+results are attributes with an underscore, ``_saved_*``, ``_raw_saved_*`` and ``_input_metadata``, which torch's
+documentation reads in examples without promising anything about them; only this file reads them. A name that a
+version lacks reads as None.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _SUFFIX = re.compile(r"Backward\d*$")
 
 
 def kind_of(node: Node) -> str:
-    """The operation, as ``"NllLoss"``, whatever overload; ``"AccumulateGrad"`` for a leaf."""
+    """Return the name of a node's operation, without overload: ``"NllLoss"``, or ``"AccumulateGrad"`` for a leaf."""
     return _SUFFIX.sub("", node.name().rpartition("::")[2])
 
 
 def inputs_of(node: Node) -> list[Node | None]:
-    """The nodes that made the operation's differentiable arguments; None for one that needs no gradient."""
+    """Return the nodes that produced the operation's differentiable arguments; None for one that needs no gradient."""
     return [child for child, _ in node.next_functions]
 
 
 def shape_of(node: Node) -> tuple[int, ...] | None:
-    """Shape of the operation's first result; None if it is not known."""
+    """Return the shape of the operation's first result; None if it is unknown."""
     metadata = getattr(node, "_input_metadata", None)
     try:
         return tuple(int(size) for size in metadata[0].shape) if metadata else None
@@ -49,33 +49,33 @@ def shape_of(node: Node) -> tuple[int, ...] | None:
 
 
 def saved(node: Node, name: str) -> Any:
-    """An argument or result that the operation saved for backward; None if it saved none of that name, or has freed it.
+    """Return an argument or result that the operation saved for backward; None if there is none or it was freed.
 
     Args:
-        node: Run backward (and freed by that) or not.
-        name: As in torch's ``derivatives.yaml``.
+        node: A node whose backward has run (which frees it) or not.
+        name: The name in torch's ``derivatives.yaml``.
     """
     try:
         value = getattr(node, f"_saved_{name}", None)
     except RuntimeError:
-        # A manual step may log a loss behind its backward.
+        # Under manual optimization a loss may be logged after its backward.
         return None
-    # Dims counted from the end come as unsigned numbers.
+    # Negative dims are stored as unsigned numbers.
     if isinstance(value, list | tuple):
         return type(value)(_signed(each) for each in value)
     return _signed(value)
 
 
 def kept(node: Node, name: str) -> Any:
-    """As :func:`saved`, of a tensor that lies there; None of one that a hook would have to fetch or compute again.
+    """Return :func:`saved` of a tensor that is in memory; None if a hook would have to fetch or recompute it.
 
-    Under activation checkpointing a look at what was saved runs the user's code once more.
+    Under activation checkpointing, reading a saved tensor would run the user's code again.
     """
     try:
         raw = getattr(node, f"_raw_saved_{name}", None)
     except RuntimeError:
         return None
-    # Where a version does not tell of hooks, there may be some.
+    # If a version does not report hooks, assume that there are some.
     return saved(node, name) if getattr(raw, "unpack_hook", raw) is None and raw is not None else None
 
 
@@ -84,14 +84,14 @@ def _signed(value: Any) -> Any:
 
 
 def is_parameter(node: Node) -> bool:
-    """Whether the node is the leaf of an ``nn.Parameter``."""
+    """Return whether the node is the leaf of an ``nn.Parameter``."""
     return isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
 def is_python_number(value: Any) -> bool:
-    """Whether an operand that was saved is a number of Python's, and not a tensor of no dims.
+    """Return whether a saved operand is a Python number and not a zero-dim tensor.
 
-    torch saves numbers as tensors, which yield to any other tensor's dtype, as tensors of one kind do not.
+    torch saves Python numbers as tensors that do not take part in type promotion, unlike tensors of the same kind.
     """
     if not isinstance(value, Tensor):
         return isinstance(value, int | float)
@@ -102,14 +102,14 @@ def is_python_number(value: Any) -> bool:
 
 
 def scalar(value: Any) -> float | None:
-    """The number that an operand of no dims holds; None for one with dims, or of a class of its own, without values.
+    """Return the value of a zero-dim operand; None if it has dims, or is of a tensor subclass without values.
 
-    Reading it waits for the device, if the operand is there.
+    Reading a value on a device waits for the device.
     """
     if not isinstance(value, Tensor):
         return float(value) if isinstance(value, int | float) else None
     if value.dim() or type(value) not in (Tensor, nn.Parameter):
         return None
-    # Modes get numbers of Python's as such, and cannot read them off a tensor.
+    # Under a mode, operators receive Python numbers as such, and a mode cannot read the value of a tensor.
     with no_modes():
         return float(value)

@@ -1,7 +1,7 @@
-"""Trainers with a strategy of ours find their cluster environment in our way, and names like ours are checked.
+"""Hooks into the Trainer's setup for our strategies: choice of the cluster environment, and checks of strategy names.
 
-Lightning makes its own environment before it makes a strategy that was chosen by name, and its own SLURM class refuses
-``--ntasks`` there. A strategy that is not ours sees no difference. An unknown name is told Lightning's names alone.
+Lightning creates its cluster environment before it creates a strategy that was chosen by name, and its SLURM class
+refuses ``--ntasks`` there. Other strategies are not affected. For an unknown name, Lightning lists only its own names.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NAMES = (
 
 
 def choose_for(connectors: ModuleType, is_ours: Callable[[Any], bool], find: Callable[[], Any]) -> None:
-    """Patch Lightning's choice of an environment. Harmless when called again.
+    """Patch Lightning's choice of a cluster environment. Idempotent.
 
     Args:
-        connectors: ``lightning.pytorch.trainer.connectors.accelerator_connector``, imported.
-        is_ours: Whether ``Trainer(strategy=...)``, lower-cased if a name, is one of ours.
-        find: Returns the environment that this process is part of. Called when a Trainer is made.
+        connectors: The imported module ``lightning.pytorch.trainer.connectors.accelerator_connector``.
+        is_ours: Whether a value of ``Trainer(strategy=...)``, lower-cased if it is a name, is one of ours.
+        find: Returns the environment of this process. Called when a Trainer is created.
     """
     connector_class = connectors._AcceleratorConnector
     choose = connector_class._choose_and_init_cluster_environment
@@ -49,11 +49,11 @@ def choose_for(connectors: ModuleType, is_ours: Callable[[Any], bool], find: Cal
 
 
 def check_names(connectors: ModuleType, check: Callable[[str], None]) -> None:
-    """Look at the name of a strategy before Lightning does. Harmless when called again.
+    """Patch the Trainer to check a strategy's name before Lightning does. Idempotent.
 
     Args:
-        connectors: ``lightning.pytorch.trainer.connectors.accelerator_connector``, imported.
-        check: Raises where a name is refused.
+        connectors: The imported module ``lightning.pytorch.trainer.connectors.accelerator_connector``.
+        check: Called with the name; raises if it is refused.
     """
     connector_class = connectors._AcceleratorConnector
     take_flags = connector_class._check_config_and_set_final_flags

@@ -1,4 +1,4 @@
-"""Where a rank begins collectives and messages, and where it waits for them: ``Work.wait``, by process group."""
+"""Interception of collectives and point-to-point messages of this process, and of ``Work.wait``, by process group."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ NAMES = tuple(
 
 
 class CalledCollectiveError(RuntimeError):
-    """Raised in place of a collective or message."""
+    """Raised instead of running a collective or sending a message."""
 
 
 @contextlib.contextmanager
 def no_collectives() -> Iterator[Callable[[], str | None]]:
-    """Inside, collectives and messages of this thread raise :class:`CalledCollectiveError`; nothing is sent.
+    """Return a context in which this thread's collectives and messages raise :class:`CalledCollectiveError`.
+
+    Nothing is sent.
 
     Yields:
-        The name of the first that was called, or None.
+        A function that returns the name of the first one that was called, or None.
     """
     thread = threading.get_ident()
     called: list[str] = []
@@ -74,7 +76,7 @@ def no_collectives() -> Iterator[Callable[[], str | None]]:
             if name in vars(dist.ProcessGroup):
                 replacement = refused(name.strip("_"), getattr(dist.ProcessGroup, name))
                 stack.enter_context(_replaced(dist.ProcessGroup, name, replacement))
-        # Functional collectives are operations of torch, and begin by looking for their group.
+        # Functional collectives are torch operators; the first thing they do is to resolve their group.
         functional = importlib.import_module("torch.distributed._functional_collectives")
         for name in ("_resolve_group", "_resolve_group_name"):
             if name in vars(functional):
@@ -84,7 +86,7 @@ def no_collectives() -> Iterator[Callable[[], str | None]]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    # Methods in C bind as what the class holds, not as what `getattr` makes of it.
+    # Read from the class dict: `getattr` would bind methods implemented in C differently.
     before = vars(owner)[name]
     setattr(owner, name, function)
     try:
@@ -95,17 +97,17 @@ def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[N
 
 @contextlib.contextmanager
 def timed_waits(start: Callable[[dist.ProcessGroup | None], None], stop: Callable[[], None]) -> Iterator[None]:
-    """Inside, every wait of this thread for a collective or message is between ``start`` and ``stop``.
+    """Return a context that calls ``start`` before and ``stop`` after every ``Work.wait`` of this thread.
 
-    Collectives that are called without ``async_op`` wait as well. On devices with streams a wait only orders streams.
+    Collectives called without ``async_op`` wait as well. On devices with streams a wait only orders streams.
 
     Args:
-        start: Given the group; None if it is not known.
-        stop: The wait is over, well or not.
+        start: Called with the process group; None if it is unknown.
+        stop: Called when the wait is over, also after an error.
     """
     thread = threading.get_ident()
-    # By identity: a reference would keep a collective's tensors. One that nobody waits for leaves an entry, which the
-    # next object in its place overwrites.
+    # Keyed by id: a reference would keep a collective's tensors alive. Work that nobody waits for leaves an entry,
+    # which the next object at the same address overwrites.
     groups: dict[int, dist.ProcessGroup] = {}
 
     def starting(before: Callable[..., Any]) -> Callable[..., Any]:

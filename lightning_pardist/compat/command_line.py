@@ -1,4 +1,4 @@
-"""Errors of Lightning's command line, in which a setting of another strategy is told what takes its place."""
+"""Parser errors of Lightning's command line, with advice for settings of other strategies."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 def explain_errors(cli: ModuleType, advise: Callable[[str], str | None]) -> None:
-    """Let the parser say something else where there is something to say. Harmless when called again.
+    """Replace the messages of parser errors for which there is advice. Idempotent.
 
     Args:
-        cli: ``lightning.pytorch.cli``, imported.
-        advise: Takes the parser's message; returns what is said instead, or None.
+        cli: The imported module ``lightning.pytorch.cli``.
+        advise: Maps the parser's message to the message shown in its place, or to None to keep it.
     """
     parser_class = cli.LightningArgumentParser
     error = getattr(parser_class.error, "__wrapped__", parser_class.error)

@@ -1,4 +1,4 @@
-"""torch.compile: what a backend's name stands for, and what a user has compiled already."""
+"""torch.compile: backend lookup, and modules that the user has compiled already."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NAMES = (
 
 
 def backend_of(name: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function that compiles a graph for given inputs. Imports the compiler, which takes seconds.
+    """Return the function that a compile backend's name stands for. Imports the compiler, which takes seconds.
 
     Raises:
-        ValueError: If there is no such backend, with those that there are.
+        ValueError: If there is no backend of that name; the message lists the known ones.
     """
     import torch._dynamo
 
@@ -38,19 +38,19 @@ def backend_of(name: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def apart_from_compiling() -> AbstractContextManager[Any]:
-    """Inside, no other thread compiles.
+    """Return a context in which no other thread compiles.
 
-    While one does, ``torch.compiler.is_compiling()`` is true in all of them, and torch's optimizers then keep numbers
-    of Python's as tensors of fp32 (in torch 2.13, AdamW's corrections of its averages: 1e-7 off in fp64).
+    While one does, ``torch.compiler.is_compiling()`` is true in all threads, and torch's optimizers then keep Python
+    numbers as fp32 tensors (in torch 2.13, AdamW's bias corrections: 1e-7 off in fp64).
     """
-    # Where nobody has imported the compiler, nothing is compiled.
+    # If the compiler has not been imported, nothing compiles.
     frames = sys.modules.get("torch._dynamo.convert_frame")
     found: AbstractContextManager[Any] = nullcontext() if frames is None else frames.compile_lock
     return found
 
 
 def compiles_itself(module: nn.Module) -> bool:
-    """Whether the user has compiled this module, by ``torch.compile(module)`` or ``module.compile()``."""
+    """Return whether the user has compiled this module, by ``torch.compile(module)`` or ``module.compile()``."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     compiler = sys.modules.get("torch._dynamo")

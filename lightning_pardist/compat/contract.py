@@ -1,4 +1,4 @@
-"""Which private names of torch and Lightning are used, why, and whether this torch and Lightning have them."""
+"""Registry of the private torch and Lightning names in use, and checks that the installed versions have them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_pardist.compat.versions import LIGHTNING, TORCH, installed, parse
 
 @dataclass(frozen=True)
 class Private:
-    """A name that torch or Lightning may change without notice.
+    """A private name that torch or Lightning may change without notice.
 
     Attributes:
-        path: Where it is: module, class if it is in one, name.
-        needed_for: What would be missing without it.
+        path: Dotted path: module, class if any, name.
+        needed_for: The feature that depends on it.
         instead: What to do when a release has moved it.
         since: First version that has it, if that is not the oldest supported one.
         until: First version that lacks it.
-        on_instances: Whether others set it on single objects, so that it cannot be looked for.
+        on_instances: Whether it is set on single objects, so that its presence cannot be checked.
     """
 
     path: str
@@ -47,14 +47,14 @@ class Private:
         return self.path.partition(".")[0]
 
     def is_expected(self) -> bool:
-        """Whether the installed version should have it."""
+        """Return whether the installed version should have the name."""
         version = installed(self.package)
         if self.on_instances:
             return False
         return not (self.since and version < parse(self.since)) and not (self.until and version >= parse(self.until))
 
     def is_there(self) -> bool:
-        """Whether the installed version has it. Imports what it is in."""
+        """Return whether the installed version has the name. Imports the module that defines it."""
         owner = _owner(self.path.rpartition(".")[0])
         return owner is not None and (hasattr(owner, self.name) or self.name in _set_on_instances(owner))
 
@@ -63,16 +63,16 @@ class Private:
 
 
 def missing(names: tuple[Private, ...]) -> list[Private]:
-    """Those that the installed versions should have and do not."""
+    """Return the names that the installed versions should have but lack."""
     return [private for private in names if private.is_expected() and not private.is_there()]
 
 
 @functools.cache
 def require(names: tuple[Private, ...]) -> None:
-    """Refuse a torch or Lightning that lacks what is about to be used.
+    """Check that the installed torch and Lightning have the names that are about to be used.
 
     Raises:
-        RuntimeError: With the names, what needs them, and what to do.
+        RuntimeError: If some are missing, with the names, the features that need them, and what to do.
     """
     if gone := missing(names):
         versions = " and ".join(
@@ -82,10 +82,10 @@ def require(names: tuple[Private, ...]) -> None:
 
 
 def adapters(*, with_lightning: bool = True) -> Iterator[Any]:
-    """The modules of this package that list names, by their names' order. Imports them.
+    """Yield the modules of this package that list names, sorted by module name. Imports them.
 
     Args:
-        with_lightning: Whether those that import lightning are among them.
+        with_lightning: Whether to include the modules that import lightning.
     """
     import lightning_pardist.compat as package
 
@@ -98,12 +98,12 @@ def adapters(*, with_lightning: bool = True) -> Iterator[Any]:
 
 
 def all_names(*, with_lightning: bool = True) -> list[Private]:
-    """The lists of all adapters, one after the other."""
+    """Return the names of all adapters as one list."""
     return [private for module in adapters(with_lightning=with_lightning) for private in module.NAMES]
 
 
 def as_markdown() -> str:
-    """The page of the documentation that lists them."""
+    """Return the documentation page that lists the names."""
     lines = []
     for module in adapters():
         title = (module.__doc__ or "").strip().partition("\n")[0]
@@ -119,7 +119,7 @@ def as_markdown() -> str:
 
 @functools.cache
 def warn_if_untested() -> None:
-    """Say once, when a strategy is made, that torch or Lightning is newer than what was tested, and what it lacks."""
+    """Warn once, when a strategy is created, if torch or Lightning is newer than tested, with the names it lacks."""
     newer = [
         (package, text(found), newest)
         for package, (_, newest) in (("torch", TORCH), ("lightning", LIGHTNING))
@@ -139,7 +139,7 @@ def warn_if_untested() -> None:
 
 
 def _owner(path: str) -> Any:
-    """The module or class at a dotted path; None if there is none."""
+    """Return the module or class at a dotted path; None if there is none."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -154,7 +154,7 @@ def _owner(path: str) -> Any:
 
 @functools.cache
 def _set_on_instances(owner: Any) -> frozenset[str]:
-    """Attributes that methods of a class and its bases assign to ``self``, and those that it annotates."""
+    """Return the attributes that a class and its bases annotate, or that their methods assign to ``self``."""
     if not inspect.isclass(owner):
         return frozenset()
     found: set[str] = set()
@@ -165,7 +165,7 @@ def _set_on_instances(owner: Any) -> frozenset[str]:
         except (OSError, TypeError, SyntaxError):
             continue
         found.update(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_stored(node))
-        # nn.Module and its like write past their own __setattr__.
+        # nn.Module and similar classes bypass their own __setattr__.
         found.update(
             node.args[0].value
             for node in ast.walk(tree)

@@ -1,15 +1,17 @@
-"""The default process group that user code sees in a step: the ranks that see different samples.
+"""Default process group as user code sees it in a step: the data-parallel ranks, which have different samples.
 
-Code that gathers over the world by itself (``dist.all_gather`` in a contrastive loss, say) means the ranks with other
-samples. Under tensor and pipeline parallelism the world has ranks with the same samples as well, which would be counted
-several times, without a word. So while a step runs, torch's functions answer user code, and nobody else, as if the
-default group were that of the batch: size, rank and collectives agree. torch, Lightning and this package see the
-world. A ``DistributedSampler`` without arguments is user code in this sense at any time of a run, and so is what
-loaders call to make batches, in the process or in workers by fork: a dataset that keeps every n-th sample, say.
+Code that gathers over the world by itself (``dist.all_gather`` in a contrastive loss) expects ranks with different
+samples. Under tensor and pipeline parallelism the world also has ranks with the same samples, which would silently be
+counted several times. While a step runs, torch's functions therefore treat the data-parallel group as the default
+group for user code, and for user code only: size, rank and collectives are consistent. torch, Lightning and this
+package see the world. A ``DistributedSampler`` without arguments counts as user code at any time of a run, and so does
+the code that loaders call to make batches, in the process or in forked workers (a dataset that keeps every n-th
+sample, for example).
 
 [Note: one property] ``dist.all_reduce(x)``, ``dist.get_world_size()`` and ``dist.group.WORLD`` all look the default
-group up in ``torch.distributed.distributed_c10d._world.default_pg``, which has no public hook. Its getter looks for the
-caller on the stack. The group that it hands out is nobody else's, and so can be told from one that a caller has named.
+group up in ``torch.distributed.distributed_c10d._world.default_pg``, which has no public hook. The replacement getter
+looks for the caller on the stack. The group that it returns is used for nothing else, so it can be told apart from a
+group that the caller has passed.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ NAMES = (
             "destroy the default group, and make one for each part of the job"),
 )  # fmt: skip
 
-#: torch's own functions between the lookup and whoever calls them.
+#: Files of torch's functions between the lookup and their caller.
 _API = frozenset({distributed_c10d.__file__, c10d_logger.__file__, nn_functional.__file__, __file__})
-#: Functions about groups themselves, whose ranks are those of the world.
+#: Functions that create groups; their ranks are always those of the world.
 _ABOUT_GROUPS = frozenset({"new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"})
-#: Collectives whose result depends on who takes part.
+#: Collectives whose result depends on the number of ranks.
 _COUNTING = frozenset(
     {
         *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_gather"),
@@ -56,10 +58,10 @@ _SAMPLER = str(Path("torch", "utils", "data", "distributed.py"))
 
 
 class DefaultGroup:
-    """Shows user code another default process group in the steps of a run. Attached for a run; not collective.
+    """Substitute for the default process group, as seen by user code in the steps of a run. Not collective.
 
     Args:
-        group: This rank's group of the batch, made for this purpose and passed to nobody.
+        group: This rank's data-parallel group, created for this purpose and passed to no other code.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -68,20 +70,20 @@ class DefaultGroup:
         self._warned: set[tuple[CodeType, int]] = set()
 
     def attach(self) -> None:
-        """Begin to answer."""
+        """Install the substitute."""
         world = distributed_c10d._world
         _attached.append(self)
         world.__class__ = _WorldOfRun
 
     def detach(self) -> None:
-        """The world is the default group again."""
+        """Restore the world as the default group."""
         if self in _attached:
             _attached.remove(self)
         if not _attached:
             distributed_c10d._world.__class__ = distributed_c10d._World
 
     def seen_from(self, frame: FrameType | None, world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """The default group for whoever asks.
+        """Return the default group for the caller of a torch function.
 
         Args:
             frame: The innermost frame of torch's own function.
@@ -109,11 +111,11 @@ class DefaultGroup:
         return world
 
     def world_size_read(self, frame: FrameType | None, world_size: int) -> None:
-        """Warn if user code asks the Trainer for the number of ranks in a step, or where it makes its optimizers.
+        """Warn if user code reads the world size from the Trainer in a step or while it configures optimizers.
 
         Args:
-            frame: Of Lightning, or of whoever asks the strategy.
-            world_size: The answer.
+            frame: Innermost frame to search from: of Lightning, or of the caller that reads it from the strategy.
+            world_size: The value that is returned.
         """
         if not self.depth or world_size == self.group.size():
             return
@@ -131,17 +133,17 @@ class DefaultGroup:
         line = frame.f_code, frame.f_lineno
         if line not in self._warned:
             self._warned.add(line)
-            # By itself: the lookup is not made at the line that the warning is about.
+            # Explicitly: the lookup does not happen at the line that the warning is about.
             warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
 class _Call:
-    """A call of torch's functions about process groups, as the stack shows it.
+    """A call of torch's process-group functions, as found on the stack.
 
     Attributes:
-        caller: Who called the outermost of them.
-        names: Of these functions.
-        named: The group that one of them was given by its caller; None for the default.
+        caller: Frame that called the outermost of these functions.
+        names: Names of these functions.
+        named: The group that the caller passed to one of them; None for the default.
     """
 
     def __init__(self, frame: FrameType | None, handed_out: dist.ProcessGroup) -> None:
@@ -159,13 +161,13 @@ class _Call:
 
     @property
     def is_users(self) -> bool:
-        """Whether user code called; torch's differentiable collectives have their backward called by autograd."""
+        """Whether user code is the caller; backward of torch's differentiable collectives is called by autograd."""
         caller = self.caller
         return self._differentiable or (caller is not None and not caller.f_code.co_filename.startswith(_LIBRARIES))
 
 
 def _loads(frame: FrameType | None) -> bool:
-    """Whether a loader has called, at whatever distance; a worker by fork has the frames of who made it."""
+    """Return whether a loader is on the stack; a forked worker has the frames of the process that forked it."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(_LOADERS):
             return True
@@ -174,7 +176,7 @@ def _loads(frame: FrameType | None) -> bool:
 
 
 def _overridden(outer: FrameType | None) -> FrameType | None:
-    """Where a mode, or a tensor with its own version of torch's functions, was asked in the middle of a call."""
+    """Return the frame in which a mode or a tensor subclass overrode a torch function, in the middle of a call."""
     while outer is not None:
         before = outer.f_back
         if outer.f_code is _HANDLE and before is not None and before.f_code.co_filename in _API:
@@ -187,7 +189,7 @@ _attached: list[DefaultGroup] = []
 
 
 def exchange_attached(others: list[DefaultGroup]) -> list[DefaultGroup]:
-    """Let others answer in place of those that do, who are returned: for a thread with process groups of its own."""
+    """Replace the attached substitutes and return the previous ones: for a thread with process groups of its own."""
     before = list(_attached)
     _attached[:] = others
     return before
@@ -195,7 +197,10 @@ def exchange_attached(others: list[DefaultGroup]) -> list[DefaultGroup]:
 
 @contextmanager
 def in_step() -> Iterator[None]:
-    """Around user code of a step, its backward included: the default group is that of the batch. Not collective."""
+    """Return a context for user code of a step, its backward included: the default group is the data-parallel one.
+
+    Not collective.
+    """
     current = _attached[-1] if _attached else None
     if current is None:
         yield
@@ -208,27 +213,27 @@ def in_step() -> Iterator[None]:
 
 
 def world_size_read(world_size: int) -> None:
-    """The caller's caller has asked a strategy for the number of ranks: a warning, if it should have another."""
+    """Warn if the caller's caller is user code that reads the world size from a strategy in a step."""
     if _attached:
         _attached[-1].world_size_read(sys._getframe(2), world_size)
 
 
 def show_as_default(group: dist.ProcessGroup) -> None:
-    """Let torch, and everybody who asks it, take a group for that of all ranks. Not collective."""
+    """Make a group the default process group of torch, for all code. Not collective."""
     distributed_c10d._update_default_pg(group)
 
 
 def number_groups_from(number: int) -> None:
-    """Name further groups from a number on: ranks whose defaults differed have made different numbers of them."""
+    """Number further groups from ``number`` on: ranks with different default groups have created unequal numbers."""
     distributed_c10d._world.group_count = max(number, distributed_c10d._world.group_count)
 
 
 class _WorldOfRun(distributed_c10d._World):
-    """torch's record of process groups, while a :class:`DefaultGroup` is attached."""
+    """torch's record of process groups while a :class:`DefaultGroup` is attached."""
 
     @property
     def default_pg(self) -> Any:
-        """The default process group for the caller."""
+        """Default process group for the calling code."""
         world = distributed_c10d._World.default_pg.fget(self)  # type: ignore[attr-defined]
         return _attached[-1].seen_from(sys._getframe(1), world) if _attached else world
 
@@ -242,11 +247,11 @@ def _folder(package: str) -> str:
     return str(Path(found.origin).parent) + "/" if found is not None and found.origin is not None else "\0"
 
 
-#: Where callers are not user code.
+#: Folders whose code is not user code.
 _LIBRARIES = tuple(
     _folder(name) for name in ("torch", "lightning", "lightning_pardist", "lightning_utilities", "torchmetrics")
 )
-#: Where batches are made: by torch's loaders, or by an iterable of the user's own that the Trainer was given.
+#: Files that make batches: torch's loaders, and Lightning's loops over an iterable of the user's own.
 _LOADERS = (
     _folder("torch") + str(Path("utils", "data")),
     _folder("lightning") + str(Path("pytorch", "utilities", "combined_loader.py")),

@@ -1,4 +1,4 @@
-"""``DTensor``: its local tensor without a view, its layout as an object, and a layout of torch's own."""
+"""``DTensor``: its local tensor without a view, its layout as an object, and a private placement of torch."""
 
 from __future__ import annotations
 
@@ -32,45 +32,45 @@ StridedShard = _StridedShard
 
 
 def local_tensor_of(tensor: DTensor) -> Tensor:
-    """This rank's own tensor, not a view of it."""
+    """Return this rank's local tensor itself, not a view of it."""
     return tensor._local_tensor
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
-    """Let a tensor of the same shape and dtype be this rank's own."""
+    """Replace this rank's local tensor by one of the same shape and dtype."""
     tensor._local_tensor = local
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Mesh, placements, shape and strides in one."""
+    """Return the spec of a ``DTensor``: mesh, placements, shape and strides."""
     return tensor._spec
 
 
 def around(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A ``DTensor`` around this very tensor. Not collective, nothing is checked."""
+    """Return a ``DTensor`` around exactly this local tensor. Not collective; nothing is checked."""
     return DTensor(local, spec, requires_grad=False)
 
 
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    """A layout.
+    """Return a ``DTensor`` spec.
 
     Args:
-        mesh: Over which ranks.
-        placements: One an axis.
-        shape: Of the whole.
-        stride: Of the whole.
-        dtype: Of the whole.
+        mesh: Device mesh.
+        placements: One per mesh axis.
+        shape: Global shape.
+        stride: Global strides.
+        dtype: Dtype of the tensor.
     """
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All axes of a mesh as one. Collective over the world the first time.
+    """Return all axes of a mesh flattened into one. Collective over the world the first time.
 
     Args:
-        mesh: Of several axes.
-        name: Of the new axis.
+        mesh: A mesh of several axes.
+        name: Name of the flattened axis.
     """
     return mesh._flatten(name)

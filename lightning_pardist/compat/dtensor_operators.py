@@ -1,4 +1,4 @@
-"""Operators of DTensors that torch lacks, or has for some tensors only, and that callers outside of steps use."""
+"""DTensor operators that torch lacks or supports only partly, for callers outside of steps."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ NAMES = (
     Private("torch.ops.aten._is_all_true", _LACKING, "the operator that detect_anomaly calls"),
 )  # fmt: skip
 
-#: Runs that need the operators now.
+#: Number of runs that use the operators.
 _users = 0
 
 
 def complete_operators() -> None:
-    """Have DTensors know the operators of this file, until :func:`restore_operators` was called as often.
+    """Register the DTensor operators of this file, until :func:`restore_operators` was called as often.
 
-    - ``torch.equal`` of any two shapes and layouts: fine-tuning callbacks tell parameters apart by it. torch's own
-      fails with an ``IndexError`` where the shapes differ, and reduces over all ranks of the world, where only those of
-      one tensor group may compare.
-    - What ``detect_anomaly`` asks of every gradient: whether this rank's part has a NaN. Not collective: the rank that
-      has one stops, and the job with it.
+    - ``torch.equal`` for any two shapes and layouts: fine-tuning callbacks compare parameters by it. torch's own
+      version raises an ``IndexError`` if the shapes differ, and reduces over all ranks of the world, while only the
+      ranks of one tensor group may take part in the comparison.
+    - The operators that ``detect_anomaly`` runs on every gradient, applied to this rank's shard. Not collective: a rank
+      whose shard has a NaN stops, and the job with it.
     """
     global _users
     _users += 1
@@ -41,7 +41,7 @@ def complete_operators() -> None:
 
 
 def restore_operators() -> None:
-    """Take back one :func:`complete_operators`."""
+    """Undo one call of :func:`complete_operators`."""
     global _users
     _users = max(_users - 1, 0)
     known = DTensor._op_dispatcher._custom_op_handlers
@@ -65,7 +65,7 @@ def _on_own_part(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _equal(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Collective over the mesh of the tensors if their shapes are the same."""
+    """Compare two tensors. Collective over the mesh of the tensors if their shapes are equal."""
     one, other = args
     if one.shape != other.shape:
         return False

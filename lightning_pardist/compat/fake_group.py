@@ -1,4 +1,4 @@
-"""A process group without other ranks: collectives return at once, and send nothing."""
+"""Fake process groups without other ranks: collectives return at once and send nothing."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ NAMES = (
 
 c10d: Any = dist.distributed_c10d
 
-#: What groups of the backend "fake" are to be taken for.
+#: Name of the backend that groups of the backend "fake" stand for.
 _stands_for = "fake"
 _depth = 0
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """Name of a group's backend; of one without other ranks that of the backend it stands for."""
+    """Return the name of a group's backend; for a fake group, that of the backend it stands for."""
     name: str = dist.get_backend(group)
     return _stands_for if name == "fake" else name
 
 
 def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend by which a group exchanges what is on a device; empty if it has none for it."""
+    """Return the name of the backend that a group uses for tensors of a device; empty if it has none for it."""
     name = backend_of(group)
     if ":" not in name:
         return name
@@ -48,10 +48,10 @@ def backend_on(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """The group that torch's functional collectives name.
+    """Return the process group that torch's functional collectives refer to by name.
 
     Raises:
-        RuntimeError: If there is none.
+        RuntimeError: If there is no group of that name.
     """
     try:
         found: dist.ProcessGroup = c10d._resolve_process_group(name)
@@ -60,7 +60,7 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     return found
 
 
-#: What torch records of the process groups of a process, with what it is before there are any.
+#: Module globals in which torch records a process's groups, each with a function that makes its initial value.
 _RECORDS: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(
         ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag"), dict
@@ -71,24 +71,24 @@ _RECORDS: dict[str, Callable[[], Any]] = {
 
 
 class KeptAside:
-    """Process groups of a thread that does not run: torch has one record of them a process."""
+    """Process-group records of a suspended thread: torch has one set of records per process."""
 
     def __init__(self) -> None:
         self._mine: tuple[Any, ...] = (c10d._World(), [], {name: make() for name, make in _RECORDS.items()})
         self._before: tuple[Any, ...] | None = None
 
     def put_back(self) -> None:
-        """The thread goes on."""
+        """Install the records of this thread, which resumes."""
         self._before = _exchanged(self._mine)
 
     def put_aside(self) -> None:
-        """Another one goes on."""
+        """Save the records of this thread, which is suspended, and restore the previous ones."""
         if self._before is not None:
             self._mine, self._before = _exchanged(self._before), None
 
 
 def _exchanged(new: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Put one record in the place of another, which is returned."""
+    """Install a set of process-group records and return the previous one."""
     world, attached, records = new
     old = c10d._world, exchange_attached(attached), {name: getattr(c10d, name) for name in _RECORDS}
     c10d._world = world
@@ -102,16 +102,16 @@ Broadcast = Callable[[list[Any], int, tuple[int, ...]], None]
 
 @contextmanager
 def alone_among(world_size: int, *, rank: int, stands_for: str, broadcast: Broadcast | None = None) -> Iterator[None]:
-    """Inside, this process is one rank of many, and the others say whatever it says itself.
+    """Return a context in which this process is one rank of a fake world, whose other ranks hold the same values as it.
 
     Args:
-        world_size: Ranks that there are said to be.
-        rank: Which of them this process is.
+        world_size: Number of ranks in the fake world.
+        rank: Rank of this process in it.
         stands_for: Backend that decides how engines communicate: ``"gloo"`` or ``"nccl"``.
-        broadcast: Gets lists of objects, the rank that has them and the ranks that get them.
+        broadcast: Replaces object broadcasts: called with the object list, the source rank and the group's ranks.
 
     Raises:
-        RuntimeError: If there is a process group.
+        RuntimeError: If the process already has a process group.
     """
     if dist.is_initialized():
         raise RuntimeError("A plan is made before ranks are connected: this process has a process group.")
@@ -129,7 +129,7 @@ def alone_among(world_size: int, *, rank: int, stands_for: str, broadcast: Broad
 
 @contextmanager
 def several_alone(stands_for: str) -> Iterator[None]:
-    """Around :func:`alone_among` in several threads."""
+    """Return a context for :func:`alone_among` in several threads."""
     with _standing_for(stands_for):
         bindings: Any = torch._C._distributed_c10d
         isolate = bindings._set_thread_isolation_mode
@@ -177,7 +177,7 @@ def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
 
 
 def _with_results(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the futures of all-reduces have results, which those of the backend "fake" have not."""
+    """Give the futures of all-reduces results, which futures of the backend "fake" lack."""
 
     def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         work = all_reduce(tensor, *args, **kwargs)
@@ -187,7 +187,7 @@ def _with_results(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Work:
-    """An all-reduce that has begun."""
+    """Handle of an all-reduce with a future that has a result."""
 
     def __init__(self, work: Any, tensor: Tensor) -> None:
         self._work, self._tensor = work, tensor
@@ -196,12 +196,12 @@ class _Work:
         return getattr(self._work, name)
 
     def get_future(self) -> _Future:
-        """Of a list with the tensor, as torch has it."""
+        """Return a future of a list that holds the tensor, as torch does."""
         return _Future(lambda: [self._tensor])
 
 
 class _Future:
-    """What follows a message is done when somebody waits for it: until then a device has other work."""
+    """Future whose callbacks run when somebody waits for it: until then a device has other work."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make: Callable[[], Any] | None = make
@@ -229,7 +229,7 @@ def _broadcast_object_list(
     device: Any = None,
     group_src: int | None = None,
 ) -> None:
-    """What this rank has stands, unless the source is at hand."""
+    """Keep this rank's own objects unless the thread has a ``broadcast`` function."""
     broadcast = _broadcasts.get(threading.get_ident())
     if broadcast is not None:
         ranks = dist.get_process_group_ranks(group)

@@ -1,4 +1,4 @@
-"""Tensors without values, and modes that see operators. Documented by torch, and public under no name."""
+"""Fake tensors and dispatch modes, which torch documents without a public name, and private operators."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAMES = (
 
 
 class UncompiledMode(TorchDispatchMode):
-    """A mode for code that is not compiled: torch.compile is not told so again at each operator, which takes long."""
+    """Dispatch mode for eager code that does not disable torch.compile again for each operator, which is slow."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -66,9 +66,9 @@ pack_padded_sequence: Any = torch.ops.aten._pack_padded_sequence.default
 
 
 def enter_once() -> None:
-    """Enter a mode for fake tensors before any operator is skipped.
+    """Enter a fake tensor mode before any operator is skipped.
 
-    A build with CUDA, without a device that can be used, puts a guard in place of CUDA's at the first entry. torch 2.11
+    A build with CUDA but without a usable device replaces CUDA's device guard when a mode is first entered. torch 2.11
     crashes if operators of a training step were skipped before.
     """
     with FakeTensorMode():
@@ -76,32 +76,32 @@ def enter_once() -> None:
 
 
 def schema_of(operator: Any) -> Any:
-    """An operator's arguments and results, and which it writes to."""
+    """Return an operator's schema: its arguments and results, and which arguments it writes to."""
     return operator._schema
 
 
 def no_modes() -> Any:
-    """A context in which operators run as if no dispatch mode were on."""
+    """Return a context in which operators run as if no dispatch mode were active."""
     return torch.utils._python_dispatch._disable_current_modes()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A number that the living views of one storage share."""
+    """Return a key that the live views of one storage share."""
     return key_of(tensor.untyped_storage())
 
 
 def key_of(storage: torch.UntypedStorage) -> int:
-    """The same number, of the storage itself."""
+    """Return the same key as :func:`storage_key`, of a storage."""
     return int(storage._cdata)
 
 
 def is_inplace_view(operator: Any) -> bool:
-    """Whether an operator changes a tensor's size or strides in place, and none of its values."""
+    """Return whether an operator changes a tensor's size or strides in place, and none of its values."""
     return torch.Tag.inplace_view in operator.tags
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor wraps others, as a DTensor does: it has the size of the whole, and no memory of its own."""
+    """Return whether a tensor is a wrapper subclass, such as DTensor: global size, and no memory of its own."""
     if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
         return False
     found: bool = torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)

@@ -1,8 +1,8 @@
-"""What ``fully_shard`` keeps to itself: its state per module, parameter groups, parameters (torch 2.11 to 2.15).
+"""Private parts of ``fully_shard``: its state per module, parameter groups and parameters (torch 2.11 to 2.15).
 
 ``fully_shard`` has public setters for the collectives and for prefetching. It has none for what these classes add: an
-end of backward that does not depend on which inputs need gradients, units that stay unsharded through a step, calls of
-one module before one backward, and taking it all back.
+end of backward that does not depend on which inputs need gradients, units that stay unsharded through a step, several
+calls of one module before one backward, and undoing the sharding.
 """
 
 from __future__ import annotations
@@ -111,16 +111,16 @@ class ShardedParameter:
 
     @property
     def sharded(self) -> Any:
-        """The parameter that the module has between steps, a ``DTensor``."""
+        """The sharded parameter, a ``DTensor``, which the module has between steps."""
         return self._private.sharded_param
 
     @property
     def unsharded(self) -> nn.Parameter | None:
-        """The whole parameter, or nothing before the first all-gather. Its storage is empty while sharded."""
+        """The unsharded parameter; None before the first all-gather. Its storage is empty while sharded."""
         return getattr(self._private, "_unsharded_param", None)
 
     def is_in_place(self, *, whole: bool) -> bool:
-        """Whether the module has the whole parameter, or the shard, under the parameter's name."""
+        """Return whether the module currently has the unsharded parameter, or the shard, under the parameter's name."""
         info = self._private._module_info
         expected = self._private._unsharded_param if whole else self._private.sharded_param
         return info.module._parameters.get(info.param_name) is expected
@@ -133,44 +133,44 @@ class ShardedParameter:
 
     @property
     def gather_buffers(self) -> list[torch.Tensor]:
-        """Where all-gathers put the whole parameter; without storage while sharded."""
+        """Output buffers of all-gathers, which hold the unsharded parameter; without storage while sharded."""
         buffers: list[torch.Tensor] = self._private.all_gather_outputs
         return buffers
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """The dtype in which the parameter is gathered and used."""
+        """Dtype in which the parameter is gathered and used."""
         dtype: torch.dtype = self._private.param_dtype or self._private.orig_dtype
         return dtype
 
     @property
     def shard_grad_dtype(self) -> torch.dtype:
-        """The dtype of the shard's gradient; since torch 2.15 it may differ from the shard's."""
+        """Dtype of the shard's gradient; since torch 2.15 it may differ from the shard's."""
         dtype: torch.dtype = getattr(self._private, "sharded_grad_dtype", None) or self._private.orig_dtype
         return dtype
 
     @property
     def offloads_to_cpu(self) -> bool:
-        """Whether the shard and its gradient rest in host memory."""
+        """Whether the shard and its gradient are offloaded to host memory."""
         return bool(self._private.offload_to_cpu)
 
     @property
     def has_unsharded_grad(self) -> bool:
-        """Whether a gradient waits to be reduced."""
+        """Whether an unsharded gradient is waiting to be reduced."""
         unsharded = self.unsharded
-        # Before torch 2.15, gradients of backwards that do not reduce are kept beside the parameter.
+        # Before torch 2.15, gradients of backwards that do not reduce are kept apart from the parameter.
         return unsharded is not None and (
             unsharded.grad is not None or self._private.unsharded_accumulated_grad is not None
         )
 
     @property
     def has_post_accumulate_hooks(self) -> bool:
-        """Whether the user wants to see the shard's gradient as soon as it is there."""
-        # None or a dict, and listed in tensors.py.
+        """Whether the user has registered post-accumulate-grad hooks on the sharded parameter."""
+        # None or a dict; listed in tensors.py.
         return bool(getattr(self.sharded, "_post_accumulate_grad_hooks", None))
 
     def fill_missing_grad(self) -> bool:
-        """Give zeros to a trainable parameter that backward did not reach; returns whether it was one."""
+        """Set a zero gradient on a trainable parameter that backward did not reach; return whether it was set."""
         unsharded = self.unsharded
         if unsharded is None or not unsharded.requires_grad or self.has_unsharded_grad:
             return False
@@ -181,7 +181,7 @@ class ShardedParameter:
         return True
 
     def forget_grads(self) -> None:
-        """Forget gradients, reduced and waiting."""
+        """Drop all gradients, reduced and unreduced."""
         if self.unsharded is not None:
             self.unsharded.grad = None
             if self._private.unsharded_accumulated_grad is not None:
@@ -190,7 +190,7 @@ class ShardedParameter:
 
 
 class ParameterGroup:
-    """Parameters that are gathered and reduced together, torch's ``FSDPParamGroup``.
+    """Parameters that are all-gathered and reduced together, torch's ``FSDPParamGroup``.
 
     Args:
         private: torch's object.
@@ -204,44 +204,44 @@ class ParameterGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the module holds the whole parameters now."""
+        """Whether the module currently holds the unsharded parameters."""
         return bool(self._private.is_unsharded)
 
     @property
     def was_unsharded(self) -> bool:
-        """Whether the whole parameters have been created, by the first all-gather."""
+        """Whether the unsharded parameters have been created, by the first all-gather."""
         return all(parameter.unsharded is not None for parameter in self.parameters)
 
     @property
     def is_being_gathered(self) -> bool:
-        """Whether an all-gather was started, ahead of its use, that nobody has waited for."""
+        """Whether a prefetched all-gather is pending that has not been waited for."""
         return self._private._all_gather_result is not None
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Whether the parameters are freed after forward."""
+        """Whether the parameters are resharded after forward."""
         return self._private.post_forward_mesh_info is not None
 
     def keep_unsharded_after_forward(self) -> Callable[[], None]:
-        """Do not free the parameters after forward; returns what restores the setting."""
+        """Keep the parameters unsharded after forward; return a function that restores the setting."""
         group, before = self._private, self._private.post_forward_mesh_info
         group.post_forward_mesh_info = None
         return lambda: setattr(group, "post_forward_mesh_info", before)
 
     def drop_pending_gather(self) -> None:
-        """Wait for and forget a prefetch that nobody used: its values would be stale after the next step."""
+        """Wait for and drop an unused prefetched all-gather: its values would be stale after the next step."""
         pending = self._private._all_gather_result
         if pending is None:
             return
         if isinstance(pending.all_gather_work, dist.Work):
             pending.all_gather_work.wait()
         if pending.all_gather_event is not None and self._private.device.type != "cpu":
-            # An event of the device's own kind, which torch's general streams take, and do not wait for.
+            # A device-specific event: torch's generic streams accept it, but do not wait for it.
             torch.get_device_module(self._private.device).current_stream().wait_event(pending.all_gather_event)
         self._private._all_gather_result = None
 
     def send_shard(self) -> None:
-        """Take part in an all-gather of what this rank holds unsharded itself. Collective over the shard group."""
+        """Join an all-gather of parameters that this rank already holds unsharded. Collective over the shard group."""
         group = self._private
         mine = torch.cat([p.flat_shard.to(group.device, p.gather_dtype) for p in self.parameters])
         process_group = group._all_gather_process_group
@@ -251,20 +251,20 @@ class ParameterGroup:
             work.wait()
 
     def reshard(self) -> None:
-        """Free the whole parameters as the setting for this phase of the step says. Not collective."""
+        """Reshard the parameters according to the setting for the current phase of the step. Not collective."""
         self._private.reshard()
 
     def free(self) -> None:
-        """Free the whole parameters whatever the settings say; the shards remain. Not collective."""
+        """Reshard the parameters whatever the settings are; the shards remain. Not collective."""
         self.drop_pending_gather()
         self._private._to_sharded()
 
     def show_shards(self) -> None:
-        """Put the shards into the module; a gather under way goes on. Not collective."""
+        """Put the shards into the module; a pending all-gather continues. Not collective."""
         self._private._to_sharded()
 
     def abandon(self) -> None:
-        """As :meth:`free` after a failure: waits for nobody, and forgets whatever was in flight. Not collective."""
+        """Reshard after a failure, as :meth:`free` but without waiting; drops pending collectives. Not collective."""
         self._private._all_gather_result = None
         self._private._to_sharded()
         self.set_idle()
@@ -273,12 +273,12 @@ class ParameterGroup:
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks gradients are averaged."""
+        """Number of ranks over which gradients are averaged."""
         return int(self._private.mesh_info.mesh.size())
 
     @property
     def has_work(self) -> bool:
-        """Whether gradients wait to be reduced now: whole ones, or HSDP's partial sums of earlier micro-batches."""
+        """Whether gradients are to be reduced now: unsharded ones, or HSDP's partial sums of earlier micro-batches."""
         group = self._private
         if not group.reduce_grads:
             return False
@@ -286,9 +286,9 @@ class ParameterGroup:
         return partial or any(parameter.has_unsharded_grad for parameter in self.parameters)
 
     def output_becomes_grads(self) -> bool:
-        """Whether what a reduce-scatter writes is the shards' gradients, and nobody reads it before backward ends.
+        """Return whether a reduce-scatter's output becomes the shards' gradients and is not read before backward ends.
 
-        Otherwise torch divides, casts, adds or copies it as soon as it is there.
+        Otherwise torch divides, casts, adds or copies the output as soon as it is ready.
         """
         group = self._private
         if isinstance(getattr(group.mesh_info, "replicate_mesh_size", None), int) or group._all_reduce_hook is not None:
@@ -305,18 +305,18 @@ class ParameterGroup:
         return len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16}
 
     def fill_missing_grads(self) -> list[ShardedParameter]:
-        """Give zeros to parameters that backward did not reach; returns those whose shard has no gradient yet.
+        """Set zero gradients where backward did not reach; return those of the parameters whose shard has no gradient.
 
-        torch's own ``set_reduce_scatter_unused_params`` would reduce a unit that no rank has used as well.
+        torch's own ``set_reduce_scatter_unused_params`` would also reduce a unit that no rank has used.
         """
         filled = [parameter for parameter in self.parameters if parameter.fill_missing_grad()]
         return [parameter for parameter in filled if parameter.sharded.grad is None]
 
     def reduce_zeros(self, filled: Callable[[list[ShardedParameter]], None]) -> None:
-        """Take part in a reduction with zeros, and leave the group as it was. Collective over the group's mesh.
+        """Join a reduction with zero gradients, and restore the group's state. Collective over the group's mesh.
 
         Args:
-            filled: Gets the parameters that have a gradient only since zeros were put there.
+            filled: Called with the parameters whose only gradient is the zeros set here.
         """
         group = self._private
         unsharded_parameters = [p.unsharded for p in self.parameters if p.unsharded is not None]
@@ -334,22 +334,22 @@ class ParameterGroup:
     # -- phases of a step
 
     def set_idle(self) -> None:
-        """Forget that the group's backward has run, so that the final callback runs it once more."""
+        """Reset the group's phase so that the final callback runs its backward once more."""
         self._set_phase("IDLE")
 
     def set_forward(self) -> None:
-        """Say that the group is in forward, so that it keeps what ``reshard_after_forward`` says it keeps."""
+        """Set the group's phase to forward, in which ``reshard_after_forward`` decides what it keeps."""
         self._set_phase("FORWARD")
 
     def set_post_backward(self) -> None:
-        """Say that the group's backward has run."""
+        """Mark the group's backward as done."""
         self._set_phase("POST_BACKWARD")
 
     def _set_phase(self, name: str) -> None:
         self._private._training_state = type(self._private._training_state)[name]
 
     def forget_forwards(self) -> None:
-        """Forget the order of forwards whose backward will not come."""
+        """Drop the recorded order of forwards that will have no backward."""
         self._private._post_forward_indices.clear()
 
     def wrap(
@@ -359,12 +359,12 @@ class ParameterGroup:
         post_backward: Callable[..., Any],
         register_post_backward: Callable[..., Any],
     ) -> None:
-        """Let functions take the place of torch's own, which each gets as its first argument.
+        """Wrap torch's hooks with functions that get the original as their first argument.
 
         Args:
-            post_forward: ``(torch's, module, args, output) -> output``, after a module's forward.
-            post_backward: ``(torch's, *unused)``, when gradients of a module's inputs were computed.
-            register_post_backward: ``(torch's, args, kwargs) -> args, kwargs``, before a module's forward.
+            post_forward: ``(original, module, args, output) -> output``, after a module's forward.
+            post_backward: ``(original, *unused)``, when the gradients of a module's inputs have been computed.
+            register_post_backward: ``(original, args, kwargs) -> args, kwargs``, before a module's forward.
         """
         group = self._private
         group.post_forward = functools.partial(post_forward, group.post_forward)
@@ -376,12 +376,12 @@ class ParameterGroup:
     def wrap_life(
         self, *, before_gathered: Callable[[], None], gathered: Callable[[], None], before_free: Callable[[], None]
     ) -> None:
-        """Be told of the whole parameters' life.
+        """Register callbacks for the unsharding and resharding of the parameters.
 
         Args:
-            before_gathered: Called when they are there, and the module still has the shards.
-            gathered: Called when the module has them, before anybody computes with them.
-            before_free: Called before they are freed, or were already.
+            before_gathered: Called when the parameters are gathered, while the module still has the shards.
+            gathered: Called when the module has the unsharded parameters, before they are used.
+            before_free: Called before they are freed, also if they were freed already.
         """
         group = self._private
         show, free, free_some = group._to_unsharded, group._to_sharded, group._to_sharded_post_forward
@@ -404,18 +404,19 @@ class ParameterGroup:
         group._to_sharded_post_forward = to_sharded_post_forward
 
     def wrap_state_hooks(self, settle: Callable[[], None], fit: Callable[[torch.Tensor, Any, bool], Any]) -> None:
-        """Let functions take the place of torch's own hooks on state dicts, which free gathered parameters.
+        """Replace torch's hooks on state dicts, which free gathered parameters.
 
         Args:
-            settle: Called before a module's state is read or loaded.
-            fit: ``(parameter, value, whole) -> value``, what to copy into a parameter, which is gathered now or not.
+            settle: Called before a module's state dict is read or loaded.
+            fit: ``(parameter, value, whole) -> value``: returns what to copy into a parameter; ``whole`` is whether the
+                parameter is unsharded now.
         """
         group = self._private
-        # Closures, which copies of a module share; bound methods would be copied with all that they hold.
+        # Closures, which copies of a module share; bound methods would be copied with everything that they hold.
         before_save, before_load = _state_hooks(self, settle, fit)
         for handle in self.hook_handles():
             handle.remove()
-        # torch registers its own in the first forward, and none where there are some.
+        # torch registers its own in the first forward, and none for modules that have entries here.
         for module in {parameter._module_info.module for parameter in group.fsdp_params}:
             saving, loading = module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook
             group._module_to_pre_save_state_dict_hook_handle[module] = saving(before_save)
@@ -426,17 +427,17 @@ class ParameterGroup:
             parameter._post_load_hook_handle = owner.register_load_state_dict_post_hook(hook)
 
     def hook_handles(self) -> Iterator[Any]:
-        """Handles of the group's hooks on modules."""
+        """Yield the handles of the group's hooks on modules."""
         yield from self._private._module_to_pre_save_state_dict_hook_handle.values()
         yield from self._private._module_to_pre_load_state_dict_hook_handle.values()
         for parameter in self._private.fsdp_params:
             yield parameter._post_load_hook_handle
 
     def restore(self, whole: Callable[[Any], nn.Parameter]) -> None:
-        """Put whole parameters in the shards' places. Collective if ``whole`` is.
+        """Replace the shards by unsharded parameters. Collective if ``whole`` is.
 
         Args:
-            whole: Makes a whole parameter of a shard.
+            whole: Maps a shard to the unsharded parameter.
         """
         for parameter in self._private.fsdp_params:
             info, restored = parameter._module_info, whole(parameter.sharded_param)
@@ -467,7 +468,7 @@ def _state_hooks(
 
 def _after_load(group: ParameterGroup, parameter: Any) -> Callable[..., None]:
     def after_load(*unused: Any) -> None:
-        # With assign=True the shard may be another tensor, perhaps without torch's padding.
+        # With assign=True the shard may be a new tensor, perhaps without torch's padding.
         if not group.is_unsharded:
             parameter.reset_sharded_param()
 
@@ -475,25 +476,25 @@ def _after_load(group: ParameterGroup, parameter: Any) -> Callable[..., None]:
 
 
 class ModuleState:
-    """What ``fully_shard`` knows of one module, torch's ``FSDPState``.
+    """State of one module under ``fully_shard``, torch's ``FSDPState``.
 
     Args:
-        module: ``fully_shard`` was applied to it.
+        module: A module to which ``fully_shard`` was applied.
     """
 
     def __init__(self, module: FSDPModule) -> None:
         self.module = module
         self._private: Any = module._get_fsdp_state()
-        #: None for a module without parameters of its own.
+        #: Empty for a module without parameters of its own.
         self.groups = [ParameterGroup(group) for group in _private_groups(self._private)]
 
     # -- hooks
 
     def wrap(self, *, final: Callable[..., Any], register_pre_backward: Callable[..., Any]) -> None:
-        """Let functions take the place of torch's own.
+        """Replace torch's callbacks.
 
         Args:
-            final: ``(torch's)``, at the end of backward if this module is the root.
+            final: ``(original)``, at the end of backward if this module is the root.
             register_pre_backward: ``(output) -> output``, after forward.
         """
         state = self._private
@@ -501,40 +502,40 @@ class ModuleState:
         state._register_pre_backward_hook = register_pre_backward
 
     def remove_forward_hooks(self) -> None:
-        """Let a call of the module neither gather nor free it: whoever runs it calls the two methods below."""
+        """Remove the module's forward hooks: its caller runs :meth:`pre_forward` and :meth:`post_forward` instead."""
         self._private._pre_forward_hook_handle.remove()
         self._private._post_forward_hook_handle.remove()
 
     def pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What the hook before forward does. Collective over the shard group."""
+        """Run the pre-forward hook. Collective over the shard group."""
         args, kwargs = self._private._pre_forward(self.module, args, kwargs)
         return args, kwargs
 
     def post_forward(self, args: Any, output: Any) -> Any:
-        """What the hook after forward does. Not collective."""
+        """Run the post-forward hook. Not collective."""
         return self._private._post_forward(self.module, args, output)
 
     # -- backward
 
     def pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Backward reaches an output of the module. Collective over the shard group."""
+        """Run the pre-backward hook, when backward reaches an output of the module. Collective over the shard group."""
         result: torch.Tensor = self._private._pre_backward(gradient)
         return result
 
     def queue_final(self) -> None:
-        """Have the root's final callback run at the end of the backward that is running."""
+        """Queue the root's final callback for the end of the running backward."""
         self._private._register_root_post_backward_final_callback()
 
     def run_final(self) -> None:
-        """Do what ends a backward, without one. Collective over the mesh."""
+        """Run the final callback without a backward. Collective over the mesh."""
         context = self._private._state_ctx
-        # Since torch 2.15 a backward decides when it begins whether the caller ends it.
+        # Since torch 2.15 a backward decides at its start whether the caller finalizes it.
         if getattr(context, "manual_backward_finalization_active", False) is None:
             context.manual_backward_finalization_active = context.manual_backward_finalization
         self._private._root_post_backward_final_callback()
 
     def end_inner_backward(self) -> None:
-        """Be ready for another backward of the same forward; what is unsharded stays."""
+        """Prepare for another backward of the same forward; unsharded parameters stay."""
         self._private._state_ctx.post_backward_final_callback_queued = False
         self._set_all_idle()
 
@@ -545,7 +546,7 @@ class ModuleState:
                 ParameterGroup(group).set_idle()
 
     def reset_iteration(self) -> None:
-        """Forget a forward or backward that did not end; torch 2.11 has no method for it."""
+        """Reset after a forward or backward that did not end; torch 2.11 has no method for it."""
         if hasattr(self.module, "reset_iter_state"):
             self.module.reset_iter_state()
             return
@@ -561,10 +562,10 @@ class ModuleState:
     # -- taking it back
 
     def undo(self, whole: Callable[[Any], nn.Parameter]) -> None:
-        """Take back what ``fully_shard`` did to the module, parameter by parameter. Collective if ``whole`` is.
+        """Undo ``fully_shard`` on the module, parameter by parameter. Collective if ``whole`` is.
 
         Args:
-            whole: Makes a whole parameter of a shard.
+            whole: Maps a shard to the unsharded parameter.
         """
         self.remove_forward_hooks()
         for group in self.groups:
@@ -588,19 +589,19 @@ def _private_groups(state: Any) -> list[Any]:
 
 
 def states_in(module: nn.Module) -> Iterator[ModuleState]:
-    """The states of all modules of the tree that ``fully_shard`` was applied to."""
+    """Yield the states of all submodules to which ``fully_shard`` was applied."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             yield ModuleState(child)
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to any module of the tree."""
+    """Return whether ``fully_shard`` was applied to any submodule, or to the module itself."""
     return any(isinstance(child, FSDPModule) for child in module.modules())
 
 
 def unsharded_class(cls: type) -> type:
-    """The class that a module had before ``fully_shard``, which makes a subclass of it and ``FSDPModule``."""
+    """Return a module's class before ``fully_shard``, which creates a subclass of it and ``FSDPModule``."""
     if not issubclass(cls, FSDPModule):
         return cls
     bases = [base for base in cls.__bases__ if base is not FSDPModule]
@@ -608,12 +609,12 @@ def unsharded_class(cls: type) -> type:
 
 
 def make_copyable(module: nn.Module) -> None:
-    """Let ``copy.deepcopy`` make an ordinary module of a sharded one, which torch refuses.
+    """Make ``copy.deepcopy`` of a sharded module return an ordinary module; torch refuses to copy it.
 
-    Parameters are copied as they copy themselves.
+    Parameters are copied by their own ``__deepcopy__``.
 
     Args:
-        module: ``fully_shard`` was applied to it.
+        module: A module to which ``fully_shard`` was applied.
     """
     type(module).__deepcopy__ = _copy_without_sharding  # type: ignore[attr-defined]
 
@@ -632,7 +633,7 @@ def _copy_without_sharding(module: nn.Module, memo: dict[int, Any]) -> nn.Module
 
 
 def _is_of_engine(value: Any) -> bool:
-    """Whether a hook or an attribute is one by which a module is gathered and freed."""
+    """Return whether a hook or attribute belongs to the engine that gathers and frees the module."""
     while isinstance(value, functools.partial):
         value = value.func
     owner = type(getattr(value, "__self__", value)).__module__
@@ -640,7 +641,7 @@ def _is_of_engine(value: Any) -> bool:
 
 
 def remove_marks(module: nn.Module) -> None:
-    """Take away the attributes by which other libraries tell that ranks have to call a module equally often."""
+    """Remove the attributes by which other libraries recognise modules that every rank has to call equally often."""
     for child in module.modules():
         for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             child.__dict__.pop(mark, None)

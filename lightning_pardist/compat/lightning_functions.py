@@ -1,4 +1,4 @@
-"""Functions and classes of Lightning that have a private name only."""
+"""Functions and classes of Lightning that only have a private name."""
 
 from __future__ import annotations
 
@@ -98,33 +98,33 @@ __all__ = [
 
 
 def seed_workers(loader: Any, rank: int) -> None:
-    """Seed a loader's workers as Lightning does after ``seed_everything(workers=True)``, by another rank than its own.
+    """Seed a loader's workers as ``seed_everything(workers=True)`` does, with a rank other than the global one.
 
     Args:
-        loader: Any; what has no workers, and seeds of the user's, stay as they are.
-        rank: Workers of ranks with the same number draw alike.
+        loader: Any loader; one without workers, or with a ``worker_init_fn`` of the user's, is left unchanged.
+        rank: Workers of ranks with the same number draw the same random numbers.
     """
     if getattr(loader, "worker_init_fn", None) is pl_worker_init_function:
-        # The user's choice, which takes the global rank where it is told none.
+        # Set by the user; it uses the global rank by default.
         loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
     _auto_add_worker_init_fn(loader, rank)
 
 
 def half_dtype(plugin: HalfPrecision) -> torch.dtype:
-    """The dtype that ``precision="bf16-true"`` and ``"16-true"`` stand for."""
+    """Return the dtype of ``precision="bf16-true"`` and ``"16-true"``."""
     return plugin._desired_input_dtype
 
 
 def start_method(launcher: MultiProcessingLauncher) -> str:
-    """``"spawn"`` or ``"fork"``."""
+    """Return ``"spawn"`` or ``"fork"``."""
     method: str = launcher._start_method
     return method
 
 
 def check_can_spawn_children(launcher: SubprocessScriptLauncher) -> None:
-    """Refuse to start ranks from a rank.
+    """Check that this process is not itself a launched rank.
 
     Raises:
-        RuntimeError: If this process was started as one.
+        RuntimeError: If this process was started as a rank.
     """
     launcher._check_can_spawn_children()

@@ -1,4 +1,4 @@
-"""The Trainer's connectors and loops, of which Lightning has no public name, and methods that are replaced on them."""
+"""The Trainer's connectors and loops, which have no public names in Lightning, and replacement of their methods."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ NAMES = (
             "trainer's argument"),
 )  # fmt: skip
 
-#: Methods that are replaced for a run, by :func:`replace`.
+#: Methods that :func:`replace` replaces for a run.
 PREPARE_DATALOADER = "_prepare_dataloader"
 REQUIRES_DISTRIBUTED_SAMPLER = "_requires_distributed_sampler"
 EVALUATION_STEP = "_evaluation_step"
@@ -127,11 +127,11 @@ LoggedMetrics = _ResultCollection
 
 
 def return_predictions(trainer: pl.Trainer, *, if_asked: bool) -> None:
-    """Let ``trainer.predict`` return predictions also where Lightning sees that ranks are started by fork or spawn.
+    """Make ``trainer.predict`` return predictions even if Lightning sees that ranks are started by fork or spawn.
 
     Args:
-        trainer: Of this rank; its loop keeps doing so.
-        if_asked: Whether ``return_predictions=True`` is taken as well; Lightning refuses it.
+        trainer: This rank's Trainer; the change of its loop is permanent.
+        if_asked: Whether ``return_predictions=True`` is accepted as well; Lightning refuses it.
     """
     kind: Any = type(trainer.predict_loop)
 
@@ -148,18 +148,18 @@ def return_predictions(trainer: pl.Trainer, *, if_asked: bool) -> None:
 
 
 def method(of: Any, name: str) -> Callable[..., Any]:
-    """A method by one of the names above."""
+    """Return a method by one of the names above."""
     found: Callable[..., Any] = getattr(of, name)
     return found
 
 
 def replace(of: Any, name: str, value: Callable[..., Any]) -> None:
-    """Let one object have another function for a method; its class stays as it is."""
+    """Replace a method on one object; its class stays as it is."""
     of.__dict__[name] = value
 
 
 def restore(of: Any, *names: str) -> None:
-    """Give an object the methods of its class back."""
+    """Restore the methods of an object's class."""
     for name in names:
         of.__dict__.pop(name, None)
 
@@ -168,57 +168,57 @@ def restore(of: Any, *names: str) -> None:
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
-    """The module's Trainer, if it has one."""
+    """Return the module's Trainer, or None."""
     return module._trainer
 
 
 def data_connector(trainer: pl.Trainer) -> Any:
-    """What puts samplers into loaders."""
+    """Return the Trainer's data connector, which puts samplers into loaders."""
     return trainer._data_connector
 
 
 def logger_connector(trainer: pl.Trainer) -> Any:
-    """What collects logged values."""
+    """Return the Trainer's logger connector, which collects logged values."""
     return trainer._logger_connector
 
 
 def train_fetcher(trainer: pl.Trainer) -> Any:
-    """What takes batches out of the training loaders, once they are made."""
+    """Return the fetcher of training batches; None before the loaders are created."""
     return trainer.fit_loop._data_fetcher
 
 
 def set_train_fetcher(trainer: pl.Trainer, fetcher: _DataFetcher) -> None:
-    """Let another one do that."""
+    """Replace the fetcher of training batches."""
     trainer.fit_loop._data_fetcher = fetcher
 
 
 def signal_connector(trainer: pl.Trainer) -> Any:
-    """What handles signals."""
+    """Return the Trainer's signal connector."""
     return trainer._signal_connector
 
 
 def checkpoint_connector(trainer: pl.Trainer) -> Any:
-    """What loads and saves checkpoints."""
+    """Return the Trainer's checkpoint connector, which loads and saves checkpoints."""
     return trainer._checkpoint_connector
 
 
 def precision_flag(trainer: pl.Trainer) -> Any:
-    """What the Trainer was given as its precision."""
+    """Return the precision that was passed to the Trainer."""
     return trainer._accelerator_connector._precision_flag
 
 
 def register_signal(connector: Any, number: Any, handler: Any) -> None:
-    """Handle a signal, in the main thread."""
+    """Register a signal handler, in the main thread."""
     connector._register_signal(number, handler)
 
 
 def logged(trainer: pl.Trainer) -> _ResultCollection | None:
-    """What was logged in the loop that runs."""
+    """Return the values logged in the running loop."""
     return trainer._results
 
 
 def logged_in_validation(trainer: pl.Trainer) -> set[str]:
-    """Names, as monitors use them, of what was logged in the validations of a fit."""
+    """Return the names, as monitors use them, of values logged in the validations of a fit."""
     metas = [metric.meta for metric in trainer.fit_loop.epoch_loop.val_loop._results.values()]
     suffixes = [
         ""
@@ -231,16 +231,16 @@ def logged_in_validation(trainer: pl.Trainer) -> set[str]:
 
 
 def saves_by_time(callback: pl.Callback) -> bool:
-    """Whether a callback saves a checkpoint whenever so much time has passed."""
+    """Return whether a callback saves checkpoints at time intervals."""
     return isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None
 
 
 def wants_sync(should: bool, reduce: Callable[..., Any]) -> _Sync:
-    """How a logged value is reduced.
+    """Return how a logged value is reduced.
 
     Args:
-        should: Whether with ``sync_dist=True``.
-        reduce: The strategy's.
+        should: Whether it is logged with ``sync_dist=True``.
+        reduce: The strategy's reduction.
     """
     return _Sync(fn=reduce, _should=should)
 
@@ -249,87 +249,87 @@ def wants_sync(should: bool, reduce: Callable[..., Any]) -> _Sync:
 
 
 def active_loop(trainer: pl.Trainer) -> Any:
-    """The loop that runs."""
+    """Return the running loop."""
     return trainer._active_loop
 
 
 def combined_loader(loop: Any) -> Any:
-    """The loop's loaders in one, with the samplers that it put in; None before it made them."""
+    """Return the loop's combined loader, with the samplers that it put in; None before it is created."""
     return loop._combined_loader
 
 
 def drop_loaders(fit_loop: Any) -> None:
-    """Let the loop ask for its loaders anew."""
+    """Drop the loop's loaders, so that it requests them again."""
     if fit_loop._data_fetcher is not None:
         fit_loop._data_fetcher.teardown()
     fit_loop._data_fetcher = fit_loop._combined_loader = None
 
 
 def load_loader_states(fit_loop: Any, states: Any) -> None:
-    """Give the loaders, when they are made, states of their own."""
+    """Set the loaders' states, which are loaded when the loaders are created."""
     fit_loop._combined_loader_states_to_load = states
 
 
 def loader_states(combined: Any) -> list[Any]:
-    """States that loaders keep of their own."""
+    """Return the state dicts of the loaders that have their own."""
     states: list[Any] = combined._state_dicts()
     return states
 
 
 def combine_mode(combined: Any) -> str:
-    """``"sequential"``, ``"min_size"``, ``"max_size"`` or ``"max_size_cycle"``."""
+    """Return ``"sequential"``, ``"min_size"``, ``"max_size"`` or ``"max_size_cycle"``."""
     mode: str = combined._mode
     return mode
 
 
 def combine_spec(combined: Any) -> Any:
-    """How the loaders are nested."""
+    """Return the pytree spec of the nested loaders."""
     return combined._spec
 
 
 def request_dataloader(source: _DataLoaderSource) -> Any:
-    """The loaders of a source, made so that the Trainer can make them again with another sampler."""
+    """Return the loaders of a source, created so that the Trainer can recreate them with another sampler."""
     return _request_dataloader(source)
 
 
 def data_fetcher(loop: Any) -> Any:
-    """What gives a loop its batches; None before its loaders are set up."""
+    """Return the loop's data fetcher; None before its loaders are set up."""
     return loop._data_fetcher
 
 
 def set_data_fetcher(loop: Any, fetcher: Any) -> None:
-    """Let a loop that is about to run take its batches from another object."""
+    """Replace the data fetcher of a loop that is about to run."""
     loop._data_fetcher = fetcher
 
 
 def data_source(loop: Any) -> _DataLoaderSource:
-    """Where a loop asks for its loaders."""
+    """Return the source from which a loop requests its loaders."""
     source: _DataLoaderSource = loop._data_source
     return source
 
 
 def is_sequential(loop: Any) -> bool:
-    """Whether an evaluation loop runs one loader after the other."""
+    """Return whether an evaluation loop runs one loader after the other."""
     return bool(loop._is_sequential)
 
 
 def was_restored(fit_loop: Any) -> bool:
-    """Whether the loop goes on from a checkpoint."""
+    """Return whether the loop resumes from a checkpoint."""
     return bool(fit_loop._loaded_from_state_dict)
 
 
 def set_restarting(fit_loop: Any, value: bool) -> None:
-    """Whether the loop begins within an epoch; the loop's own property decides it when counters are loaded."""
+    """Set whether the loop starts within an epoch; the loop's own property infers it when counters are loaded."""
     _Loop.restarting.fset(fit_loop, value)  # type: ignore[attr-defined]
 
 
 def restart_at_batch_end(epoch_loop: Any) -> None:
-    """Let the loop know that its run was saved behind a batch and before the validation that is due there."""
+    """Mark the run as saved after a training batch and before the validation that is due there."""
     epoch_loop._restart_stage = RestartStage.RESTARTED_ON_TRAIN_BATCH_END
 
 
 def count_stepped_batch(epoch_loop: Any) -> None:
-    """Count the batch that has ended among those that stepped, if it did."""
+    """Count the batch that has ended among those with an optimizer step, if it had one."""
     epoch_loop._batches_that_stepped += not epoch_loop._should_accumulate()
 
 
@@ -337,60 +337,60 @@ def count_stepped_batch(epoch_loop: Any) -> None:
 
 
 def before_batch_transfer(module: pl.LightningModule, batch: Any, dataloader_idx: int) -> Any:
-    """The module's hook before a batch goes to the device, in its profiler's context."""
+    """Run the module's hook before a batch is moved to the device, in its profiler's context."""
     return module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
 
 
 def batch_to_device(trainer: pl.Trainer, batch: Any, dataloader_idx: int) -> Any:
-    """A batch on the strategy's device, with the module's hooks."""
+    """Move a batch to the strategy's device, with the module's hooks."""
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=dataloader_idx)
 
 
 def tear_down(trainer: pl.Trainer) -> None:
-    """End a run as the Trainer does after a failure, before it lets go of what failed."""
+    """End a run as the Trainer does after a failure, before it drops its references to what failed."""
     trainer._teardown()
 
 
 def current_hook(module: pl.LightningModule) -> str | None:
-    """Which hook ``self.log`` takes itself to be called from."""
+    """Return the name of the hook from which ``self.log`` assumes to be called."""
     return module._current_fx_name
 
 
 def set_current_hook(module: pl.LightningModule, name: str | None) -> None:
-    """Let ``self.log`` take itself to be called from this hook."""
+    """Set the name of the hook from which ``self.log`` assumes to be called."""
     module._current_fx_name = name
 
 
 def belongings(module: pl.LightningModule) -> tuple[Any, ...]:
-    """What a module refers to that is its run's and not its own."""
+    """Return the objects of its run that a module refers to."""
     return module._trainer, module._device_mesh, module._fabric
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: Any) -> None:
-    """What ``self.device_mesh`` is in ``configure_model``."""
+    """Set ``self.device_mesh``, for ``configure_model``."""
     module._device_mesh = mesh
 
 
 def is_compiled(module: pl.LightningModule) -> bool:
-    """Whether ``torch.compile`` was applied to the module as a whole."""
+    """Return whether ``torch.compile`` was applied to the module as a whole."""
     return getattr(module, "_compiler_ctx", None) is not None
 
 
 def set_strategy(optimizer: LightningOptimizer, strategy: Any) -> None:
-    """Who takes an optimizer's steps."""
+    """Set the strategy that takes an optimizer's steps."""
     optimizer._strategy = strategy
 
 
 def lightning_optimizers(strategy: pl.strategies.Strategy) -> list[LightningOptimizer]:
-    """What modules get from ``self.optimizers()``."""
+    """Return the optimizers that ``self.optimizers()`` returns."""
     return strategy._lightning_optimizers
 
 
 def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
-    """The user's own optimizer."""
+    """Return the user's own optimizer."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def layer_sync(strategy: pl.strategies.ParallelStrategy) -> Any:
-    """What ``Trainer(sync_batchnorm=True)`` asks for; None without."""
+    """Return the layer synchronization of ``Trainer(sync_batchnorm=True)``; None without it."""
     return strategy._layer_sync

@@ -1,4 +1,4 @@
-"""What is replaced in Lightning while a strategy runs: one function."""
+"""The one function of Lightning that is replaced while a strategy runs: ``grad_norm``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from lightning.pytorch.utilities import grads
 
 
 def replace_grad_norm(code: CodeType) -> CodeType:
-    """Let Lightning's ``grad_norm`` run other code, whatever names it was imported by.
+    """Replace the code of Lightning's ``grad_norm``, whatever names it was imported by.
 
     Args:
-        code: Of a function with the same arguments and defaults; it runs among the names of Lightning's module.
+        code: Code of a function with the same arguments and defaults; its globals are those of Lightning's module.
 
     Returns:
-        The code before.
+        The previous code.
     """
     before = grads.grad_norm.__code__
     grads.grad_norm.__code__ = code

@@ -1,4 +1,4 @@
-"""``DataLoader``: which sampler its iterators ask, and another one in its place."""
+"""``DataLoader``: the sampler that its iterators draw from, and copies with another sampler."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ NAMES = (
 
 
 def index_sampler(loader: DataLoader[Any]) -> Any:
-    """What a loader's iterators draw from: indices, or lists of them."""
+    """Return the sampler that a loader's iterators draw from: it yields indices, or lists of them."""
     return loader._index_sampler
 
 
 def index_sampler_name(loader: DataLoader[Any]) -> str:
-    """The attribute that it is looked up by."""
+    """Return the name of the loader's attribute that holds the index sampler."""
     return "batch_sampler" if loader._auto_collation else "sampler"
 
 
 def batches_of(loader: DataLoader[Any]) -> BatchSampler | None:
-    """Torch's own sampler of batches: ``batch_sampler``, or ``sampler`` beside ``batch_size=None``.
+    """Return torch's own batch sampler: ``batch_sampler``, or ``sampler`` together with ``batch_size=None``.
 
-    None if there is another, or if the loader has made an iterator for itself, which draws from what there was.
+    None if the sampler is of another class, or if the loader holds an iterator of its own, which draws from the old
+    sampler.
     """
     if any(isinstance(each, _BaseDataLoaderIter) for name, each in vars(loader).items() if name != "_iterator"):
         return None
@@ -46,9 +47,9 @@ def batches_of(loader: DataLoader[Any]) -> BatchSampler | None:
 
 
 def with_batches(loader: DataLoader[Any], batches: Iterable[Any]) -> DataLoader[Any]:
-    """A copy of a loader that draws from another sampler of batches.
+    """Return a copy of a loader that draws from another batch sampler.
 
-    The constructor of the loader's class is not called: that of a subclass may do anything with its arguments.
+    The constructor of the loader's class is not called: a subclass may do anything with its arguments.
     """
     made = copy.copy(loader)
     made.__dict__["_iterator"] = None

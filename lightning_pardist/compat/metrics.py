@@ -1,4 +1,4 @@
-"""torchmetrics' ``Metric``: what it remembers between an update and a computation."""
+"""torchmetrics' ``Metric``: private state between update and compute."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ NAMES = (
 
 
 def computed_of(metric: Metric) -> Any:
-    """The value that was computed last; None since the last update."""
+    """Return the value that was computed last; None after an update."""
     return getattr(metric, "_computed", None)
 
 
 def set_computed(metric: Metric, value: Any) -> None:
-    """Have ``compute()`` return this value, until the next update."""
+    """Make ``compute()`` return this value until the next update."""
     metric._computed = value
 
 
 def forward_cache_of(metric: Metric) -> Any:
-    """What the last call of the metric returned."""
+    """Return what the last call of the metric returned."""
     return metric._forward_cache
 
 
 def set_forward_cache(metric: Metric, value: Any) -> None:
-    """Have the last call of the metric returned this value."""
+    """Set the value that the metric stores as the result of its last call."""
     metric._forward_cache = value
 
 
 def set_update_count(metric: Metric, count: int) -> None:
-    """Let the metric have been updated so often."""
+    """Set the metric's number of updates."""
     metric._update_count = count
 
 
 def groups_of(collection: MetricCollection) -> list[list[str]]:
-    """Names of metrics that share one state, once that is known."""
+    """Return the names of metrics that share one state; empty before the groups are determined."""
     return list(collection.compute_groups.values()) if collection._groups_checked else []

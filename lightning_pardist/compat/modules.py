@@ -1,7 +1,7 @@
-"""``nn.Module``: the tables of its own parameters, buffers and submodules, and hooks of loading.
+"""``nn.Module``: its tables of parameters, buffers and submodules, and its hooks.
 
-``named_parameters(recurse=False)`` leaves out entries that are None and entries that repeat one another, and
-``register_parameter`` refuses a name that is taken: neither puts a parameter in the place of another one.
+``named_parameters(recurse=False)`` leaves out entries that are None and duplicates, and ``register_parameter`` refuses
+a name that is taken: neither can replace one parameter by another.
 """
 
 from __future__ import annotations
@@ -55,64 +55,64 @@ NormBase = _NormBase
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's table of its own parameters itself, not a copy: what is written to it is the module's."""
+    """Return the module's own parameter dict, not a copy: writing to it changes the module."""
     return module._parameters
 
 
 def left_out_by_torch_ddp(module: nn.Module) -> list[str]:
-    """Names of parameters and buffers that torch's DDP, told so by its user, would keep apart on each rank."""
+    """Return the names of parameters and buffers that the user has excluded from torch's DDP."""
     names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     return [name for name, _ in tensors if name in names] if names else []
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's table of its own buffers itself, not a copy."""
+    """Return the module's own buffer dict, not a copy."""
     return module._buffers
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The module's table of its children itself, not a copy."""
+    """Return the module's own dict of children, not a copy."""
     return module._modules
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Names of the module's own buffers that are in no state dict."""
+    """Return the names of the module's own buffers that are not in its state dict."""
     return module._non_persistent_buffers_set
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Replace every parameter, gradient and buffer by what a function makes of it."""
+    """Apply a function to every parameter, gradient and buffer, and replace each by the result."""
     module._apply(function)
 
 
 def check_dims(layer: nn.Module, input: Tensor) -> None:
-    """Refuse an input whose number of dims is not that of the layer.
+    """Check that an input has the number of dims that a layer expects.
 
     Raises:
-        ValueError: From torch.
+        ValueError: From torch, if it has not.
     """
     layer._check_input_dim(input)  # type: ignore[operator]
 
 
 def has_load_hooks(module: nn.Module) -> bool:
-    """Whether loading a state dict into this module, without its submodules, runs somebody's hooks."""
+    """Return whether loading a state dict into this module, without its submodules, runs any hooks."""
     return bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
 
 
 def has_run_hooks(module: nn.Module) -> bool:
-    """Whether running this module forward or backward, without its submodules, runs somebody's hooks."""
+    """Return whether forward or backward of this module, without its submodules, runs any hooks."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
 def has_full_backward_hooks(module: nn.Module) -> bool:
-    """Whether ``register_full_backward_hook`` was called on this module itself."""
+    """Return whether ``register_full_backward_hook`` was called on this module itself."""
     return bool(module._backward_hooks)
 
 
 def copy_metadata(like: Any, state: Any) -> None:
-    """Give a state dict the versions of submodules of another one, by which torch loads states of earlier ones."""
+    """Copy the submodule versions of another state dict, which torch uses to load states of earlier versions."""
     if (metadata := getattr(like, "_metadata", None)) is not None:
         state._metadata = metadata

@@ -1,6 +1,6 @@
-"""Doing something when another package is imported, without importing it.
+"""Callbacks before or after the import of another package, without importing it.
 
-So ``import lightning_pardist`` loads neither torch nor Lightning, and what it has to tell them waits until they come.
+``import lightning_pardist`` loads neither torch nor Lightning; its patches of them are applied when they are imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 def before_import(name: str, action: Callable[[], None]) -> None:
-    """Call ``action`` when somebody is about to import module ``name``, or looks for it. Not at all if it is there.
+    """Call ``action`` just before module ``name`` is imported or looked up; never if it is imported already.
 
     Args:
         name: Full name of the module.
@@ -25,7 +25,7 @@ def before_import(name: str, action: Callable[[], None]) -> None:
 
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``action`` with module ``name`` as soon as it has been imported, at once if it is there.
+    """Call ``action`` with module ``name`` once it has been imported, at once if it is imported already.
 
     Args:
         name: Full name of the module.
@@ -39,7 +39,7 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 def forget(name: str) -> None:
-    """Take back what was to be done at the import of module ``name``."""
+    """Remove the callback for the import of module ``name``."""
     sys.meta_path[:] = [f for f in sys.meta_path if not (isinstance(f, _Before | _After) and f.name == name)]
 
 
@@ -64,7 +64,7 @@ class _After(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self.name:
             return None
-        # Stays until the module has been executed: a spec that is only looked at is no import.
+        # Stays until the module has been executed: looking up a spec is not an import.
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
         spec = next((found for found in specs if found is not None), None)

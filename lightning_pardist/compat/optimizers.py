@@ -1,4 +1,4 @@
-"""Optimizers, gradient scalers and schedulers: what they do around a step that somebody else takes for them."""
+"""Optimizers, gradient scalers and schedulers: hooks and private parts used when this package takes the step."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ NAMES = (
 
 @contextmanager
 def as_on_devices() -> Iterator[None]:
-    """Inside, optimizers on CPU take all parameters in one operator by default, as they do on CUDA."""
-    # No attribute of the package, which deletes it.
+    """Return a context in which CPU optimizers default to foreach operators, as they do on CUDA."""
+    # Not an attribute of the package, which deletes it.
     module: Any = importlib.import_module("torch.optim.optimizer")
     before = module._get_foreach_kernels_supported_devices
     module._get_foreach_kernels_supported_devices = lambda: [*before(), "cpu"]
@@ -55,35 +55,35 @@ def as_on_devices() -> Iterator[None]:
 
 
 def pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """What torch calls before a step of this optimizer."""
+    """Return the hooks that torch calls before a step of this optimizer."""
     return [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
 
 
 def post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """What torch calls after a step of this optimizer."""
+    """Return the hooks that torch calls after a step of this optimizer."""
     return [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
 
 
 def mark_step(optimizer: Optimizer) -> None:
-    """Let profilers see that the optimizer has stepped."""
+    """Mark a step of the optimizer for profilers."""
     optimizer._optimizer_step_code()
 
 
 def follow_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
-    """Let ``step`` count as the one that a scheduler, which may have been made before, waits for."""
+    """Make ``step`` count as an optimizer step for schedulers created earlier, which warn if none came before them."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def initialize_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> None:
-    """Make a scaler's scale, which otherwise waits for its first loss."""
+    """Create the scaler's scale tensor, which is otherwise created with the first loss."""
     if scaler.is_enabled() and scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(device)
 
 
 def replace_unscale(scaler: torch.amp.GradScaler, unscale: Callable[..., Any] | None) -> None:
-    """Unscale gradients by another function; None gives the scaler its own one back."""
+    """Replace the scaler's unscale function; None restores its own."""
     if unscale is None:
         scaler.__dict__.pop("_unscale_grads_", None)
     else:
@@ -91,13 +91,13 @@ def replace_unscale(scaler: torch.amp.GradScaler, unscale: Callable[..., Any] | 
 
 
 def norms_together(grads: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """The norm of each tensor, all of one device and dtype, computed in ``dtype``."""
+    """Return the norm of each tensor, all of one device and dtype, computed in ``dtype``."""
     found: list[Tensor] = list(torch._foreach_norm(grads, norm_type, dtype))
     return found
 
 
 def multiply_together(grads: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one device and dtype in place by a number on their device."""
+    """Multiply tensors of one device and dtype in place by a scalar tensor on their device."""
     torch._foreach_mul_(grads, factor)
 
 
@@ -108,11 +108,11 @@ def clamp_together(grads: list[Tensor], limit: float) -> None:
 
 
 def unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiply gradients in place, and note whether any is not finite.
+    """Multiply gradients in place by ``inv_scale``, and record whether any is not finite.
 
     Args:
-        grads: Of one device and dtype.
-        found_inf: Becomes 1 if one is infinite or NaN; shape ``[1]``.
-        inv_scale: Shape ``[1]``.
+        grads: Gradients of one device and dtype.
+        found_inf: Set to 1 if one is infinite or NaN; shape ``[1]``.
+        inv_scale: Factor; shape ``[1]``.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)

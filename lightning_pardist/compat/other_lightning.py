@@ -1,8 +1,8 @@
-"""The separate ``pytorch_lightning`` package: its Trainers refuse our names readably, or it is taken for Lightning's.
+"""The separate ``pytorch_lightning`` package: readable errors for our strategy names, or an alias of Lightning's.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names, with classes and a registry of
-strategies each. Ours are of the former. In the registry of the latter our names stand for the sentence that says so,
-until :func:`alias_pytorch_lightning` makes both names one package.
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names, each with its own classes and
+strategy registry. Our strategies derive from the former. In the registry of the latter, our names raise an error that
+explains this, until :func:`alias_pytorch_lightning` makes both names one package.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from lightning_pardist.compat.on_import import after_import, forget
 
 _REGISTRY = "pytorch_lightning.strategies"
-#: Set for the processes that this one starts, which may import the packages in another order.
+#: Inherited by child processes, which may import the packages in another order.
 _VARIABLE = "PARDIST_ALIAS_PYTORCH_LIGHTNING"
-#: What is imported in place of what; the longest name that fits comes first.
+#: Aliases and the modules they import; a longer name comes before its prefix.
 _ALIASES = {
     "pytorch_lightning.__about__": "lightning.__about__",
     "pytorch_lightning.__version__": "lightning.__version__",
@@ -34,10 +34,10 @@ _ALIASES = {
 
 
 def refuse_names(names: Iterable[str]) -> None:
-    """Let ``pytorch_lightning`` explain each of ``names``, whether it is imported already or later. Imports nothing.
+    """Register ``names`` in ``pytorch_lightning`` as explained errors, now or when it is imported. Imports nothing.
 
     Args:
-        names: What a user may pass as ``Trainer(strategy=...)``.
+        names: Strategy names that a user may pass as ``Trainer(strategy=...)``.
     """
     names = tuple(names)
     if _alias() is None:
@@ -45,13 +45,13 @@ def refuse_names(names: Iterable[str]) -> None:
 
 
 def alias_pytorch_lightning() -> None:
-    """Let ``import pytorch_lightning`` give ``lightning.pytorch``, for programs that are written for the former.
+    """Make ``import pytorch_lightning`` return ``lightning.pytorch``, for programs written for the former.
 
-    ``lightning_fabric`` gives ``lightning.fabric`` in the same way. From then on both names stand for the same modules
-    and classes, in this process and those it starts, so a LightningModule of the one trains in a Trainer of the other.
-    Called before anything imports ``pytorch_lightning``; ``PARDIST_ALIAS_PYTORCH_LIGHTNING=1`` does the same at
-    ``import lightning_pardist``. A second call changes nothing. Where a process that this one starts has imported
-    ``pytorch_lightning`` before ``lightning_pardist``, it keeps two packages.
+    ``lightning_fabric`` becomes ``lightning.fabric`` in the same way. From then on both names refer to the same modules
+    and classes, in this process and its child processes, so a LightningModule of one trains in a Trainer of the other.
+    Call it before anything imports ``pytorch_lightning``; ``PARDIST_ALIAS_PYTORCH_LIGHTNING=1`` does the same at
+    ``import lightning_pardist``. A second call changes nothing. A child process that imports ``pytorch_lightning``
+    before ``lightning_pardist`` keeps two packages.
 
     Raises:
         RuntimeError: If ``pytorch_lightning`` or ``lightning_fabric`` is imported already.
@@ -73,7 +73,7 @@ def _alias() -> _Alias | None:
 
 
 class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules under a second name, and hands out the ones that the first name has."""
+    """Import finder that resolves an aliased module name to the module of the original name."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -83,7 +83,7 @@ class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         name = _ALIASES[alias] + fullname.removeprefix(alias)
         if importlib.util.find_spec(name) is None:
-            # The file of the other package would bring its classes back.
+            # Loading the file of the other package would define its classes again.
             raise ModuleNotFoundError(f"No module named {name!r} (for {fullname!r})", name=fullname)
         return ModuleSpec(fullname, self, loader_state=name)
 
@@ -93,7 +93,7 @@ class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its own spec back, which the import system has replaced; its code has run."""
+        """Restore the module's own spec, which the import system has replaced; its code has already run."""
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
 

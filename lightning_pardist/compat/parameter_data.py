@@ -1,4 +1,4 @@
-"""Who asks for ``parameter.data``: what is written to that leaves no other trace, not even in the version counter."""
+"""Counters of accesses to ``parameter.data``: writes through it leave no other trace, nor a new version counter."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-#: How often ``.data`` was asked for, of the parameters that somebody watches, by their ``id``.
+#: Number of accesses to ``.data`` of each watched parameter, by ``id``.
 _looks: dict[int, int] = {}
 
 
 def watch_looks(parameter: Tensor) -> int:
-    """Count from here on how often ``.data`` of a parameter is asked for, as long as it lives; returns the count.
+    """Count the accesses to a parameter's ``.data`` from now on, for the parameter's lifetime, and return the count.
 
-    ``nn.Parameter`` has a property of its own for it as long as any is watched, which does what ``torch.Tensor.data``
-    does beside.
+    While any parameter is watched, ``nn.Parameter`` has a ``data`` property of its own, which otherwise behaves like
+    ``torch.Tensor.data``.
     """
     if "data" not in nn.Parameter.__dict__:
         nn.Parameter.data = property(_get, _set)  # type: ignore[assignment]
@@ -32,7 +32,7 @@ def _forget(key: int) -> None:
 
 
 def looks_at(parameter: Tensor) -> int:
-    """How often ``.data`` of a watched parameter was asked for."""
+    """Return how often ``.data`` of a watched parameter was accessed."""
     return _looks[id(parameter)]
 
 

@@ -1,6 +1,6 @@
-"""Every function of torch that is replaced while a step of ours runs, and nothing that outlives it.
+"""Temporary replacements of torch functions, active only while a step of this package runs.
 
-What is replaced in Lightning is in ``lightning_patches``, and ``data`` of watched parameters in ``parameter_data``.
+Replacements in Lightning are in ``lightning_patches``, and ``data`` of watched parameters in ``parameter_data``.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ NAMES = (
             "the exception that ends a recomputation early"),
 )  # fmt: skip
 
-#: What ends a recomputation early, raised from inside of it.
+#: Exception that ends a recomputation early, raised inside it.
 StopRecomputation: type[Exception] = torch.utils.checkpoint._StopRecomputationError
 
 
 @contextlib.contextmanager
 def custom_functions(call: Callable[..., Any]) -> Iterator[None]:
-    """Inside, calls of custom autograd functions go through ``call``.
+    """Return a context in which calls of custom autograd functions go through ``call``.
 
-    They are no torch functions: neither modes nor tensor subclasses see them.
+    Custom autograd functions are not torch functions: neither modes nor tensor subclasses see them.
 
     Args:
-        call: ``(function's class, its own apply, args, kwargs) -> result``.
+        call: ``(autograd function class, its original apply, args, kwargs) -> result``.
     """
     before = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # A class method in Python up to torch 2.14, one in C since 2.15.
+        # A class method in Python up to torch 2.14, in C since 2.15.
         return call(cls, before.__get__(None, cls), args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
@@ -64,10 +64,12 @@ def custom_functions(call: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def backward_inside(context: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Inside, the autograd engine runs in a context, which torch leaves before it calls the engine.
+    """Return a context in which the autograd engine runs inside ``context``.
+
+    torch leaves the context (a mode, for example) that surrounds a call of backward before it calls the engine.
 
     Args:
-        context: May be entered several times.
+        context: Reusable: it is entered once per backward.
     """
     module: Any = torch.autograd
     before = module._engine_run_backward
@@ -85,10 +87,10 @@ def backward_inside(context: contextlib.AbstractContextManager[Any]) -> Iterator
 
 @contextlib.contextmanager
 def recomputed_functions(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, functions that are given to activation checkpointing are wrapped, under whatever name it was imported.
+    """Return a context that wraps functions passed to activation checkpointing, whatever name it was imported by.
 
     Args:
-        wrap: Makes of a function what runs in its place, in forward and in the recomputation.
+        wrap: Maps a function to its replacement, which runs in forward and in the recomputation.
     """
     module: Any = torch.utils.checkpoint
     name = "_checkpoint_without_reentrant_generator"
@@ -108,7 +110,7 @@ def recomputed_functions(wrap: Callable[[Callable[..., Any]], Callable[..., Any]
 
 @contextlib.contextmanager
 def refused_reentrant(message: str) -> Iterator[None]:
-    """Inside, reentrant activation checkpointing raises a ``RuntimeError``."""
+    """Return a context in which reentrant activation checkpointing raises a ``RuntimeError``."""
 
     class Refused:
         @staticmethod
@@ -126,9 +128,10 @@ def refused_reentrant(message: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_parameters_stay() -> Iterator[None]:
-    """Inside, ``module.to(...)`` leaves ``DTensor`` parameters alone that it does not change.
+    """Return a context in which ``module.to(...)`` keeps ``DTensor`` parameters that it does not change.
 
-    torch swaps each with a new tensor on the same memory, and gradients of what the old one is used in go to that.
+    torch swaps each of them with a new tensor on the same memory, which separates the parameter from autograd graphs
+    that already use it.
     """
     module: Any = torch.utils
     before = module.swap_tensors
@@ -144,11 +147,11 @@ def unchanged_parameters_stay() -> Iterator[None]:
         module.swap_tensors = before
 
 
-#: What keeps a number from being smaller than another one.
+#: Functions that bound a number from below.
 _FLOORS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum")
 _CASTS = ("float", "double", "to", "type", "type_as")
 _Note = Callable[[torch.Tensor, torch.Tensor], None]
-#: What undoes the changes of :func:`noted_numbers`, and who is inside.
+#: Exit stack that undoes the changes of :func:`noted_numbers`, and the contexts that are active.
 _NOTING = contextlib.ExitStack()
 _NOTING_USERS: list[_Note] = []
 _NOTING_LOCK = threading.Lock()
@@ -156,13 +159,13 @@ _NOTING_LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def noted_numbers(floored: _Note, cast: _Note) -> Iterator[None]:
-    """Inside, tensors of no dims that have no gradient are noted when they are clamped or cast, in eager code.
+    """Return a context that reports clamps and casts of zero-dim tensors without gradient, in eager code.
 
-    It holds for the process: where several are inside, the notes of the first one are taken.
+    It is process-wide: of several active contexts, the callbacks of the first one are used.
 
     Args:
-        floored: Is given what was clamped, and the result.
-        cast: Is given what was cast, and the result.
+        floored: Called with the clamped tensor and the result.
+        cast: Called with the tensor that was cast and the result.
     """
 
     def noting(function: Callable[..., Any], note: _Note, *, in_place: bool) -> Callable[..., Any]:
@@ -178,7 +181,7 @@ def noted_numbers(floored: _Note, cast: _Note) -> Iterator[None]:
         return functools.wraps(function)(call)
 
     with _NOTING_LOCK:
-        # Ranks that are threads of one process begin and end in any order.
+        # Ranks that run as threads of one process enter and exit in any order.
         if not _NOTING_USERS:
             for names, note in ((_FLOORS, floored), (_CASTS, cast)):
                 for name in names:
@@ -194,7 +197,7 @@ def noted_numbers(floored: _Note, cast: _Note) -> Iterator[None]:
 
 
 def _replace_floor_or_cast(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    # Methods are those of a base class in C, which they come back to.
+    # The originals are methods of a C base class; deleting the attribute restores them.
     setattr(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
     _NOTING.callback(delattr, torch.Tensor, name)
     if name in _FLOORS and hasattr(torch, name):
@@ -202,7 +205,7 @@ def _replace_floor_or_cast(name: str, wrap: Callable[[Callable[..., Any]], Calla
         after = wrap(before)
         setattr(torch, name, after)
         _NOTING.callback(setattr, torch, name, before)
-        # What is scripted meanwhile has to know it as well.
+        # TorchScript has to recognise the replacement as well.
         scripted = torch.jit._builtins._get_builtin_table()
         scripted[id(after)] = scripted.get(id(before))
         _NOTING.callback(scripted.pop, id(after), None)
@@ -212,7 +215,7 @@ def _is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:
     if not isinstance(first, DTensor) or not isinstance(second, DTensor):
         return False
     ours, theirs = local_tensor_of(first), local_tensor_of(second)
-    # By their storage, which a rank's empty part has as well, and one without memory: all ranks come to one answer.
+    # Compared by storage, which an empty shard and a meta tensor also have: the result is the same on all ranks.
     return (
         first.placements == second.placements
         and ours.dtype == theirs.dtype
@@ -223,7 +226,7 @@ def _is_alias(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def cell_of(function: Callable[..., Any]) -> types.CellType:
-    """Where torch keeps the function behind its ``no_grad`` wrapper, whatever names the wrapper was imported by."""
+    """Return the closure cell that holds the function wrapped by torch's ``no_grad``, whatever its imported name."""
     for cell in getattr(function, "__closure__", None) or ():
         if callable(cell.cell_contents):
             found: types.CellType = cell

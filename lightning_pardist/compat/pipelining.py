@@ -1,4 +1,4 @@
-"""torch's pipeline schedules as data: its actions, and where sends and receives go between them."""
+"""torch's pipeline schedules as data: actions, and the placement of sends and receives between them."""
 
 from __future__ import annotations
 

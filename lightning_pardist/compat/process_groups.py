@@ -1,4 +1,4 @@
-"""Process groups: the store behind the default one, and how long collectives wait."""
+"""Process groups: the store of the default group, and timeouts of collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_pardist.compat.contract import Private
 
 if TYPE_CHECKING:
-    # torch.distributed has them without saying so to type checkers.
+    # torch.distributed exports these without type stubs.
     from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 else:
     from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -41,17 +41,17 @@ NAMES = (
 
 
 def default_store() -> Store:
-    """The store that the default group was made with. It must be initialized."""
+    """Return the store that the default process group was created with. The group must be initialized."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long the group's collectives wait for a rank."""
+    """Return the timeout of the group's collectives."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return getattr(options, "_timeout", default_pg_timeout)
 
 
 def device_types(group: dist.ProcessGroup) -> list[torch.device]:
-    """Kinds of devices whose tensors a group exchanges."""
+    """Return the device types whose tensors a group can exchange."""
     return list(group._device_types)

@@ -1,7 +1,7 @@
-"""Nested containers, with the kinds that torch and others (transformers) have registered.
+"""Nested containers, including the container types that torch and other packages (transformers) have registered.
 
-``torch.utils._pytree`` has no public name in any release so far. Its registry is what matters: functions of one's own
-would not know other people's containers.
+``torch.utils._pytree`` has no public name in any release so far. Its registry is what matters: functions written here
+would not handle containers that other packages register.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's format of files: what a tensor is pickled as, without having the tensor."""
+"""torch's file format: pickled descriptions of tensors and storages, written without the tensors themselves."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ NAMES = (
 
 
 def alignment() -> int:
-    """Bytes to a multiple of which the contents of tensors begin in a file."""
+    """Return the alignment, in bytes, of tensor contents in a file."""
     return int(_get_storage_alignment())
 
 
 def rebuild(storage: Any, shape: torch.Size, stride: tuple[int, ...], hooks: Any, dtype: torch.dtype) -> Any:
-    """A function and its arguments, as pickle has a tensor.
+    """Return the function and the arguments by which pickle rebuilds a tensor.
 
     Args:
-        storage: What its persistent id is made of.
-        shape: Of the tensor.
-        stride: Of the tensor.
+        storage: Object from which the persistent id is made.
+        shape: Shape of the tensor.
+        stride: Strides of the tensor.
         hooks: An empty ``OrderedDict``.
-        dtype: Of the tensor.
+        dtype: Dtype of the tensor.
     """
     arguments: tuple[Any, ...] = (storage, 0, shape, stride, False, hooks)
     if dtype in _new_dtypes():
@@ -48,19 +48,19 @@ def rebuild(storage: Any, shape: torch.Size, stride: tuple[int, ...], hooks: Any
 
 
 def storage_class(dtype: torch.dtype) -> tuple[Any, bool]:
-    """The class that stands for a dtype in a file, and whether its length counts bytes."""
+    """Return the storage class that stands for a dtype in a file, and whether its length counts bytes."""
     if dtype in _new_dtypes():
         return torch.UntypedStorage, True
     return getattr(torch, _dtype_to_storage_type_map()[dtype]), False
 
 
 def typed_storage(storage: TypedStorage) -> tuple[Any, torch.UntypedStorage, int]:
-    """The class, the bytes and the number of elements of a storage of the old kind; asking it directly warns."""
+    """Return the class, bytes and number of elements of a ``TypedStorage``, without its deprecation warnings."""
     return getattr(torch, storage._pickle_storage_type()), storage._untyped_storage, storage._size()
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """Where DCP finds a piece of a tensor."""
+    """Return DCP's record of where a piece of a tensor is stored."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)

@@ -1,4 +1,4 @@
-"""What a tensor tells of itself only in private: versions, views, memory; and tensor subclasses."""
+"""Private properties of tensors: version counters, views, storages, reference counts; and tensor subclasses."""
 
 from __future__ import annotations
 
@@ -36,60 +36,60 @@ NAMES = (
             "never defer a reduction"),
 )  # fmt: skip
 
-#: Attributes beside the public ones that ``LazyGradient`` answers without values.
+#: Private attributes that ``LazyGradient`` returns without computing its values, besides the public ones.
 GETTERS_WITHOUT_VALUES = ("_backward_hooks", "_base", "_version")
 METHODS_WITHOUT_VALUES = ("_is_view",)
-#: ``__torch_function__`` of classes that leave functions alone.
+#: ``__torch_function__`` for tensor subclasses that do not override any function.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 foreach_copy_: Any = torch._foreach_copy_
 foreach_zero_: Any = torch._foreach_zero_
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the memory of a tensor was written to."""
+    """Return a tensor's version counter, which every in-place write increments."""
     return tensor._version
 
 
 def base_of(view: Tensor) -> Tensor | None:
-    """What a tensor is a view of, in the eyes of autograd."""
+    """Return the tensor that a tensor is an autograd view of, or None."""
     return view._base
 
 
 def gradient_hooks_of(tensor: Tensor) -> OrderedDict[int, Any]:
-    """What was registered by ``tensor.register_hook``, by the numbers of the handles, which take away from here."""
+    """Return the hooks of ``tensor.register_hook`` by handle id; ``handle.remove()`` deletes from this dict."""
     hooks: OrderedDict[int, Any] | None = tensor._backward_hooks  # type: ignore[assignment]
     return OrderedDict() if hooks is None else hooks
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: OrderedDict[int, Any]) -> None:
-    """Run the hooks of another tensor, whose handles add to these and take away from them as well."""
+    """Share the hook dict of another tensor, so that its handles also add and remove hooks of this one."""
     tensor._backward_hooks = hooks
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of another one, in the eyes of autograd."""
+    """Return whether a tensor is a view of another one, as autograd tracks it."""
     return tensor._is_view()
 
 
 def storage_key(tensor: Tensor | torch.UntypedStorage) -> int:
-    """The same for tensors that share memory, and for those only; also where there is no memory (``meta``).
+    """Return a key that is equal exactly for tensors that share a storage; also without memory (``meta`` tensors).
 
     Raises:
-        NotImplementedError: For tensors without a storage (sparse ones).
-        RuntimeError: Inside of transforms (``vmap``), whose tensors have none either.
+        NotImplementedError: For tensors without a storage (sparse tensors).
+        RuntimeError: Inside ``torch.func`` transforms (``vmap``), whose tensors have no storage either.
     """
     storage: Any = tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor
     return int(storage._cdata)
 
 
 def is_unshared(grad: Tensor) -> bool:
-    """Whether nobody else holds the memory of a gradient that autograd has just handed over.
+    """Return whether the memory of a gradient that autograd has just produced has no other holder.
 
-    Autograd gives one buffer to several consumers, where an addition ends a branch. Only the last one that sees it may
-    overwrite or keep it. The test is that of torch's ``AccumulateGrad``, and looks at views as well.
+    Autograd passes one buffer to several consumers where the backward of an addition ends a branch. Only the last
+    consumer may overwrite or keep it. The test is that of torch's ``AccumulateGrad``, extended to views.
     """
     base: Any = grad._base
-    # Beside the tensor itself: the storage object that is asked for here, a view's base, and the base's Python object.
+    # Besides the tensor itself: the storage object created on this line, a view's base, and the base's Python object.
     owners = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
     if grad._use_count() > 1 or owners > (2 if base is None else 3):  # type: ignore[attr-defined]
         return False
@@ -97,38 +97,38 @@ def is_unshared(grad: Tensor) -> bool:
 
 
 def is_only_holder(tensor: Tensor) -> bool:
-    """Whether no other tensor shares the memory of this one, saved ones of graphs included."""
-    # Beside the tensor itself: the storage object that is asked for here.
+    """Return whether no other tensor shares this tensor's memory, tensors saved in autograd graphs included."""
+    # Besides the tensor itself: the storage object created on the next line.
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
 
 
 def make_subclass(cls: type[Any], data: Tensor, requires_grad: bool) -> Any:
-    """A tensor of a class of one's own on the memory of another one."""
+    """Return a tensor of a given subclass on the memory of ``data``."""
     return Tensor._make_subclass(cls, data, requires_grad)
 
 
 def make_wrapper(cls: type[Any], shape: Iterable[int], **options: Any) -> Any:
-    """A tensor of a class of one's own without memory."""
+    """Return a wrapper-subclass tensor without memory."""
     return Tensor._make_wrapper_subclass(cls, tuple(shape), **options)
 
 
 def below_subclasses() -> AbstractContextManager[None]:
-    """Inside, ``__torch_function__`` of classes is not asked; modes still are."""
+    """Return a context that skips ``__torch_function__`` of tensor subclasses; modes still apply."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
 
 
 def below_torch_functions() -> AbstractContextManager[None]:
-    """Inside, neither classes nor modes see functions."""
+    """Return a context that skips ``__torch_function__`` of both subclasses and modes."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return context
 
 
 def in_transform() -> bool:
-    """Whether a transform of ``torch.func`` runs (``vmap``, ``grad``, ``jacrev``)."""
+    """Return whether a ``torch.func`` transform is active (``vmap``, ``grad``, ``jacrev``)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def assert_async(condition: Tensor) -> None:
-    """Fail when the device gets there, without waiting for it."""
+    """Assert a condition on the device, without waiting for it."""
     torch._assert_async(condition)

@@ -1,4 +1,4 @@
-"""Make torchvision importable beside a torch whose build lacks torchvision's compiled operators.
+"""Fix for importing torchvision with a torch build that cannot load torchvision's compiled operators.
 
 torchvision's published Linux wheel is linked against the CUDA build of torch. Beside a CPU-only build its extension
 does not load, and ``import torchvision`` then fails on "operator torchvision::nms does not exist", and with it
@@ -26,14 +26,14 @@ _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-# Kept for the life of the process: the declarations vanish with the object.
+# Kept for the life of the process: the declarations are dropped with the object.
 _library: torch.library.Library | None = None
 
 
 def mend() -> bool:
     """Declare torchvision's operators, schema only, where its compiled extension cannot load.
 
-    Does nothing where torchvision is absent, already imported, or whole. Safe to call many times.
+    Does nothing if torchvision is absent, already imported, or intact. Safe to call many times.
 
     Returns:
         Whether the operators were declared by this call or an earlier one.
@@ -56,7 +56,7 @@ def mend() -> bool:
 
 
 def _extension_loads(package: Path) -> bool:
-    """Whether torchvision's own extension is there and its symbols resolve against this torch."""
+    """Return whether torchvision's own extension exists and its symbols resolve against this torch."""
     for extension in (*package.glob("_C*.so"), *package.glob("_C*.pyd")):
         try:
             ctypes.CDLL(str(extension))

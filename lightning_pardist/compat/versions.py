@@ -1,4 +1,4 @@
-"""Which torch and Lightning are supported and tested, and what is said about others."""
+"""Supported and tested versions of torch and Lightning, and the check of the installed ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import re
 
-#: Oldest that works, and the newest that the tests were run on.
+#: The oldest version that works, and the newest that the tests were run on.
 TORCH = ("2.11", "2.15")
 LIGHTNING = ("2.6", "2.6")
 
@@ -14,14 +14,14 @@ _Version = tuple[int, ...]
 
 
 def parse(version: str) -> _Version:
-    """``2.15.0+cu132`` as ``(2, 15, 0)``."""
+    """Return ``2.15.0+cu132`` as ``(2, 15, 0)``."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()
 
 
 @functools.cache
 def installed(package: str) -> _Version:
-    """The version of an installed distribution; empty if there is none."""
+    """Return the version of an installed distribution; empty if it is not installed."""
     try:
         return parse(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
@@ -29,10 +29,10 @@ def installed(package: str) -> _Version:
 
 
 def require_supported() -> None:
-    """Refuse a torch or Lightning that is too old, before anything of theirs is used.
+    """Check that torch and Lightning are not too old, before anything of theirs is used.
 
     Raises:
-        ImportError: With the version that was found and the one that is needed.
+        ImportError: If one is, with the installed version and the oldest supported one.
     """
     for package, (oldest, _) in (("torch", TORCH), ("lightning", LIGHTNING)):
         found = installed(package)
@@ -44,5 +44,5 @@ def require_supported() -> None:
 
 
 def text(version: _Version) -> str:
-    """``(2, 15, 0)`` as ``2.15.0``."""
+    """Return ``(2, 15, 0)`` as ``2.15.0``."""
     return ".".join(map(str, version))

@@ -1,4 +1,4 @@
-"""This rank's process group, watchdog and meshes."""
+"""Process group, watchdog and device meshes of this rank."""
 
 from __future__ import annotations
 
@@ -34,31 +34,32 @@ from lightning_pardist.runtime.watchdog import Watchdog
 from lightning_pardist.settings import positive
 
 _POLL_S = 0.05
-#: What a server takes beyond ``timeout_s`` to give up who is silent, and to see who has ended.
+#: Seconds that a server may take beyond ``timeout_s`` to give up unresponsive workers and notice those that have ended.
 _LAST_LOSS_S = 30.0
-#: Whether a run of this process has had several worlds, of which some may be gone.
+#: Whether a run of this process has had several worlds, of which some may be lost.
 _had_worlds = False
 
 
 class DistributedContext:
-    """This rank among the others, from :meth:`open` at the start of a run to :meth:`close` at its end.
+    """This rank's process group, watchdog and meshes, from :meth:`open` at a run's start to :meth:`close` at its end.
 
-    Meshes and groups stay after the end, since checkpoints may be saved then.
+    Meshes and groups are kept after the end, since checkpoints may be saved then.
 
     Args:
-        process_group_backend: As torch takes it; see :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
+        process_group_backend: Backend as torch takes it; see
+            :class:`~lightning_pardist.strategies.strategy.PardistStrategy`.
         timeout_s: Seconds that a collective may take.
-        heartbeat_timeout_s: Seconds of silence after which a rank is given up.
+        heartbeat_timeout_s: Seconds without a heartbeat after which a rank is considered failed.
 
     Attributes:
         dims: Degrees of parallelism; set when the number of ranks is known, before :meth:`open`.
         global_rank: This rank, ``0 <= global_rank < dims.world_size``, unless it :attr:`is_apart`.
-        local_rank: This rank among those of its host.
-        device: Where it computes.
+        local_rank: Index of this rank on its host.
+        device: Device of this rank.
         run: Number of the run, equal on all ranks.
-        apart: Last ranks of the job that do not train, beside those of ``dims``.
-        worlds: How many worlds of ``dims`` train side by side; 1 where all ranks that train are one.
-        failure: How the last run has ended on this rank; None where it has not failed.
+        apart: Number of ranks that do not train, the last ones of the job; they are not part of ``dims``.
+        worlds: Number of worlds of ``dims`` that train side by side; 1 if all training ranks form one.
+        failure: How the last run has failed on this rank; None if it has not.
         watchdog: Ends this rank when another one fails. None on one rank, before a run, and when this rank's part of it
             is done.
 
@@ -89,11 +90,11 @@ class DistributedContext:
         self._refused_for: Failure | None = None
         self._owns_group = False
         self._meshes: JobMeshes | None = None
-        #: What user code gets for the default group; None where that is the world.
+        #: Substitute for the default group in user code; None if user code sees the world.
         self.default_group: DefaultGroup | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and place of this rank, without its connections: a Trainer may be saved as a whole."""
+        """Return settings and ranks without connections: a Trainer may be pickled as a whole."""
         return self.__dict__ | {
             "watchdog": None,
             "_meshes": None,
@@ -105,7 +106,7 @@ class DistributedContext:
 
     @property
     def meshes(self) -> JobMeshes:
-        """The job's mesh, and its views by purpose.
+        """The job's device mesh, and its views by purpose.
 
         Raises:
             RuntimeError: Before :meth:`open`, that is before ``configure_model``.
@@ -126,24 +127,24 @@ class DistributedContext:
 
     @property
     def is_follower(self) -> bool:
-        """Whether this rank trains in a world beside the first one, which logs and writes for all."""
+        """Whether this rank trains in a world other than the first one, which logs and writes for all."""
         return self.worlds > 1 and not self.is_apart and self.global_rank >= self.world_size
 
     @property
     def start_group(self) -> dist.ProcessGroup:
-        """Who begins a run together: the world, or all worlds side by side, until :meth:`part`."""
+        """Group of the ranks that start a run together: the world, or all worlds side by side, until :meth:`part`."""
         return world_group() if self._start is None else self._start
 
     def part(self, batches: float) -> None:
-        """Everything is alike in all worlds: from now on none waits for another, nor needs it, but the first one.
+        """Make the worlds independent once their states are equal: afterwards each needs no other than the first.
 
-        Collective over all of them.
+        Collective over all worlds.
 
         Args:
-            batches: That this rank trains on in an epoch.
+            batches: Number of batches that this rank trains on in an epoch.
 
         Raises:
-            RuntimeError: If worlds have different numbers of them, or it is not known.
+            RuntimeError: If worlds have different numbers of batches, or the number is unknown.
         """
         if self._start is None:
             return
@@ -163,15 +164,15 @@ class DistributedContext:
 
     @property
     def followers(self) -> range:
-        """Ranks that train in worlds beside the first one."""
+        """Ranks that train in worlds other than the first one."""
         return range(self.world_size, self.world_size * self.worlds) if self.worlds > 1 else range(0)
 
     def messages(self, timeout: timedelta) -> dist.ProcessGroup:
-        """A gloo group of all ranks of the job, for messages alone. Collective over the world, the first time.
+        """Return a gloo group of all ranks of the job, for messages only. Collective over the world, the first time.
 
         Args:
-            timeout: For which a message that nobody waits for in another way may be on its way; days, among ranks of
-                which some are set apart.
+            timeout: How long a message may take if nothing else bounds the wait for it; days, among ranks of which some
+                are set apart.
         """
         return self.meshes.messages(timeout) if self._messages is None else self._messages
 
@@ -185,19 +186,19 @@ class DistributedContext:
         apart: int = 0,
         worlds: int = 1,
     ) -> None:
-        """Meet the other ranks, and watch each other from then on. Collective over all ranks of the job.
+        """Connect to the other ranks, and start the watchdog. Collective over all ranks of the job.
 
         Args:
-            environment: Says where ranks meet.
+            environment: Cluster environment with the rendezvous endpoint.
             global_rank: This rank.
-            local_rank: This rank among those of its host.
-            device: Where it computes.
-            apart: Ranks of the job behind those of :attr:`dims`, each of which becomes a world of its own.
-            worlds: How many worlds of :attr:`dims` come before them.
+            local_rank: Index of this rank on its host.
+            device: Device of this rank.
+            apart: Number of ranks after those of :attr:`dims`, each of which becomes a world of its own.
+            worlds: Number of worlds of :attr:`dims` before them.
 
         Raises:
-            RuntimeError: If a process group of other ranks exists.
-            TimeoutError: If ranks do not find each other.
+            RuntimeError: If a process group with other ranks exists.
+            TimeoutError: If ranks do not connect.
         """
         self.global_rank, self.local_rank, self.device = global_rank, local_rank, device
         self.worlds, self._start = worlds, None
@@ -215,7 +216,7 @@ class DistributedContext:
             timeout=timeout,
         )
         self.run = count_up("runs")
-        # Nobody is there to be watched in a group of torch's "fake" backend.
+        # A group of torch's "fake" backend has no other ranks to watch.
         if job_size > 1 and dist.get_backend() != "fake":
             self.watchdog = Watchdog(
                 job_store(),
@@ -226,7 +227,7 @@ class DistributedContext:
                 on_exit=partial(children.end, 0.0),
             )
             self.watchdog.start()
-            # The process that has started others of this host is the first there.
+            # The process that has started the others of this host is the first rank there.
             blame, first = self.watchdog.blame, global_rank - local_rank
             children.report_to(lambda local, text, killed: blame(first + local, text, killed=killed))
             self.watchdog.on_lost = lambda rank: children.lose(rank - first)
@@ -242,10 +243,10 @@ class DistributedContext:
         self._meshes, self.default_group = _meshes_for(self.dims, device.type)
 
     def _know_worlds(self, watchdog: Watchdog) -> None:
-        """Remember that ranks may be lost, and refuse to begin a run that needs all of them without some.
+        """Record that ranks may be lost, and check that a run which needs all ranks is not started without some.
 
         Raises:
-            RuntimeError: If they are.
+            RuntimeError: If ranks are missing.
         """
         global _had_worlds
         if self.worlds > 1:
@@ -260,14 +261,14 @@ class DistributedContext:
                 )
 
     def served(self) -> None:
-        """A rank that serves several worlds has no worker left, and all that it has lost are known."""
+        """Publish that this server has no worker left and has recorded all lost ranks."""
         job_store().set(f"pardist/served/{self.run}/{self.global_rank}", "")
 
     def await_served(self) -> None:
-        """Wait until those that serve have come to the end of the run; the watchdog watches over them and workers.
+        """Wait until the servers have reached the end of the run, while the watchdog monitors servers and workers.
 
         Raises:
-            TimeoutError: If they do not, though they give up workers that are silent for ``timeout_s``.
+            TimeoutError: If they do not, though they give up workers that do not respond for ``timeout_s``.
         """
         trained = self.world_size * self.worlds
         keys = [f"pardist/served/{self.run}/{rank}" for rank in range(trained, trained + self.apart)]
@@ -281,9 +282,9 @@ class DistributedContext:
             time.sleep(_POLL_S)
 
     def _who_begins(self) -> list[int]:
-        """Ranks that train in this run: who was lost in an earlier one is not among them, as the first rank knows.
+        """Return the ranks that train in this run, published by the first rank: all but those lost in earlier runs.
 
-        All losses are known to it: it has come to the end of each run behind those that serve.
+        The first rank has seen all losses: it reaches the end of each run after the servers.
         """
         store, key, deadline = job_store(), f"pardist/begins/{self.run}", time.monotonic() + self.timeout_s
         if self.is_first:
@@ -298,18 +299,18 @@ class DistributedContext:
         return list(json.loads(store.get(key)))
 
     def change_dims(self, dims: ParallelDims) -> None:
-        """Other degrees for the ranks that have met. Collective over the world."""
+        """Change the degrees of parallelism of the connected ranks. Collective over the world."""
         self.dims = dims
         self._meshes, self.default_group = _meshes_for(dims, self.device.type)
 
     def save_refusal(self, progress: str) -> SaveRefusal | None:
-        """Why no checkpoint can be put together any more, as the run has failed. Not collective; all ranks call it.
+        """Return why no checkpoint can be saved after a failure of the run. Not collective; all ranks call it.
 
         Args:
-            progress: How far this rank has come.
+            progress: This rank's progress in training.
 
         Returns:
-            None if the run has not failed, or every rank failed at the same place and may still meet the others.
+            None if the run has not failed, or if every rank failed at the same place and collectives still work.
         """
         if self.failure is None:
             return None
@@ -334,31 +335,31 @@ class DistributedContext:
         return self._refusal
 
     def stop_watchdog(self) -> None:
-        """This rank's work is done; its silence means nothing from now on. Not collective."""
+        """Stop the watchdog: this rank's work is done, and its heartbeat may stop. Not collective."""
         if self.watchdog is not None:
             self.watchdog.stop()
             self.watchdog = None
 
     def close(self) -> None:
-        """The run has ended on this rank. Not collective: a group of several ranks lives as long as the process."""
+        """End the run on this rank. Not collective: a group of several ranks lives as long as the process."""
         if dist.is_initialized() and dist.get_backend() == "fake":
-            # Nobody was met, and a job around this one still needs its interface.
+            # No ranks were connected, and a job around this one still needs its interface setting.
             return
         self.stop_watchdog()
         forget_interface()
-        # Ranks apart have one rank each, and a job around it.
+        # A rank set apart has a default group of one rank, inside the job's group.
         if self._owns_group and not self.apart:
             destroy_alone()
             _forget_past_meshes()
 
 
-#: Meshes over the default process group of this moment, each with what user code gets for that group.
+#: Meshes over the current default process group, each with its substitute for that group in user code.
 _meshes: dict[tuple[ParallelDims, str], tuple[JobMeshes, DefaultGroup | None]] = {}
 _meshes_world: dist.ProcessGroup | None = None
 
 
 def _meshes_for(dims: ParallelDims, device_type: str) -> tuple[JobMeshes, DefaultGroup | None]:
-    """One mesh for all runs with these degrees: each new one would leave process groups and their threads behind."""
+    """Return one mesh for all runs with these degrees: creating more would leak process groups and their threads."""
     global _meshes_world
     _forget_past_meshes()
     _meshes_world = world_group()
@@ -373,7 +374,7 @@ def _meshes_for(dims: ParallelDims, device_type: str) -> tuple[JobMeshes, Defaul
 
 @contextmanager
 def rehearsed() -> Iterator[None]:
-    """Inside, runs are tried whose process groups are not the job's: its own meshes and counts stay as they are."""
+    """Return a context for trial runs with process groups of their own: the job's meshes and counters are restored."""
     global _meshes, _meshes_world
     before = _meshes, _meshes_world
     _meshes, _meshes_world = {}, None
@@ -385,7 +386,7 @@ def rehearsed() -> Iterator[None]:
 
 
 def _forget_past_meshes() -> None:
-    """Let go of a destroyed group in the process that made it: in a child by fork its destructor would hang."""
+    """Drop meshes of a destroyed group in the process that created them: in a forked child, destruction would hang."""
     global _meshes_world
     if not dist.is_initialized() or _meshes_world is not world_group():
         _meshes.clear()

@@ -1,9 +1,9 @@
-"""Whether the ranks of a run that has failed may still save together.
+"""Check whether the ranks of a failed run can still save a checkpoint together.
 
-[Note: saving after a failure] A checkpoint is put together by collectives. A rank that raised alone would meet others
-that are in the middle of a step: shards of the same size would be taken for each other, and the file would be wrong
-without a word. So ranks compare what each of them raised, and where, over the job's store, and save only if it is the
-same.
+[Note: saving after a failure] A checkpoint is put together by collectives. The collectives of a rank that raised alone
+would match those of ranks in the middle of a step: shards of the same size would be confused, and the file would be
+silently wrong. So the exception of each rank, and where it was raised, are compared over the job's store, and ranks
+save only if they are equal.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lightning_pardist.runtime.watchdog import GRACE_S, is_echo
 
 _POLL_S = 0.05
 _STORE_TIMEOUT_S = 5.0
-#: A rank that has not failed by itself until then is about to be ended by its watchdog.
+#: A rank that has not failed by itself within this time is about to be ended by its watchdog.
 _WAIT_S = GRACE_S + 2.0
 
 
 @dataclass(frozen=True)
 class SaveRefusal:
-    """Why nothing can be saved any more.
+    """Reason why no checkpoint can be saved any more.
 
     Attributes:
-        why: For a person.
-        is_first: Whether this rank is the one that says so; the first rank may have ended already.
+        why: The reason, for a message.
+        is_first: Whether this rank reports it; the first rank may have ended already.
     """
 
     why: str
@@ -40,13 +40,13 @@ class SaveRefusal:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run has ended on this rank.
+    """How a run has failed on this rank.
 
     Attributes:
-        what: Type and message of the exception, and the lines of code that it passed; equal on ranks where it is the
-            same one.
-        why_alone: Why no other rank can have failed at the same place; empty where it may have.
-        elsewhere: Whether it was not this process that trained.
+        what: Hash of the exception's type and message and of the lines of code that it passed; equal on ranks with the
+            same failure.
+        why_alone: Why no other rank can have failed at the same place; empty if others may have.
+        elsewhere: Whether training ran in other processes, started by this one.
     """
 
     what: str
@@ -55,7 +55,7 @@ class Failure:
 
     @classmethod
     def in_started_ranks(cls, start_method: str) -> Failure:
-        """What the calling process sees of ranks by spawn or fork."""
+        """Return the failure of ranks started by spawn or fork, for the calling process."""
         why = (
             f"the ranks were processes of their own (start_method={start_method!r}), and what they trained has ended"
             " with them; start_method='popen' keeps the first rank in this process"
@@ -64,7 +64,7 @@ class Failure:
 
     @classmethod
     def of(cls, exception: BaseException) -> Failure:
-        """What a run has raised on this rank."""
+        """Return the failure for an exception that a run has raised on this rank."""
         lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(exception.__traceback__)]
         said = "".join(traceback.format_exception_only(exception))
         what = hashlib.sha256("\n".join([said, *lines]).encode()).hexdigest()
@@ -84,18 +84,18 @@ class Failure:
         progress: str,
         is_blocked: Callable[[int], bool],
     ) -> SaveRefusal | None:
-        """Learn whether every rank has failed like this one. Not collective: each rank waits for some seconds.
+        """Check whether every rank has failed in the same way. Not collective: each rank waits for some seconds.
 
         Args:
-            store: The job's.
+            store: The job's store.
             run: Number of the run in the job.
             rank: This rank.
-            ranks: How many there are.
-            progress: How far this rank has come; must be equal as well.
-            is_blocked: Whether a rank waits in a collective, as far as is known since this one has failed.
+            ranks: Number of ranks.
+            progress: This rank's progress in training; must be equal on all ranks as well.
+            is_blocked: Returns whether a rank waits in a collective, as far as is known since this rank has failed.
 
         Returns:
-            None if all have; otherwise who has not.
+            None if all ranks have; otherwise the reason, with the rank that differs.
         """
         try:
             own = PrefixStore(f"pardist/failed/{run}", store.clone())  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""How a failure is told: a refusal of this package by its sentence, anything else by its traceback."""
+"""Text of a failure: the message for an error that this package raises, the traceback for any other."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _PACKAGE = str(Path(__file__).parents[1]) + "/"
 
 
 def format_failure(exception: BaseException) -> str:
-    """What there is to say of an exception.
+    """Return the text that describes an exception.
 
-    A refusal (a ``ValueError`` or ``RuntimeError`` that a ``raise`` of this package raised) is its sentence, and what a
-    report of a bug needs. ``PARDIST_TRACEBACK=full`` shows the traceback, with the chain of causes, as of all others.
+    For a ``ValueError`` or ``RuntimeError`` raised by a ``raise`` statement of this package, it is the message and what
+    a bug report needs. ``PARDIST_TRACEBACK=full`` shows the traceback with the chain of causes, as for all other
+    exceptions.
     """
     place = None if wants_full_tracebacks() else _refused_at(exception)
     if place is None:
@@ -31,7 +32,7 @@ def format_failure(exception: BaseException) -> str:
 
 
 def is_refusal(exception: BaseException) -> bool:
-    """Whether :func:`format_failure` has a sentence for an exception."""
+    """Return whether :func:`format_failure` shows only the message of an exception."""
     return not wants_full_tracebacks() and _refused_at(exception) is not None
 
 
@@ -42,7 +43,7 @@ def _refused_at(exception: BaseException) -> str | None:
     if not frames or not frames[-1].filename.startswith(_PACKAGE):
         return None
     line = linecache.getline(frames[-1].filename, frames[-1].lineno or 0)
-    # Any other line is one that failed.
+    # Any other line has failed itself, rather than raised an error on purpose.
     if not line.lstrip().startswith("raise "):
         return None
     return f"{frames[-1].filename.removeprefix(_PACKAGE)}:{frames[-1].lineno}"

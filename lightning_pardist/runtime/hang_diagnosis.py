@@ -1,11 +1,11 @@
-"""Diagnosis of hangs: where each rank waits.
+"""Diagnosis of hangs: where each rank is waiting.
 
 [Note: deadlock or long transfer] Ranks that wait in different collectives wait for ever, but a rank that receives
-gigabytes over a slow link stands still as well. The latter uses its processor: gloo's threads copy what arrives; and on
-a link so slow that this takes no time, the rank that sends still writes. So a rank counts as standing only while its
-main thread waits in one place and the whole process does and sends next to nothing. Where all ranks stand, nobody will
-free them, also if they wait in the same place: they disagree on what is sent there. A backend that waits by spinning
-(NCCL) never stands in this sense; there the process group's timeout ends the wait.
+gigabytes over a slow link makes no progress in Python either. The latter uses its processor: gloo's threads copy what
+arrives; and on a link so slow that this takes no time, the sending rank still writes. A rank therefore counts as
+stalled only while its main thread stays in one place and the whole process computes and sends next to nothing. If all
+ranks are stalled, the wait will never end, even if all wait in the same place: what they send there does not match. A
+backend that waits by spinning (NCCL) never counts as stalled; there the process group's timeout ends the wait.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import traceback
 from collections.abc import Iterable
 from types import FrameType
 
-#: Share of one core below which a process does next to nothing: its watchdog works, too.
+#: Share of one core below which a process counts as idle: its watchdog uses some, too.
 _IDLE_SHARE = 0.1
-#: Bytes a second below which a process sends next to nothing: its watchdog talks, too.
+#: Bytes per second below which a process counts as not sending: its watchdog sends some, too.
 _IDLE_BYTES_S = 64 * 1024
 _SHOWN_FRAMES = 6
-#: Packages inside of those that read and write files.
+#: Packages, inside torch.distributed and the engines, that read and write files.
 _DISK = ("torch/distributed/checkpoint", "lightning_pardist/engines/offload")
 _LIBRARIES = ("/torch/", "/lightning/", "/lightning_pardist/")
 
 
 def main_stack(thread: int | None) -> str:
-    """The Python stack of a thread at this moment, innermost call last."""
+    """Return the current Python stack of a thread, innermost call last."""
     frame = _frame(thread)
     return "".join(traceback.format_stack(frame)) if frame is not None else "(no Python frame)"
 
 
 def waits_in_collective(stack: str) -> bool:
-    """Whether a stack ends in a collective operation, or in another wait for a rank."""
+    """Return whether a stack ends in a collective operation, or in another wait for a rank."""
     return ".wait(" in _last_frame(stack) or is_in_engines(stack)
 
 
 def is_in_engines(stack: str) -> bool:
-    """Whether a stack ends in torch.distributed or in this package's engines, where ranks wait for each other alone."""
+    """Return whether a stack ends in torch.distributed or in this package's engines, which wait only for ranks."""
     last = _last_frame(stack)
-    # A slow disk holds up one rank, and is no reason to end a job.
+    # A slow disk delays one rank, and is no reason to end a job.
     engines = any(name in last for name in ("torch/distributed", "lightning_pardist/engines"))
     return engines and not any(f"{name}/" in last for name in _DISK)
 
@@ -60,7 +60,7 @@ def advice(stacks: Iterable[str]) -> str:
 
 
 def places(stacks: dict[int, str]) -> str:
-    """Format which ranks wait where.
+    """Return a text that lists the ranks by the place where they wait.
 
     Args:
         stacks: Stack by rank.
@@ -90,7 +90,7 @@ class StallDetector:
         self._sent = _bytes_written()
 
     def seconds(self) -> float:
-        """Look again. Called every second or so."""
+        """Return for how many seconds the thread has been stalled. To be called every second or so."""
         now, worked, place = time.monotonic(), time.process_time(), _place(_frame(self._thread))
         elapsed, sent = max(now - self._seen, 1e-3), _bytes_written()
         busy = worked - self._worked > _IDLE_SHARE * elapsed or sent - self._sent > _IDLE_BYTES_S * elapsed
@@ -101,7 +101,7 @@ class StallDetector:
 
 
 def _bytes_written() -> int:
-    """Bytes that this process has given to sockets and files; 0 where the system does not tell."""
+    """Return the bytes that this process has written to sockets and files; 0 if the system does not report them."""
     try:
         with open("/proc/self/io") as counters:
             return next(int(line.split()[1]) for line in counters if line.startswith("wchar"))
@@ -122,7 +122,7 @@ def _place(frame: FrameType | None) -> list[tuple[str, int]]:
 
 
 def _tail(stack: str) -> str:
-    """The innermost frames of the user's own code, and where it waits."""
+    """Return the innermost frames of the user's own code, and the last two frames of the stack."""
     frames = ["  File " + frame.rstrip("\n") for frame in stack.split("  File ")[1:]]
     own = [frame for frame in frames[:-1] if not any(library in frame.splitlines()[0] for library in _LIBRARIES)]
     return "\n".join([*own[-_SHOWN_FRAMES:], *frames[-2:]])

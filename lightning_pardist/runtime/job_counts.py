@@ -1,4 +1,4 @@
-"""Numbers that the ranks of a job count alike, because they run the same program."""
+"""Counters that are equal on all ranks of a job, because all ranks run the same program."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _counts: Counter[str] = Counter()
 
 
 def count_up(what: str) -> int:
-    """How often this was called for ``what`` before: equal on all ranks."""
+    """Return how often this was called for ``what`` before: equal on all ranks."""
     _counts[what] += 1
     return _counts[what] - 1
 
 
 @contextmanager
 def counted_apart() -> Iterator[None]:
-    """Inside, one rank alone does what ranks otherwise do together: its counts stand afterwards where they did."""
+    """Return a context that restores the counters at its end, for work that one rank does alone."""
     before = _counts.copy()
     try:
         yield

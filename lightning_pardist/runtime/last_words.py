@@ -1,7 +1,7 @@
-"""What a process says before it ends, whether or not anybody still reads it.
+"""Output and exit of a process that is about to end, robust to a closed terminal or pipe.
 
-The terminal may have been closed, or the process at the other end of a pipe killed. A print raises there, and a thread
-that was to end the process would end itself.
+The terminal may have been closed, or the process at the other end of a pipe killed. A print then raises, and would
+end the thread that is about to end the process.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import NoReturn, TextIO
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write a line to standard error, if it can be written.
+    """Write a line to standard error; do nothing if it cannot be written.
 
     Args:
         text: The line.
-        stream: Where to write instead.
+        stream: Stream to write to instead of standard error.
     """
-    # ValueError where the stream has been closed.
+    # ValueError if the stream has been closed.
     with suppress(OSError, ValueError):
         print(text, file=stream or sys.stderr, flush=True)
 
 
 def leave(status: int = 1) -> NoReturn:
-    """End this process at once, from any thread."""
+    """End this process immediately, from any thread."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     os._exit(status)

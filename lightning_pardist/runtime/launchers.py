@@ -1,10 +1,10 @@
-"""Launchers: start one rank per device, end all when one fails.
+"""Launchers: start one rank per device, and end all ranks when one fails.
 
 [Note: who sees what] With ``start_method="popen"`` the script that the user started is the first rank and starts the
-others as its children. A thread of it watches them, and a thread of each child watches it. A
-failure inside ``fit`` is handled by every rank's watchdog (engines/watchdog.py); this module covers what happens
-before, after and beside it: a child that dies while the first rank waits for it to connect, one that fails after
-``fit``, and the order in which reports are printed.
+other ranks of its host as child processes. A thread of the first rank watches the children, and a thread of each child
+watches its parent. A failure inside ``fit`` is handled by every rank's watchdog (runtime/watchdog.py); this module
+handles failures before, after and outside it: a child that dies while the first rank waits for it to connect, one that
+fails after ``fit``, and the order in which reports are printed.
 """
 
 from __future__ import annotations
@@ -51,38 +51,38 @@ from lightning_pardist.runtime.last_words import leave, say
 from lightning_pardist.runtime.returned_predictions import ReturnedPredictions
 from lightning_pardist.runtime.watchdog import GRACE_S, FailureReport, PeerFailedError, Watchdog, where
 
-#: The last line of a run that somebody has stopped by Ctrl-C.
+#: The last line of output of a run that was stopped by Ctrl-C.
 INTERRUPTED = "The run was interrupted (KeyboardInterrupt)."
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
 _POLL_S = 0.2
-#: How long the first rank waits for the others at the end of the script before it ends them.
+#: Seconds for which the first rank waits for the others at the end of the script before it ends them.
 _EXIT_WAIT_S = 600.0
 
 
 class Watched(Protocol):
-    """Interface between a launcher and the strategy: rank, environment, watchdog."""
+    """Interface between a launcher and the strategy: rank, watchdog and failure."""
 
     global_rank: int
     watchdog: Watchdog | None
-    #: How the last run has ended on this rank; None where it has not failed.
+    #: How the last run has failed on this rank; None if it has not.
     failure: Failure | None
 
     def stop_watchdog(self) -> None:
-        """This rank's work is done."""
+        """Stop the watchdog: this rank's work is done."""
         ...
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Runs the user's script once more for each further device of this node, unless somebody else started the ranks.
+    """Runs the user's script once more for each further device of this node, unless another launcher started the ranks.
 
     Args:
-        environment: Who this process is.
+        environment: Cluster environment of this process.
         rank: This rank; its watchdog exists during a run.
-        global_rank: Of this process.
-        num_processes: Ranks on this node.
-        num_nodes: Hosts of the job.
+        global_rank: Global rank of this process.
+        num_processes: Number of ranks on this node.
+        num_nodes: Number of hosts of the job.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other ranks of this node, if that is ours to do, and call ``function`` on this one."""
+        """Start the other ranks of this node, unless they are started externally, and call ``function`` here."""
         alone = self.num_processes * self.num_nodes == 1
         try:
             if not alone and not self.cluster_environment.creates_processes_externally:
@@ -106,19 +106,19 @@ class ScriptLauncher(SubprocessScriptLauncher):
             set_num_threads_if_needed(num_processes=self.num_processes)
             return guarded(self._rank, function, *args, **kwargs)
         except KeyboardInterrupt:
-            # Wherever it came, also while another failure was being handled.
+            # Raised anywhere, also while another failure was being handled.
             children.interrupt(is_first=self._global_rank == 0)
             raise
         except SIGTERMException as stop:
             children.stopped = stop.code
             raise
         except SystemExit:
-            # Or a print to a pipe that was closed: unless the others leave as well, they wait for this rank.
+            # Or a print to a closed pipe: unless the others exit as well, they wait for this rank.
             children.failing = True
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the processes that were started: a Trainer may be saved as a whole."""
+        """Return the state without the child processes: a Trainer may be pickled as a whole."""
         return self.__dict__ | {"procs": []}
 
     @override
@@ -135,7 +135,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
 
 class StartedRankFailedError(PeerFailedError, ProcessRaisedException):
-    """A rank by spawn or fork failed; of torch's class as well, which programs that start such ranks expect."""
+    """A rank started by spawn or fork failed; also of torch's class, which callers of such ranks expect."""
 
     def __init__(self, report: FailureReport) -> None:
         super().__init__(report)
@@ -146,8 +146,8 @@ class MultiProcessLauncher(MultiProcessingLauncher):
     """Runs every rank in a new process by ``spawn`` or ``fork``; the calling process only waits.
 
     Args:
-        strategy: Travels to the new processes, as Lightning's own launcher has it.
-        rank: The rank that a new process is; travels with the strategy.
+        strategy: Passed on to the new processes, as by Lightning's own launcher.
+        rank: The rank that a new process becomes; passed on with the strategy.
         start_method: ``"spawn"`` or ``"fork"``.
     """
 
@@ -159,13 +159,13 @@ class MultiProcessLauncher(MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks, call ``function`` on each, and return the first rank's result.
 
-        SIGTERM, which a scheduler may send to this process alone, is passed on to them.
+        SIGTERM, which a scheduler may send to this process alone, is forwarded to the ranks.
 
         Raises:
-            StartedRankFailedError: With the report of the rank that failed first.
-            SystemExit: If they have ended by that; a SIGTERMException if a signal has stopped all of them.
+            StartedRankFailedError: If a rank failed, with the report of the one that failed first.
+            SystemExit: If the ranks have exited by one; a SIGTERMException if a signal has stopped all of them.
         """
-        # Until it has ended well.
+        # Reset once the run has ended without error.
         self._rank.failure = Failure.in_started_ranks(start_method(self))
         predicting = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
         self._predictions = ReturnedPredictions() if predicting else None
@@ -185,7 +185,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
                 " module (no lambda), or set start_method='popen', or 'fork'."
             ) from None
         except ProcessException:
-            # It tells of the process that ended first, which need not be the one that failed first.
+            # Its message is that of the process that ended first, which need not be the one that failed first.
             if self._failures.empty():
                 raise
             raise StartedRankFailedError(self._failures.get()) from None
@@ -195,7 +195,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
                 process.join(GRACE_S)
             raise
         finally:
-            # They travel to new processes only, and would keep a Trainer from being saved.
+            # Only needed by new processes; they would prevent a Trainer from being pickled.
             if self._predictions is not None:
                 self._predictions.close()
             del self._failures, self._predictions
@@ -218,7 +218,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
             except PeerFailedError:
                 raise
             except SIGTERMException:
-                # Lightning does so in the calling process alone, and ranks that serve wait to hear of it.
+                # Lightning does this in the calling process only, and serving ranks wait for the notice of it.
                 trainer.state.status = TrainerStatus.INTERRUPTED
                 self._strategy.teardown()
                 raise
@@ -237,7 +237,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
         except (SystemExit, KeyboardInterrupt) as stop:
             if isinstance(stop, SystemExit) and not isinstance(stop, SIGTERMException) and stop.code:
                 raise
-            # A process that ended by it would be taken for one that has failed, or has a result.
+            # A process that exits this way would be taken for one that has failed, or that has a result.
             if process_idx == 0:
                 return_queue.put(stop)
 
@@ -250,7 +250,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
     @contextmanager
     def _passing_sigterm_on(self) -> Iterator[None]:
         main = threading.current_thread() is threading.main_thread()
-        # A handler of the user's own stays.
+        # A handler of the user's own is kept.
         if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             yield
             return
@@ -264,7 +264,7 @@ class MultiProcessLauncher(MultiProcessingLauncher):
         if self.procs:
             self.kill(signal.SIGTERM)
             return
-        # Nobody trains yet.
+        # No ranks are running yet.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -279,10 +279,10 @@ class MultiProcessLauncher(MultiProcessingLauncher):
 
 
 def guarded(rank: Watched, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` and let a failure on any rank end all of them.
+    """Call ``function``, and end all ranks if one fails.
 
     Raises:
-        PeerFailedError: In place of this rank's own exception where another rank failed first, in other words.
+        PeerFailedError: Instead of this rank's own exception, if another rank failed first with another message.
     """
     try:
         result = function(*args, **kwargs)
@@ -310,7 +310,7 @@ def guarded(rank: Watched, function: Callable[..., Any], *args: Any, **kwargs: A
 
 
 class _Poll(threading.Thread):
-    """Calls a function until it returns True, beside whatever the process does; may be stopped, and holds nobody."""
+    """Daemon thread that calls a function repeatedly until it returns True or the thread is stopped."""
 
     def __init__(self, name: str, function: Callable[[], bool], *, every_s: float) -> None:
         super().__init__(name=name, daemon=True)
@@ -324,25 +324,25 @@ class _Poll(threading.Thread):
             pass
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the thread."""
         self._over.set()
         self.join()
 
 
 class Children:
-    """The ranks that this process started, over all Trainers of the script."""
+    """Child processes with the ranks that this process started, over all Trainers of the script."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._known: set[int] = set()
         self._blame: Callable[[int, str, bool], bool] | None = None
-        #: Those without which the job goes on, by index.
+        #: Indices of children without which the job continues.
         self._lost: set[int] = set()
         #: Whether this process is ending because of an exception, which it shows itself.
         self.failing = False
-        #: Whether it is ending because somebody has interrupted it.
+        #: Whether this process is ending because of an interrupt.
         self.interrupted = False
-        #: The exit status of all ranks, where a signal has stopped them together.
+        #: The exit status of all ranks, if a signal has stopped them together.
         self.stopped: Any = None
 
     def adopt(self, processes: list[subprocess.Popen[bytes]]) -> None:
@@ -356,7 +356,7 @@ class Children:
             _Poll("pardist-children", self._look, every_s=_POLL_S).start()
 
     def interrupt(self, *, is_first: bool) -> None:
-        """Somebody pressed Ctrl-C: Lightning ends the other ranks, and how they end is no news."""
+        """Record a Ctrl-C: Lightning ends the other ranks, and their exit is not reported."""
         if is_first and not self.interrupted:
             atexit.register(self._say_interrupted)
         self.interrupted = True
@@ -366,17 +366,19 @@ class Children:
         say(INTERRUPTED)
 
     def report_to(self, blame: Callable[[int, str, bool], bool]) -> None:
-        """From now on tell ``blame`` which local rank died, how, and whether by a signal; it says whether that is all
-        right."""
+        """Set the function that is called when a child dies.
+
+        It gets the local rank, a description and whether a signal killed it, and returns whether the job continues.
+        """
         self._blame = blame
 
     def lose(self, local_rank: int) -> None:
-        """The job goes on without a rank of this host: should its process still be there, it is ended."""
+        """Continue without a rank of this host; its process is killed if it is still running after a grace period."""
         index = local_rank - 1
         if not 0 <= index < len(self._processes):
             return
         self._lost.add(index)
-        # It may be on its way out, and have something to say.
+        # It may be about to exit, and still have output.
         timer = threading.Timer(GRACE_S, self._processes[index].kill)
         timer.daemon = True
         timer.start()
@@ -392,7 +394,7 @@ class Children:
                 process.wait()
 
     def has_shown(self, report: FailureReport) -> bool:
-        """Whether one of these processes, which has ended, has shown the failure that it reported."""
+        """Return whether a child process, which has ended, has shown the failure that it reported."""
         failed = (process for process in self._processes if process.returncode == 1)
         return report.where in [where(process.pid) for process in failed]
 
@@ -414,7 +416,7 @@ class Children:
         interrupted = process.returncode == -signal.SIGINT
         text = INTERRUPTED if interrupted else _obituary(local_rank, process)
         if self._blame is not None:
-            # If the rank could report by itself, its report stands already and this one is not taken.
+            # If the rank could report by itself, its report came first and this one is ignored.
             if self._blame(local_rank, text, process.returncode < 0 and not interrupted):
                 self._lost.add(local_rank - 1)
             return
@@ -446,7 +448,7 @@ children = Children()
 
 
 _hook_installed = False
-#: On an exception: the report of another rank, in the same words.
+#: Set on an exception: the report of another rank with the same message.
 _REPORTED = "_pardist_reported"
 
 
@@ -455,7 +457,9 @@ def _shown_by_another_rank(exception: BaseException) -> FailureReport | None:
 
 
 def show_failures_last(*, is_first: bool) -> None:
-    """Print an uncaught exception after the other ranks' output, and another rank's failure without our own traceback.
+    """Install an excepthook that prints this rank's failure after the other ranks' output.
+
+    A failure of another rank is printed without this rank's own traceback.
 
     Args:
         is_first: Whether this is the first rank.
@@ -470,12 +474,13 @@ def show_failures_last(*, is_first: bool) -> None:
         children.failing = True
         children.end(2 * GRACE_S)
         if isinstance(exception, PeerFailedError):
-            # The first rank shows the report, the others point to it, unless it is the first that cannot.
+            # The first rank shows the report and the others only its first line, unless the first rank is the failed
+            # one.
             text = str(exception) if is_first or exception.report.rank == 0 else str(exception).splitlines()[0]
-            # Not sys.stderr: torch's own hook has put a collector there, that prefixes lines with this rank.
+            # Not sys.stderr: torch's excepthook has replaced it by a stream that prefixes lines with this rank.
             print(text, file=sys.__stderr__, flush=True)
         elif is_refusal(exception):
-            # Every rank knows that it is one, and leaves it to the first.
+            # An error raised by this package's checks on every rank: only the first rank prints it.
             if is_first:
                 print(format_failure(exception), file=sys.__stderr__, flush=True)
         elif (report := _shown_by_another_rank(exception)) is None:
@@ -491,7 +496,7 @@ _parent_watched = False
 
 
 def watch_parent(pid: int) -> None:
-    """End this process when the one that started it is gone, so that no rank is left behind."""
+    """End this process when its parent process is gone, so that no rank is left running."""
     global _parent_watched
     if _parent_watched:
         return
@@ -533,7 +538,7 @@ def _obituary(local_rank: int, process: subprocess.Popen[bytes]) -> str:
 
 
 def _unpicklable(trainer: Any) -> str | None:
-    """What pickle cannot take of that which a Trainer sends to new processes, by the user's names."""
+    """Return the path, by the user's names, of an object that a Trainer would send and that cannot be pickled."""
     roots = [trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks]
     found = (_unpicklable_in(root, type(root).__name__, set()) for root in roots if root is not None)
     return next((path for path in found if path is not None), None)
@@ -542,7 +547,7 @@ def _unpicklable(trainer: Any) -> str | None:
 def _unpicklable_in(value: Any, path: str, seen: set[int]) -> str | None:
     items = value.items() if isinstance(value, dict) else getattr(value, "__dict__", {}).items()
     for name, item in items:
-        # Leads to everything else.
+        # References to the Trainer lead to every other object.
         if name in ("_trainer", "trainer") or id(item) in seen:
             continue
         seen.add(id(item))
@@ -555,10 +560,10 @@ def _unpicklable_in(value: Any, path: str, seen: set[int]) -> str | None:
 
 
 def choose_start_method(asked: StartMethod | None) -> StartMethod:
-    """The start method that was asked for; by default ``fork`` in an interactive session, ``popen`` elsewhere.
+    """Return the requested start method; by default ``fork`` in an interactive session, ``popen`` elsewhere.
 
     Raises:
-        ValueError: If this platform does not have it, with those that it has.
+        ValueError: If this platform does not support it, with the supported ones.
     """
     chosen: StartMethod = asked or ("fork" if IS_INTERACTIVE else "popen")
     available = ["popen", *(method for method in mp.get_all_start_methods() if method != "forkserver")]

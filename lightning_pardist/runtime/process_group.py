@@ -23,7 +23,7 @@ _generation = itertools.count()
 
 
 def job_store() -> Store:
-    """The key-value store that all ranks of the job share.
+    """Return the key-value store that all ranks of the job share.
 
     Raises:
         RuntimeError: Before :func:`init_process_group`.
@@ -34,13 +34,13 @@ def job_store() -> Store:
 
 
 def check_backend(setting: str | None) -> None:
-    """Refuse a backend that torch does not know. Not collective.
+    """Check that a backend is known to torch. Not collective.
 
     Args:
-        setting: ``"gloo"``, say, or one for each kind of device (``"cpu:gloo,cuda:nccl"``); None is always right.
+        setting: A backend such as ``"gloo"``, or one per device type (``"cpu:gloo,cuda:nccl"``); None is always valid.
 
     Raises:
-        ValueError: With the backends that there are.
+        ValueError: If it is unknown, with the available backends.
     """
     known = dist.Backend.backend_list
     for each in (setting or "").split(","):
@@ -54,7 +54,7 @@ def check_backend(setting: str | None) -> None:
 
 
 def default_backend(device: torch.device) -> str:
-    """What ranks talk through: torch's choice for a kind of device, beside gloo for what is in host memory."""
+    """Return torch's default backend for a device, combined with gloo for tensors in host memory."""
     own = dist.get_default_backend_for_device(device)
     return own if own == dist.Backend.GLOO else f"cpu:{dist.Backend.GLOO},{device.type}:{own}"
 
@@ -69,28 +69,28 @@ def init_process_group(
     timeout: timedelta,
     store: Store | None = None,
 ) -> None:
-    """Make the default process group, unless there is one. Collective over the world.
+    """Create the default process group, unless it exists. Collective over the world.
 
-    The store outlives the group: a group that is made anew, after a failure that all ranks survived, needs no new port
-    and cannot meet the remains of the last one.
+    The store outlives the group: a group that is created again, after a failure that all ranks survived, needs no new
+    port and does not read the previous group's keys.
 
     Args:
-        backend: As torch takes it; None chooses by ``device``.
+        backend: Backend as torch takes it; None chooses by ``device``.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        meeting: Where ranks find each other.
-        device: Where this rank's tensors live.
+        meeting: Rendezvous endpoint of the ranks.
+        device: Device of this rank's tensors.
         timeout: Bound on every wait in a collective.
-        store: The job's store, where ranks have met already.
+        store: The job's store, if the ranks are already connected to one.
 
     Raises:
-        RuntimeError: If a group exists that does not have ``world_size`` ranks.
+        RuntimeError: If a group exists with another rank or another number of ranks.
         TimeoutError: If ranks do not find each other, with the address and what to check.
     """
     global _store
     _spare_forked_children()
     backend = backend or default_backend(device)
-    # Of use to NCCL alone. Torch takes a bound device for leave to split groups, which gloo's cannot be.
+    # Used by NCCL only. torch takes a bound device as permission to split groups, which gloo does not support.
     device_id = device if device.type == "cuda" and "nccl" in backend else None
     if dist.is_initialized():
         if dist.get_world_size() != world_size or dist.get_rank() != rank:
@@ -103,11 +103,11 @@ def init_process_group(
             name_interface(meeting)
         return
     if world_size == 1:
-        # Nobody to meet: no port, no environment variable, and destroy_alone() leaves no trace.
+        # No rendezvous: no port, no environment variable, and destroy_alone() leaves no trace.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device_id)
         return
     if _store is None:
-        # Ranks may start minutes apart (a cold file system, a queue), however soon collectives are to time out.
+        # Ranks may start minutes apart (a cold file system, a queue), however short the timeout of collectives is.
         wait = max(timeout, _RENDEZVOUS_TIMEOUT)
         _store = store or open_store(meeting, rank=rank, world_size=world_size, timeout=wait)
         atexit.register(_destroy)
@@ -128,9 +128,9 @@ _named_interface = False
 
 
 def name_interface(meeting: RendezvousEndpoint) -> None:
-    """Tell gloo, for all groups until :func:`forget_interface`, which network leads to the other ranks.
+    """Set the network interface that leads to the other ranks for gloo, until :func:`forget_interface`.
 
-    It would look its own host's name up, which may stand for another network, or for loopback alone.
+    By default gloo resolves its own host's name, which may stand for another network, or for loopback only.
     """
     global _named_interface
     if _INTERFACE not in os.environ and (interface := interface_towards(meeting)) is not None:
@@ -139,7 +139,7 @@ def name_interface(meeting: RendezvousEndpoint) -> None:
 
 
 def forget_interface() -> None:
-    """Leave the process' environment as :func:`name_interface` found it."""
+    """Restore the environment variable that :func:`name_interface` has set."""
     global _named_interface
     if _named_interface:
         os.environ.pop(_INTERFACE, None)
@@ -148,19 +148,19 @@ def forget_interface() -> None:
 
 @functools.cache
 def _spare_forked_children() -> None:
-    """Keep children by fork, loaders' workers say, from collecting what they inherit as garbage.
+    """Keep forked children (workers of a loader, for example) from garbage-collecting objects that they inherit.
 
-    The end of a gloo group waits for its threads, which a child does not have: of a group that is garbage by then, a
-    run's that ended, the child would hang in the middle of whatever it does.
+    The destructor of a gloo group waits for its threads, which a child does not have: if it collected the group of an
+    earlier run, the child would hang in the middle of its work.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _await_everybody(store: Store, world_size: int, timeout: timedelta) -> None:
-    """Return once every rank has opened the store, so that the group's own, shorter timeout begins on all at once.
+    """Wait until every rank has opened the store, so that the group's shorter timeout starts on all ranks together.
 
     Raises:
-        TimeoutError: If some do not come, with how many did.
+        TimeoutError: If some ranks do not arrive, with the number that did.
     """
     arrived = store.add("pardist/arrived", 1)
     if arrived == world_size:
@@ -176,18 +176,19 @@ def _await_everybody(store: Store, world_size: int, timeout: timedelta) -> None:
 
 
 def destroy_alone() -> None:
-    """Destroy the default group if it has one rank. A larger one lives as long as the process: scripts use it after
-    training, and the next run needs it again.
+    """Destroy the default group if it has one rank. A larger one lives as long as the process.
+
+    Scripts use it after training, and the next run needs it again.
     """
     if dist.is_initialized() and dist.get_world_size() == 1:
         dist.destroy_process_group()
 
 
 def verify_same_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:
-    """Refuse a module that is not built alike on all ranks. Collective over ``group``.
+    """Check that a module is built equally on all ranks. Collective over ``group``.
 
     Raises:
-        RuntimeError: On every rank, naming the first parameter that differs from the first rank's.
+        RuntimeError: On every rank if it is not, naming the first parameter that differs from the first rank's.
     """
     if group.size() == 1:
         return
@@ -200,7 +201,7 @@ def verify_same_module(module: nn.Module, *, group: dist.ProcessGroup) -> None:
     dist.all_gather_object(digests, digest, group=group)
     if len(set(digests)) == 1:
         return
-    # Only now, since large models have long lists.
+    # Only if the digests differ, since large models have long lists.
     everything: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(everything, lines, group=group)
     other = next(rank for rank, found in enumerate(digests) if found != digests[0])

@@ -1,8 +1,8 @@
-"""Ranks of a job that take no part in its collectives: the others are the world, and each of them one by itself.
+"""Ranks of a job that do not train: the training ranks become the default group, and each other rank a world of one.
 
-Everything that asks torch for the world (Lightning, user code, this package) then finds the ranks that train: samplers,
-logged values, meshes and checkpoints need not know that there are more. What the ranks have to say to those apart goes
-over a group of its own.
+All code that uses the default group (Lightning, user code, this package) then sees only the ranks that train:
+samplers, logged values, meshes and checkpoints need no special case. Messages between both kinds of ranks go over a
+separate group.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from lightning_pardist.collectives import world_group
 from lightning_pardist.compat.default_group import number_groups_from, show_as_default
 
-#: Messages wait for as long as both sides live; those who wait for an answer have the user's bound.
+#: Messages may take as long as both sides live; waits for a reply are bounded by the user's timeout.
 _WHILE_THEY_LIVE = timedelta(days=30)
-#: Groups that a run is thought to make at most.
+#: Upper bound assumed for the number of groups that a run creates.
 _GROUPS_OF_A_RUN = 100_000
 
-#: The group of all ranks, while a part of them stands for it.
+#: The group of all ranks, while a part of them is the default group.
 _whole: dist.ProcessGroup | None = None
 _groups: dict[tuple[dist.ProcessGroup, int, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 _starts: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -28,17 +28,17 @@ _times = 0
 
 
 def set_apart(number: int, *, worlds: int = 1, timeout: timedelta) -> dist.ProcessGroup:
-    """Let the last ranks be worlds of one rank, and all others the world, until :func:`make_whole`.
+    """Make each of the last ranks a world of its own, and all others the world, until :func:`make_whole`.
 
-    Collective over all ranks, the first time with these numbers.
+    Collective over all ranks, on the first call with these numbers.
 
     Args:
-        number: Of ranks that are set apart.
-        worlds: How many worlds of equal size the others make.
-        timeout: For the collectives of the others.
+        number: Number of ranks that are set apart.
+        worlds: Number of worlds of equal size that the other ranks form.
+        timeout: Timeout of the collectives of the other ranks.
 
     Returns:
-        A gloo group of all ranks, for messages alone.
+        A gloo group of all ranks, for messages only.
     """
     global _whole
     _whole = whole = world_group()
@@ -56,7 +56,7 @@ def set_apart(number: int, *, worlds: int = 1, timeout: timedelta) -> dist.Proce
 
 
 def group_of(ranks: Collection[int], *, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of some ranks of the job, while a part of them stands for the world. Collective over them alone."""
+    """Return a gloo group of some ranks of the job, while ranks are set apart. Collective over these ranks only."""
     if _whole is None:
         raise RuntimeError("No ranks are set apart.")
     key = _whole, tuple(sorted(ranks))
@@ -71,7 +71,10 @@ def group_of(ranks: Collection[int], *, timeout: timedelta) -> dist.ProcessGroup
 
 
 def make_whole() -> None:
-    """All ranks are the world again, unless they are. Not collective, but all ranks call it at the same place."""
+    """Restore the world of all ranks, if some are set apart.
+
+    Not collective, but all ranks call it at the same place in the program.
+    """
     global _whole, _times
     whole, _whole = _whole, None
     if not dist.is_initialized():

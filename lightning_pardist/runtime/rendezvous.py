@@ -1,12 +1,12 @@
-"""Rendezvous: one key-value store on the first rank's host, before a process group exists.
+"""Rendezvous: the job's key-value store on the first rank's host, before a process group exists.
 
-[Note: whose store is it] A port is chosen by arithmetic where ranks cannot talk yet (job number, step number), so that
-it may be taken, by another program or by the store of another job. The first rank therefore takes the first free one
-of a few candidates and writes the job's token into its store; the others try the candidates in turn, and stay at the
-store that shows this token.
+[Note: whose store is it] The port is computed before ranks can communicate (from job number and step number), so it may
+be in use by another program or by the store of another job. The first rank therefore takes the first free port of a few
+candidates and writes the job's token into its store; the others try the candidates in turn, and keep the store that
+has this token.
 
-[Note: stores that outlive a start] A launcher that restarts ranks may keep the store and all that was written to it
-(torchrun does, and a file does). The ranks of one start then agree on a prefix that no earlier start has used.
+[Note: stores that outlive a start] A launcher that restarts ranks may keep the store and all its contents (torchrun
+does, and so does a file). The ranks of one start then use a common prefix that no earlier start has used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_pardist.compat.process_groups import FileStore, PrefixStore, Stor
 
 _POLL_S = 0.1
 _CONNECT_TIMEOUT_S = 3.0
-#: Rank 0 is looked for where it should be before it is where it might be.
+#: Seconds for which only rank 0's expected host is tried, before the other possible hosts.
 _SEARCH_AFTER_S = 5.0
 _TOKEN = "pardist/token"
 _SIOCGIFADDR = 0x8915
@@ -36,16 +36,17 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class RendezvousEndpoint:
-    """Where ranks meet.
+    """Address of the rendezvous of a job's ranks.
 
     Attributes:
         address: Host of the first rank.
-        ports: Candidates, the same on all ranks.
-        token: What tells this job from others that might use the same ports. Empty: the only candidate is ours.
-        hosted: Whether a launcher holds the store, so that the first rank must not.
-        others: Further hosts that the first rank may be on, where a launcher does not tell for sure.
+        ports: Candidate ports, the same on all ranks.
+        token: Identifies this job among others that might use the same ports. Empty if the only candidate is this
+            job's.
+        hosted: Whether a launcher holds the store, so that the first rank must not create one.
+        others: Further hosts on which the first rank may be, if the launcher does not determine it.
         one_host: Whether all ranks are known to run on this host, whatever the address is.
-        path: A file on a file system that all ranks share, in place of address and ports.
+        path: A file on a file system that all ranks share, instead of address and ports.
     """
 
     address: str = "127.0.0.1"
@@ -58,21 +59,22 @@ class RendezvousEndpoint:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing outside this host takes part."""
+        """Whether all ranks run on this host."""
         return self.one_host or (self.path is None and _is_loopback(self.address))
 
 
 def open_store(meeting: RendezvousEndpoint, *, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Connect to the job's store; the first rank starts it. Every rank calls it once a start.
+    """Connect to the job's store, which the first rank creates. Every rank calls it once per start.
 
     Args:
-        meeting: The same on all ranks.
+        meeting: Rendezvous endpoint; the same on all ranks.
         rank: Global rank.
         world_size: Number of ranks.
-        timeout: How long to wait for the first rank, and it for the others where the store has a past.
+        timeout: How long to wait for the first rank; the first rank waits as long for the others if the store is
+            reused.
 
     Raises:
-        TimeoutError: If nobody could be met, with the address and what to check.
+        TimeoutError: If ranks do not connect, with the address and what to check.
         OSError: If the first rank finds no free port.
     """
     deadline = time.monotonic() + timeout.total_seconds()
@@ -115,11 +117,11 @@ def _host(meeting: RendezvousEndpoint, timeout: timedelta) -> Store:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Listen on that address alone where it is one of this host's, and on all where peers reach it by another way."""
+    """Listen on that address only if this host has it, and on all interfaces if peers reach it by another address."""
     hosts = [""]
     with suppress(OSError):
         found = socket.getaddrinfo(address, port, socket.AF_INET, socket.SOCK_STREAM)
-        # A host's own name often stands for loopback in its hosts file, where peers do not look.
+        # A host's own name often maps to loopback in its hosts file, where peers cannot connect.
         if found and (_is_loopback(address) or not _is_loopback(str(found[0][4][0]))):
             hosts.insert(0, str(found[0][4][0]))
     for host in hosts:
@@ -143,7 +145,7 @@ def _connect(meeting: RendezvousEndpoint, deadline: float) -> Store:
         others = meeting.others if time.monotonic() > search_from else ()
         for address, port in itertools.product((meeting.address, *others), meeting.ports):
             try:
-                # Quiet where nobody listens yet, which torch is not.
+                # Quiet if nothing listens yet; torch's own attempt would log errors.
                 socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S).close()
                 store = _client(address, port)
                 if store is not None and (meeting.hosted or _is_ours(store, meeting.token)):
@@ -160,7 +162,7 @@ def _connect(meeting: RendezvousEndpoint, deadline: float) -> Store:
 
 
 def _client(address: str, port: int) -> Store | None:
-    """Connect to a store; None if what listens there does not answer like one, for which torch would wait for ever."""
+    """Connect to a store; None if the listener does not behave like one, for which torch would wait for ever."""
     found: list[Store] = []
 
     def connect() -> None:
@@ -179,10 +181,10 @@ def _is_ours(store: Store, token: str) -> bool:
 
 
 def _fresh(store: Store, rank: int, world_size: int, deadline: float, where: str) -> Store:
-    """A prefix of the store that no earlier start has written to.
+    """Return a prefix of the store that no earlier start has written to.
 
-    The first rank shows a new number; each rank answers it with a number of its own, which the first rank repeats. What
-    an earlier start left behind holds neither.
+    The first rank publishes a new id; each other rank answers with an id of its own, which the first rank repeats. Keys
+    of an earlier start match neither.
     """
     own = uuid.uuid4().hex
     missing = list(range(1, world_size))
@@ -217,7 +219,7 @@ def _fresh(store: Store, rank: int, world_size: int, deadline: float, where: str
 
 
 def interface_towards(meeting: RendezvousEndpoint) -> str | None:
-    """Name of the network interface that leads to the other ranks, None where that cannot be told."""
+    """Return the network interface that leads to the other ranks; None if it cannot be determined."""
     interfaces = _interfaces()
     if meeting.is_local:
         return next((name for name, own in interfaces.items() if _is_loopback(own)), None)
@@ -233,7 +235,7 @@ def interface_towards(meeting: RendezvousEndpoint) -> str | None:
 
 
 def interface_address(interface: str | None) -> str | None:
-    """The number of a network interface, None where it has none."""
+    """Return the IPv4 address of a network interface; None if it has none."""
     return _interfaces().get(interface) if interface is not None else None
 
 

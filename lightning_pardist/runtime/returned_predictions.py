@@ -1,6 +1,6 @@
-"""Predictions on their way from ranks by fork or spawn to the process that called for them.
+"""Transfer of predictions from ranks started by fork or spawn to the calling process.
 
-They go through files: a rank has ended before its caller reads what it returned, and a pipe takes next to nothing.
+They go through files: a rank has exited before the caller reads its result, and a pipe's buffer is too small.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _MISSING = object()
 
 
 class ReturnedPredictions:
-    """A folder that the caller makes, ranks write to, and the caller reads and removes."""
+    """Temporary folder that the calling process creates, ranks write to, and the calling process reads and removes."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="pardist-predictions-"))
 
     def send(self, predictions: list[Any] | None, *, batch_rank: int, several_loaders: bool) -> None:
-        """Write what this rank has predicted, unless a rank with the same samples has.
+        """Write this rank's predictions, unless a rank with the same samples has written them.
 
         Args:
-            predictions: By batch; with several loaders, by loader and batch. None where there were no samples.
-            batch_rank: Which part of the samples this rank had.
-            several_loaders: Whether they are by loader.
+            predictions: Predictions by batch; with several loaders, by loader and batch. None if there were no samples.
+            batch_rank: Index of this rank's part of the samples.
+            several_loaders: Whether the predictions are nested by loader.
         """
         if predictions is None or (file := self._folder / str(batch_rank)).exists():
             return
@@ -48,7 +48,7 @@ class ReturnedPredictions:
         unfinished.rename(file)
 
     def receive(self) -> list[Any] | None:
-        """The predictions of all ranks: the first batch of each, the second of each, and so on."""
+        """Return the predictions of all ranks: the first batch of each rank, the second of each, and so on."""
         files = sorted(
             (path for path in self._folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)
         )

@@ -2,16 +2,17 @@
 
 [Note: causes and echoes]
 When a rank fails, its peers fail too: their collectives report closed connections or time out. Such an error is an
-*echo*. A rank that meets one waits a moment for the *cause* to show up in the job's store: the rank that raised wrote
-its traceback there before it let go of its connections, a launcher wrote that its child was killed, a watchdog thread
-wrote that a peer's heartbeat stopped. If no cause appears, the echo itself becomes the report, completed by what every
-rank's watchdog thread says its main thread is doing: the rank that does not wait in a collective is the one that hangs.
+*echo*. A rank with an echo waits a moment for the *cause* to appear in the job's store: the rank that raised has
+written its traceback there before it closed its connections, a launcher has recorded that its child was killed, or a
+watchdog thread has recorded that a peer's heartbeat stopped. If no cause appears, the echo itself becomes the report,
+together with the main thread's stack of every rank, which its watchdog thread publishes: the rank that does not wait in
+a collective is the one that hangs.
 
-Nothing here is a collective: the store answers to each rank alone, over a connection of the watchdog's own.
+Nothing here is a collective: each rank accesses the store alone, over a connection of the watchdog's own.
 
-[Note: a store that does not answer] Where a host is cut off, or the process that holds the store is stopped, a question
-to the store blocks, for hours and whatever timeout was set. So only the watchdog's thread and a main thread that has
-failed already ask it, and a second thread, which asks nobody, ends this process if no answer comes.
+[Note: a store that does not answer] If a host is cut off, or the process that holds the store is stopped, a request to
+the store blocks for hours, whatever timeout was set. Therefore only the watchdog's thread and a main thread that has
+already failed access it, and a second thread, which does not, ends this process if no reply comes.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from lightning_pardist.runtime.last_words import leave, say
 
 _POLL_S = 0.5
 _STORE_TIMEOUT_S = 5.0
-#: How long an echo waits for its cause.
+#: Seconds for which a rank with an echo waits for the cause.
 _CAUSE_WAIT_S = 4.0
-#: How long a rank may take to end by itself once it can know that the job has failed ...
+#: Seconds that a rank has to end by itself once the failure of the job can be known ...
 GRACE_S = 8.0
-#: ... and how long if it waits in a collective, which nothing but the end of a process can interrupt.
+#: ... and the same for a rank that waits in a collective, which only the end of the process can interrupt.
 _BLOCKED_GRACE_S = 2.0
-#: The largest number that ranks ask each other for (strategies/stopping.py).
+#: The largest number that is passed to Watchdog.ask (trainer/preemption.py).
 _MOST_ASKED = 2
 _ECHO = re.compile(
     r"gloo|NCCL|Connection (closed|reset)|Socket Timeout|Broken pipe|recvValue failed|sendBytes failed|wait timeout"
@@ -65,9 +66,9 @@ class FailureReport:
     """The first failure of a job.
 
     Attributes:
-        rank: Global rank that failed, or -1 if that cannot be told.
+        rank: Global rank that failed, or -1 if it is unknown.
         where: Host and process id.
-        text: What happened, for a person: a traceback, or a sentence.
+        text: Readable description: a traceback, or a sentence.
     """
 
     rank: int
@@ -75,14 +76,14 @@ class FailureReport:
     text: str
 
     def message(self) -> str:
-        """The report as it is shown on every rank, the failure itself last."""
+        """Return the report as shown on every rank, the failure itself last."""
         who = f"rank {self.rank} ({self.where})" if self.rank >= 0 else "a rank"
         return f"The job ended because {who} failed:\n\n{self.text.rstrip()}"
 
     def says_the_same(self, exception: BaseException) -> bool:
-        """Whether that rank raised this exception too, as every rank does where all check the same thing."""
+        """Return whether that rank raised this exception too, as all ranks do if a check fails on all of them."""
         said = "".join(traceback.format_exception_only(exception)).rstrip()
-        # A refusal begins with its sentence, a traceback ends with it.
+        # The report of an error of this package begins with its message, a traceback ends with it.
         return self.text.startswith(said) or self.text.rstrip().endswith(said)
 
 
@@ -102,23 +103,23 @@ class PeerFailedError(RuntimeError):
 
 
 class Watchdog:
-    """Detects the failure of other ranks, and ends this process if its main thread cannot.
+    """Detects failures of other ranks, and ends this process if its main thread cannot.
 
     Life cycle: :meth:`start` once the default process group exists; :meth:`failed` from the handler of an exception;
-    :meth:`stop` when the work is done on this rank. Start and stop as often as there are runs; the number of runs must
-    agree on all ranks.
+    :meth:`stop` when this rank's work is done. Started and stopped once per run; the number of runs must be equal on
+    all ranks.
 
     Args:
-        store: The job's store; the watchdog talks to it over a connection of its own.
+        store: The job's store; the watchdog accesses it over a connection of its own.
         rank: Global rank of this process.
         world_size: Number of ranks.
         run: Number of this run in the job, equal on all ranks: keeps the keys of runs apart.
-        heartbeat_timeout_s: A rank whose watchdog has been silent for this many seconds is given up, and so is a job
-            whose store has been. Some seconds later the last rank has ended.
+        heartbeat_timeout_s: A rank whose heartbeat has stopped for this many seconds is considered failed, and so is
+            the job if its store has not replied for as long. Some seconds later the last rank has ended.
         on_exit: Called before this process is ended from outside its main thread, to end child processes.
 
     Attributes:
-        lost: Ranks without which the job goes on, and why each is gone, as far as this rank knows.
+        lost: Ranks that are gone while the job continues, with the reason, as far as this rank has read them.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Watchdog:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         own_connection = store.clone()  # type: ignore[attr-defined]
         self._store = PrefixStore(f"pardist/watchdog/{run}", own_connection)
-        # Of all runs: who is gone in one of them is gone in the next.
+        # Shared by all runs: a rank lost in one of them is lost in the next.
         self._losses = PrefixStore("pardist/lost", own_connection)
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         self._on_exit = on_exit
@@ -156,30 +157,30 @@ class Watchdog:
         self._stillness = StallDetector(self._main_thread)
         self._standing = False
         self._failing_patience_s = 4 * GRACE_S
-        #: On the first rank: the largest number that any rank was asked for.
+        #: On the first rank: the largest number that was passed to :meth:`ask` on any rank.
         self.asked = 0
         self._may_lose: frozenset[int] = frozenset()
-        #: Ranks without which the job goes on, and why each is gone.
+        #: Ranks that are gone while the job continues, with the reason.
         self.lost: dict[int, str] = {}
-        #: Told of each of them.
+        #: Called with each of them.
         self.on_lost: Callable[[int], None] | None = None
 
     def ask(self, what: int) -> None:
-        """Let the first rank know, within a second or so, that this rank was asked for something. For signal handlers.
+        """Pass a request for this rank on to the first rank, within a second or so. Safe in signal handlers.
 
         Args:
-            what: A number; larger ones come before smaller ones.
+            what: Number of the request; larger ones take precedence.
         """
         self._asks = max(self._asks, what)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the threads."""
         self._store.add(f"beat/{self.rank}", 1)
         self._thread.start()
         self._guard.start()
 
     def stop(self) -> None:
-        """End the threads; this rank's silence means success from now on."""
+        """Stop the threads; from now on a missing heartbeat of this rank means success."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -188,10 +189,10 @@ class Watchdog:
                 thread.join(timeout=2 * _STORE_TIMEOUT_S)
 
     def failed(self, exception: BaseException) -> FailureReport:
-        """Report this rank's failure and learn the first one of the job.
+        """Report this rank's failure and return the first one of the job.
 
         Args:
-            exception: What this rank's main thread raised.
+            exception: The exception of this rank's main thread.
 
         Returns:
             The first failure: this rank's own, or that of the rank that caused it.
@@ -213,21 +214,21 @@ class Watchdog:
                 time.sleep(_POLL_S / 2)
             return self._publish(self._diagnose(own, before))
         except Exception:
-            # Without its store the job is over, and the first rank holds it (or started together with who does).
+            # Without its store the job is over, and the first rank holds it (or started together with its holder).
             if self.rank == 0 or not is_echo(exception):
                 return own
             return FailureReport(0, "?", f"Rank 0 is gone, and the job's store with it.\n{_seen(own)}")
 
     def blame(self, rank: int, text: str, *, killed: bool = False) -> bool:
-        """Report the failure of a rank that cannot speak for itself.
+        """Report the failure of a rank that cannot report it itself.
 
         Args:
-            rank: The rank that was seen to fail.
-            text: What was seen.
-            killed: Whether a signal has ended it, and no error of its own.
+            rank: The rank that has failed.
+            text: What was observed.
+            killed: Whether a signal has ended it, and not an error of its own.
 
         Returns:
-            Whether the job goes on without it.
+            Whether the job continues without it.
         """
         try:
             if self._is_lost(rank):
@@ -240,18 +241,18 @@ class Watchdog:
         return False
 
     def tolerate(self, ranks: Iterable[int]) -> None:
-        """From now on, and until :meth:`stop`, the job goes on where one of these ranks is gone. Not collective."""
+        """Allow the job to continue without any of these ranks, until :meth:`stop`. Not collective."""
         self._may_lose = frozenset(ranks)
 
     def lose(self, rank: int, text: str) -> bool:
-        """Let every rank know that one is gone, and that the job goes on, if it may.
+        """Record on the store that a rank is gone and that the job continues, if it may.
 
         Args:
-            rank: Which; should it still be there, it ends.
-            text: Why.
+            rank: The lost rank; if it is still running, it ends.
+            text: The reason.
 
         Returns:
-            Whether the job goes on without it.
+            Whether the job continues without it.
         """
         if rank in self.lost:
             return True
@@ -265,7 +266,7 @@ class Watchdog:
         return True
 
     def read_losses(self) -> None:
-        """Learn which ranks are gone."""
+        """Read from the store which ranks are gone."""
         with self._reading:
             for rank, text in json.loads(self._listed() or "[]")[len(self.lost) :]:
                 self.lost[rank] = text
@@ -276,26 +277,26 @@ class Watchdog:
         return self._losses.get("list").decode() if self._losses.check(["list"]) else ""
 
     def _is_lost(self, rank: int) -> bool:
-        """Whether the job goes on without a rank; asks nobody where it goes on without none."""
+        """Return whether the job continues without a rank; does not access the store if it needs all ranks."""
         if self._may_lose:
             self.read_losses()
         return rank in self.lost
 
     def is_blocked(self, rank: int) -> bool:
-        """Whether a rank stood in a collective when it learnt that the job has failed."""
+        """Return whether a rank was waiting in a collective when its watchdog saw that the job has failed."""
         key = f"stack/{rank}"
         return self._store.check([key]) and waits_in_collective(self._store.get(key).decode())
 
     def extend_end(self, seconds: float) -> None:
-        """All ranks have failed alike, and save together before they end.
+        """Extend the time to end after a failure of all ranks at the same place, in which they save together.
 
         Args:
-            seconds: For how long this may take, from when the failure was known.
+            seconds: How long this may take, counted from when the failure was known.
         """
         self._failing_patience_s = max(self._failing_patience_s, seconds)
 
     def tell(self, text: str) -> None:
-        """Report why this rank ends, where anybody listens.
+        """Publish why this rank ends, if the store is available.
 
         Args:
             text: The reason.
@@ -309,7 +310,7 @@ class Watchdog:
         answers, silent_s, before = -1, 0.0, time.monotonic()
         while not self._stop.wait(_POLL_S):
             now = time.monotonic()
-            # Time that this process has slept through, as a whole, is nobody's silence.
+            # Time during which this process was suspended as a whole does not count as silence of the store.
             silent_s += min(now - before, 2 * _POLL_S)
             before = now
             if self._answers != answers:
@@ -366,9 +367,9 @@ class Watchdog:
             self.asked = next(known, self.asked)
 
     def _compare_places(self) -> None:
-        """If all ranks have stood in collectives for a while, report where."""
+        """Report the places of all ranks if all have been stalled in collectives for a while."""
         if self._may_lose:
-            # Nobody takes part in one with others then.
+            # Workers that may be lost do not take part in collectives with each other.
             return
         stack = self._main_stack() if self._stillness.seconds() > self.heartbeat_timeout_s else ""
         standing = waits_in_collective(stack)
@@ -386,7 +387,7 @@ class Watchdog:
         text = "Ranks wait in different collectives, each for the others."
         if len(set(stacks.values())) == 1:
             if not is_in_engines(stack):
-                # They may all wait for something outside of the job, a process that each has started say.
+                # They may all wait for something outside the job, such as a process that each rank has started.
                 return
             text = (
                 f"All ranks have waited in the same collective for {self.heartbeat_timeout_s:g} s"
@@ -401,7 +402,7 @@ class Watchdog:
         return _BLOCKED_GRACE_S if waits_in_collective(self._main_stack()) else GRACE_S
 
     def _end(self, cause: FailureReport) -> None:
-        """End this process: its main thread is stuck where no exception reaches it."""
+        """End this process, whose main thread is blocked where no exception reaches it."""
         if self._stop.is_set():
             return
         if self._on_exit is not None:
@@ -409,22 +410,22 @@ class Watchdog:
         stack = self._main_stack()
         if not waits_in_collective(stack):
             say(f"[rank {self.rank}] did not stop by itself; it was at:\n{stack}")
-        # The first rank speaks for all, unless the failure is its own, which the rank that noticed has shown, or it
-        # cannot be heard.
+        # The first rank shows the report for all, unless the failure is its own, which the rank that noticed it has
+        # shown, or the store is unavailable.
         speaks = self.rank == 0 or threading.current_thread() is self._guard
         message = cause.message() if speaks else cause.message().partition("\n")[0]
         say(f"[rank {self.rank}] {message}")
         leave()
 
     def _leave_out(self) -> None:
-        """End this process, which the others have given up: it was stopped, say, and goes on."""
+        """End this process, which the other ranks have given up; it was suspended, for example, and resumed."""
         if self._on_exit is not None:
             self._on_exit()
         say(f"[rank {self.rank}] ends: the others go on without it. {self.lost[self.rank]}")
         leave()
 
     def _check_peers(self, now: float) -> None:
-        # The first rank watches all, the others the first: 2N reads for N ranks, whatever their number.
+        # The first rank watches all, the others only the first: 2N reads for N ranks in total.
         watched = [rank for rank in range(1, self.world_size) if rank not in self.lost] if self.rank == 0 else [0]
         for rank, beat in self._read_beats(watched).items():
             last, since = self._beats.get(rank, (-1, now))
@@ -444,7 +445,7 @@ class Watchdog:
     # --- the store ----------------------------------------------------------------------------------------------
 
     def _publish(self, report: FailureReport) -> FailureReport:
-        """Write the report unless another one stands already; returns the one that stands."""
+        """Write the report unless there is one already; return the report in effect."""
         stands = self._store.compare_set("cause", "", json.dumps(asdict(report)))
         return FailureReport(**json.loads(stands))
 
@@ -455,7 +456,7 @@ class Watchdog:
 
     def _read_beats(self, ranks: Sequence[int] | None = None) -> dict[int, int]:
         chosen = [rank for rank in range(self.world_size) if rank not in self.lost] if ranks is None else list(ranks)
-        # Reading a key that is not there yet would block.
+        # Reading a missing key would block.
         self._started.update(r for r in chosen if r not in self._started and self._store.check([f"beat/{r}"]))
         started = [rank for rank in chosen if rank in self._started]
         if not started:
@@ -464,7 +465,7 @@ class Watchdog:
         return {rank: int(value) for rank, value in zip(started, values, strict=True)}
 
     def _diagnose(self, own: FailureReport, before: dict[int, int]) -> FailureReport:
-        """No cause was written: find the rank that is silent, or that is not where the others wait."""
+        """Find the rank without a heartbeat, or outside the collective of the others, if no cause was written."""
         after = self._read_beats()
         silent = [rank for rank in after if after[rank] == before.get(rank) and rank != self.rank]
         silent = [rank for rank in silent if not self._store.check([f"done/{rank}"])]
@@ -489,7 +490,7 @@ class Watchdog:
 
 
 def is_echo(exception: BaseException) -> bool:
-    """Whether an exception looks like the consequence of another rank's failure."""
+    """Return whether an exception looks like the consequence of another rank's failure."""
     if isinstance(exception, PeerFailedError | dist.DistError):
         return True
     return isinstance(exception, RuntimeError) and bool(_ECHO.search(str(exception)))
@@ -500,5 +501,5 @@ def _seen(echo: FailureReport) -> str:
 
 
 def where(pid: int | None = None) -> str:
-    """A process of this host, by default this one, as reports name it."""
+    """Return host and process id as reports name them, by default of this process."""
     return f"{socket.gethostname()}, pid {os.getpid() if pid is None else pid}"

@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from lightning_pardist.runtime.rendezvous import RendezvousEndpoint
 
-#: Candidates of a job's first rank: below the range from which systems hand out ports by themselves.
+#: Ports to choose from for a job's first rank: below the range from which systems assign ports themselves.
 _FIRST_PORT, _NUM_PORTS = 15000, 17000
 _NUM_CANDIDATES = 4
 
 
 class ExternalEnvironment(ClusterEnvironment):
-    """A cluster whose launcher numbers the ranks; Lightning's settings are compared with it."""
+    """A cluster whose launcher numbers the ranks; Lightning's settings are checked against it."""
 
     @property
     @override
@@ -37,38 +37,38 @@ class ExternalEnvironment(ClusterEnvironment):
 
     @abstractmethod
     def rendezvous_endpoint(self) -> RendezvousEndpoint:
-        """Where the ranks of this job meet; the same on all of them."""
+        """Return the rendezvous endpoint of this job; the same on all ranks."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What was found, for a person: the variables that decided it."""
+        """Return a readable description of what was detected: the variables that decided it."""
 
     @property
     def restart_count(self) -> int:
-        """How many times this job was started before, as far as this rank's host knows."""
+        """Number of times this job was started before, as far as this rank's host can see."""
         return 0
 
     @property
     def starter(self) -> str | None:
-        """What started this process and may start it again, None if that is not told apart."""
+        """Identity of the process that started this one and may start it again; None if it cannot be identified."""
         return None
 
     @property
     def job_key(self) -> str | None:
-        """What this job shares with its own restarts and with no other job, None if nothing tells."""
+        """Key that this job shares with its own restarts and with no other job; None if there is none."""
         return None
 
     @override
     def set_world_size(self, size: int) -> None:
-        """The launcher's number stands."""
+        """Ignore the given number: the launcher's applies."""
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """The launcher's number stands."""
+        """Ignore the given number: the launcher's applies."""
 
 
 def required(name: str, launcher: str) -> int:
-    """An integer variable that a launcher sets.
+    """Return an integer variable that a launcher sets.
 
     Raises:
         RuntimeError: If it is not set, or not an integer.
@@ -81,19 +81,15 @@ def required(name: str, launcher: str) -> int:
 
 
 def chosen_address() -> str | None:
-    """The first rank's host as the user set it.
-
-    Raises:
-        ValueError: On the first rank, in words for a person, where nothing of this host has that address.
-    """
+    """Return the first rank's host as the user has set it; None if it is not set."""
     return os.environ.get("MASTER_ADDR") or None
 
 
 def chosen_port() -> int | None:
-    """The first rank's port as the user set it.
+    """Return the first rank's port as the user has set it; None if it is not set.
 
     Raises:
-        ValueError: If it is not a port.
+        ValueError: If the value is not a port.
     """
     value = os.environ.get("MASTER_PORT")
     if not value:
@@ -104,22 +100,22 @@ def chosen_port() -> int | None:
 
 
 def candidate_ports(job: int, step: int) -> tuple[int, ...]:
-    """Ports that differ between steps of one job and between neighbouring jobs.
+    """Return candidate ports that differ between steps of one job and between neighbouring jobs.
 
     Args:
         job: Number of the job. Neighbours often share hosts: the tasks of an array.
-        step: Number of the step in it.
+        step: Number of the step within the job.
     """
     first = (job * 64 + step) * _NUM_CANDIDATES
     return tuple(_FIRST_PORT + (first + index) % _NUM_PORTS for index in range(_NUM_CANDIDATES))
 
 
 def check_address(address: str, *, source: str, is_first: bool) -> None:
-    """Refuse an address that cannot be met, before anybody waits there.
+    """Check that an address is usable, before any rank waits for a connection.
 
     Args:
         address: Host of the first rank.
-        source: Where it comes from, for the error.
+        source: Where the address comes from, for the error message.
         is_first: Whether this is the first rank.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A process's view of cluster, host and libraries, as plain data."""
+"""Facts that one process sees of cluster, host and libraries, as plain data."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _PACKAGES = ("torch", "lightning", "lightning_pardist", "torchmetrics", "numpy")
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank's view.
+    """One rank's view of cluster, host and libraries.
 
     Attributes:
         rank: Global rank.
         local_rank: Index on its host.
         node_rank: Index of its host.
-        world_size: Number of ranks, as this one was told.
+        world_size: Number of ranks, according to this rank's environment.
         host: Host name.
-        address: Number of the interface that leads to the other ranks; empty where it cannot be told.
+        address: Address of the interface that leads to the other ranks; empty if it is unknown.
         interface: Name of that interface.
-        environment: The class that answers for the launcher.
-        why: What it was found by.
-        meeting: Address and port where ranks meet.
-        device: What the rank would train on.
-        device_id: What tells that device from others on the host.
+        environment: Name of the cluster environment class.
+        why: The variables by which it was detected.
+        meeting: Address and port of the rendezvous.
+        device: Device that the rank would train on.
+        device_id: Identifier that distinguishes the device from others on the host.
         cores: CPU cores that this process may use.
         threads: Threads that torch would use.
-        versions: Of Python and of packages.
-        problems: Why training could not start.
-        warnings: What will hurt.
+        versions: Versions of Python and of packages.
+        problems: Reasons why training could not start.
+        warnings: Conditions that will harm training.
     """
 
     rank: int
@@ -66,10 +66,10 @@ class Facts:
 
 
 def gather_facts(environment: ClusterEnvironment) -> tuple[Facts, RendezvousEndpoint | None]:
-    """Look at this process. Not collective, and waits for nobody.
+    """Collect the facts of this process. Not collective, and does not wait for other ranks.
 
     Returns:
-        The facts, and where ranks meet: None where that is among the problems.
+        The facts and the rendezvous endpoint; the latter is None if it is among the problems.
     """
     problems: list[str] = []
     meeting: RendezvousEndpoint | None = None

@@ -1,4 +1,4 @@
-"""Detects the cluster environment that a process is part of."""
+"""Detection of the cluster environment that a process is part of."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_pardist.runtime.rendezvous import RendezvousEndpoint
 
 
 def find() -> ClusterEnvironment:
-    """The environment of this process, by what started it last.
+    """Return the environment of this process, according to the launcher that started it last.
 
     torchrun comes first, since it may run inside SLURM and under MPI. ``mpirun`` inside a SLURM job starts its ranks
-    through a step of its own, so that its variables count before SLURM's; ``srun --mpi=`` sets some of them as well,
-    and there SLURM knows more.
+    through a step of its own, so its variables take precedence over SLURM's; ``srun --mpi=`` sets some of them as well,
+    and then SLURM's variables hold more information.
 
     Returns:
-        One of this package's, or Lightning's where a process starts its own ranks.
+        An environment of this package, or Lightning's if a process starts its own ranks.
     """
     if launcher_pid() is not None:
-        # A rank that another rank started, with a copy of the variables that were there.
+        # A rank that another rank started, with a copy of its environment variables.
         return LightningEnvironment()
     if TorchrunEnvironment.detect():
         return TorchrunEnvironment()
@@ -43,14 +43,14 @@ def find() -> ClusterEnvironment:
 
 
 def rendezvous_endpoint(environment: ClusterEnvironment) -> RendezvousEndpoint:
-    """Where ranks of any environment meet, Lightning's own and other people's among them."""
+    """Return the rendezvous endpoint of any environment, including Lightning's own and third-party ones."""
     if isinstance(environment, ExternalEnvironment):
         return environment.rendezvous_endpoint()
     return RendezvousEndpoint(address=environment.main_address, ports=(environment.main_port,))
 
 
 def describe(environment: ClusterEnvironment) -> str:
-    """What an environment was found by, for a person."""
+    """Return a readable description of how an environment was detected."""
     if isinstance(environment, ExternalEnvironment | SLURMShellEnvironment):
         return environment.describe()
     if launcher_pid() is not None:

@@ -8,7 +8,7 @@ _PARENT = "PARDIST_PARENT_PID"
 
 
 def child_environment(local_rank: int) -> dict[str, str]:
-    """Environment variables of a child process of this one.
+    """Return the environment variables for a child process of this one.
 
     Args:
         local_rank: The child's index on this node.
@@ -17,11 +17,11 @@ def child_environment(local_rank: int) -> dict[str, str]:
 
 
 def launcher_pid() -> int | None:
-    """Process id of the rank that started this one, None if something else did."""
+    """Return the process id of the rank that started this one; None if something else did."""
     value = os.environ.get(_PARENT)
     return int(value) if value is not None and int(value) != os.getpid() else None
 
 
 def wants_full_tracebacks() -> bool:
-    """Whether every rank shows its traceback and the chain of causes: ``PARDIST_TRACEBACK=full``."""
+    """Return whether every rank shows its traceback and the chain of causes: ``PARDIST_TRACEBACK=full``."""
     return os.environ.get("PARDIST_TRACEBACK") == "full"

@@ -1,4 +1,4 @@
-"""Environment for ranks started one by one, with explicit rank and rendezvous."""
+"""Environment for ranks that are started one by one, with explicit rank and rendezvous."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_pardist.runtime.rendezvous import RendezvousEndpoint
 
 
 class ManualEnvironment(ExternalEnvironment):
-    """A process with an explicit rank and rendezvous address.
+    """Environment of a process with an explicit rank and rendezvous address.
 
     ``Trainer(strategy="pardist_ddp", plugins=[ManualEnvironment("tcp://host1:29500", rank=3, world_size=8)])``. Without
     arguments it reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as some schedulers set them.
@@ -56,7 +56,7 @@ class ManualEnvironment(ExternalEnvironment):
     @staticmethod
     @override
     def detect() -> bool:
-        """Whether a scheduler told this process its rank and where rank 0 is, and did not start it as a local child."""
+        """Return whether a scheduler set this process's rank and rank 0's address, and it is not a local child."""
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if not all(os.environ.get(name) for name in names) or "LOCAL_RANK" in os.environ:
             return False
@@ -88,10 +88,10 @@ class ManualEnvironment(ExternalEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare the Trainer's numbers with those given.
+        """Check the Trainer's numbers against the given ones.
 
         Raises:
-            ValueError: With what was set, what was found and the line to change.
+            ValueError: If they differ, with what was set, what was found and the line to change.
         """
         if num_devices * num_nodes != self._world_size:
             raise ValueError(

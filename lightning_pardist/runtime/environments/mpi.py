@@ -1,4 +1,4 @@
-"""MPI: ranks that ``mpirun`` or ``mpiexec`` started. The library itself is not needed, its variables are enough."""
+"""MPI environment: ranks started by ``mpirun`` or ``mpiexec``. Needs only its variables, not the MPI library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class _Names:
-    """Variables by which one launcher tells a rank who it is; of each, the first that is set counts."""
+    """Environment variables of one launcher; of each tuple, the first variable that is set is used."""
 
     launcher: str
     rank: tuple[str, ...]
@@ -63,9 +63,9 @@ _PMIX = _Names(
 
 
 class MPIEnvironment(ExternalEnvironment):
-    """Ranks of an MPI job: Open MPI, MPICH and its relatives, or another launcher that speaks PMI or PMIx.
+    """Environment of an MPI job: Open MPI, MPICH and its relatives, or another launcher that supports PMI or PMIx.
 
-    A job on several hosts needs to know rank 0's: from ``MASTER_ADDR``, from what Open MPI passes on, or over mpi4py if
+    A job on several hosts needs rank 0's host: from ``MASTER_ADDR``, from what Open MPI passes on, or over mpi4py if
     the script has imported it.
     """
 
@@ -76,13 +76,13 @@ class MPIEnvironment(ExternalEnvironment):
     @staticmethod
     @override
     def detect() -> bool:
-        """Whether an MPI launcher started this process as one of several ranks."""
+        """Return whether an MPI launcher started this process as one of several ranks."""
         names = _names()
         return names is not None and _read(names.size) is not None
 
     @staticmethod
     def was_mpirun() -> bool:
-        """Whether it was ``mpirun`` or ``mpiexec``, rather than ``srun --mpi=``, which sets some of the variables."""
+        """Return whether the launcher is ``mpirun`` or ``mpiexec``; ``srun --mpi=`` sets some of the variables too."""
         return any(name in os.environ for name in ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"))
 
     @override
@@ -130,7 +130,7 @@ class MPIEnvironment(ExternalEnvironment):
 
     @override
     def node_rank(self) -> int:
-        """By count, since launchers fill one host after the other unless told otherwise."""
+        """Return the host's index by count: launchers fill one host after the other by default."""
         return (self.global_rank() - self.local_rank()) // max(1, self._local_size())
 
     @override
@@ -146,7 +146,7 @@ class MPIEnvironment(ExternalEnvironment):
         for name in self._names.job:
             if os.environ.get(name):
                 return os.environ[name]
-        # One launcher process a host starts the ranks there.
+        # A single launcher process per host starts the ranks there.
         return f"ppid {os.getppid()}" if self._local_size() == self.world_size() else "mpi"
 
     def _address(self) -> str:
@@ -165,10 +165,10 @@ class MPIEnvironment(ExternalEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare the Trainer's numbers with those of the MPI job.
+        """Check the Trainer's numbers against those of the MPI job.
 
         Raises:
-            ValueError: With what was set, what was found and the line to change.
+            ValueError: If they differ, with what was set, what was found and the line to change.
         """
         size, here = self.world_size(), self._local_size()
         communicator = _communicator()
@@ -190,7 +190,7 @@ class MPIEnvironment(ExternalEnvironment):
 
 
 def lonely_mpi() -> str | None:
-    """Why a process that mpi4py takes for the only one of its job may be one of many: None if nothing says so."""
+    """Return why a process that is alone according to mpi4py may be one of many ranks; None if nothing indicates it."""
     communicator = _communicator()
     if communicator is None or communicator.Get_size() > 1:
         return None
@@ -211,13 +211,13 @@ def _read(names: tuple[str, ...]) -> int | None:
 
 
 def _communicator() -> Any | None:
-    """mpi4py's, if the script has started MPI: importing it here would, with all that MPI does to a process."""
+    """Return mpi4py's world communicator if the script has initialized MPI; importing mpi4py would initialize it."""
     module = sys.modules.get("mpi4py.MPI")
     return module.COMM_WORLD if module is not None and module.Is_initialized() else None
 
 
 def _head_node() -> str | None:
-    """The host of ``mpirun``, as Open MPI passes it on: rank 0's, if the job fills hosts in order from there."""
+    """Return the host of ``mpirun`` from Open MPI's variable: rank 0's, if the job fills hosts in order from there."""
     text = os.environ.get("OMPI_MCA_orte_hnp_uri", "")  # noqa: SIM112  (Open MPI's spelling)
     hosts = re.findall(r"tcp4?://([^:;]+):", text)
     found = [host for group in hosts for host in group.split(",") if host not in _LOCAL_HOSTS]

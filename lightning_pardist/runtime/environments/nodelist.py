@@ -1,4 +1,4 @@
-"""SLURM's short forms for lists of hosts and of counts."""
+"""Parsing of SLURM's short forms for lists of hosts and of counts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The hosts of a SLURM node list, in its order: ``n[1-3,7],gpu01`` names n1, n2, n3, n7 and gpu01.
+    """Return the hosts of a SLURM node list, in its order: ``n[1-3,7],gpu01`` gives n1, n2, n3, n7 and gpu01.
 
     Args:
         text: Names separated by commas or spaces. A name may hold any number of bracketed ranges, whose leading zeros
             are kept, and text after them.
 
     Raises:
-        ValueError: If a bracket is not closed or a range is not one of numbers.
+        ValueError: If a bracket is not closed or a range is not numeric.
     """
     return [name for pattern in _split(text) for name in _expand(pattern, text)]
 
 
 def expand_counts(text: str) -> list[int]:
-    """The numbers of ``SLURM_TASKS_PER_NODE``, one a node: ``3(x2),1`` is 3, 3, 1.
+    """Return the counts of ``SLURM_TASKS_PER_NODE``, one per node: ``3(x2),1`` gives 3, 3, 1.
 
     Raises:
         ValueError: If ``text`` is not of this form.
@@ -38,7 +38,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas and spaces that stand outside of brackets."""
+    """Split at the commas and spaces outside brackets."""
     names, name, depth = [], "", 0
     for char in text:
         depth += (char == "[") - (char == "]")

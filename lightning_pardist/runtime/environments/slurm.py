@@ -1,4 +1,4 @@
-"""SLURM: ranks are the tasks of a job step, started by ``srun``."""
+"""SLURM environment: ranks are the tasks of a job step, started by ``srun``."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from lightning_pardist.runtime.environments.external import (
 from lightning_pardist.runtime.environments.nodelist import expand_counts, expand_nodes
 from lightning_pardist.runtime.rendezvous import RendezvousEndpoint
 
-#: Step numbers from here on stand for batch scripts and interactive shells (slurm.h), which are no ranks.
+#: Step ids from here on denote batch scripts and interactive shells (slurm.h), which are not ranks.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 _SHELL_NAMES = ("bash", "sh", "zsh", "interactive")
 
 
 class SLURMEnvironment(ExternalEnvironment):
-    """The tasks of one ``srun``: a step of a job, which may have others at the same time.
+    """Environment of the tasks of one ``srun``: a job step; the job may run other steps at the same time.
 
     Args:
-        auto_requeue: Whether a job that is warned by ``requeue_signal`` saves a checkpoint and goes back to the queue,
-            to continue from it.
-        requeue_signal: What ``#SBATCH --signal=`` sends before the time limit.
+        auto_requeue: Whether a job that receives ``requeue_signal`` saves a checkpoint and is requeued, to resume from
+            it.
+        requeue_signal: The signal that ``#SBATCH --signal=`` sends before the time limit.
     """
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: signal.Signals = signal.SIGUSR1) -> None:
@@ -44,7 +44,7 @@ class SLURMEnvironment(ExternalEnvironment):
     @staticmethod
     @override
     def detect() -> bool:
-        """Whether this process is a task that ``srun`` started as a rank, not a shell or notebook of an allocation."""
+        """Return whether ``srun`` started this process as a rank, and not as a shell or notebook of an allocation."""
         if "SLURM_PROCID" not in os.environ or _step() is None:
             return False
         return _num_tasks() > 1 or not _is_shell()
@@ -72,12 +72,12 @@ class SLURMEnvironment(ExternalEnvironment):
         return required("SLURM_NODEID", "srun")
 
     def tasks_per_node(self) -> list[int]:
-        """How many ranks each node of the step runs, in the order of :meth:`nodes`."""
+        """Return the number of ranks on each node of the step, in the order of :meth:`nodes`."""
         text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE")
         return expand_counts(text) if text else [_num_tasks()]
 
     def nodes(self) -> list[str]:
-        """The nodes of the step. Rank 0 is on the first, unless ``--distribution=arbitrary`` has put it elsewhere."""
+        """Return the nodes of the step. Rank 0 is on the first, except perhaps with ``--distribution=arbitrary``."""
         names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
         text = next((os.environ[name] for name in names if os.environ.get(name)), "localhost")
         return expand_nodes(text)
@@ -100,10 +100,10 @@ class SLURMEnvironment(ExternalEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare the Trainer's numbers with those of the step.
+        """Check the Trainer's numbers against those of the step.
 
         Raises:
-            ValueError: With what was set, what was found and the line to change.
+            ValueError: If they differ, with what was set, what was found and the line to change.
         """
         tasks, nodes = self.tasks_per_node(), self.nodes()
         here = tasks[min(self.node_rank(), len(tasks) - 1)]
@@ -136,13 +136,13 @@ class SLURMEnvironment(ExternalEnvironment):
 
     @staticmethod
     def requeue(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> str:
-        """Send this job back to the queue. One rank calls it.
+        """Requeue this job. Called by one rank.
 
         Args:
-            run: What runs the command, as :func:`subprocess.run` does.
+            run: Function that runs the command, as :func:`subprocess.run` does.
 
         Returns:
-            An empty string if SLURM agreed, else why it did not.
+            An empty string if SLURM accepted, else the reason why it did not.
         """
         command = ["scontrol", "requeue", requeue_id()]
         try:
@@ -155,28 +155,28 @@ class SLURMEnvironment(ExternalEnvironment):
 
 
 class SLURMShellEnvironment(LightningEnvironment):
-    """A process inside an allocation that ``srun`` did not start as a rank: a shell, a notebook, a batch script.
+    """A process in an allocation that ``srun`` did not start as a rank: a shell, notebook or batch script.
 
     It may train alone, and start ranks on its own node. It is not the first rank of the job's tasks, though SLURM's
-    variables in a batch script look so.
+    variables in a batch script look like it.
     """
 
     @staticmethod
     @override
     def detect() -> bool:
-        """Whether this process belongs to an allocation and is not a rank of a step."""
+        """Return whether this process belongs to an allocation and is not a rank of a step."""
         return "SLURM_JOB_ID" in os.environ and not SLURMEnvironment.detect()
 
     def describe(self) -> str:
-        """What was found, for a person."""
+        """Return a readable description of what was detected."""
         return f"one process inside SLURM job {os.environ['SLURM_JOB_ID']}, not started by srun as a rank"
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse to wait for ranks that nobody starts.
+        """Check that the Trainer does not wait for ranks that are never started.
 
         Raises:
-            ValueError: With the line to change.
+            ValueError: If it would, with the line to change.
         """
         if "NODE_RANK" in os.environ and num_nodes > 1:
             return
@@ -195,7 +195,7 @@ class SLURMShellEnvironment(LightningEnvironment):
 
 
 def requeue_id() -> str:
-    """This job's number as ``scontrol requeue`` takes it: ``ARRAY_TASK`` for a task of an array."""
+    """Return this job's id as ``scontrol requeue`` takes it: ``ARRAY_TASK`` for a task of an array."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "0")
 
@@ -211,12 +211,12 @@ def _step() -> int | None:
 
 
 def _num_tasks() -> int:
-    """Tasks of the step. The job's own number, which a step inherits, may be larger."""
+    """Return the number of tasks of the step. The job's own number, which a step inherits, may be larger."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS") or "1")
 
 
 def _is_shell() -> bool:
-    """Whether a person sits here: a notebook, a Python prompt, a shell that ``srun --pty`` or ``salloc`` opened."""
+    """Return whether the process is interactive: notebook, Python prompt, or shell of ``srun --pty`` or ``salloc``."""
     return IS_INTERACTIVE or "SLURM_PTY_PORT" in os.environ or os.environ.get("SLURM_JOB_NAME") in _SHELL_NAMES
 
 

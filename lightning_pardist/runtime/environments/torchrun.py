@@ -1,4 +1,4 @@
-"""torchrun: its agent on each host starts the ranks, and may start them again."""
+"""torchrun environment: an agent on each host starts the ranks, and may restart them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_pardist.runtime.rendezvous import RendezvousEndpoint
 
 
 class TorchrunEnvironment(ExternalEnvironment):
-    """Ranks that ``torchrun`` started: static or c10d rendezvous, one host or many, a fixed number of them or not."""
+    """Environment of ranks started by ``torchrun``: static or c10d rendezvous, one or several hosts, elastic or not."""
 
     @staticmethod
     @override
     def detect() -> bool:
-        """Whether torchrun started this process."""
+        """Return whether torchrun started this process."""
         return dist.is_available() and dist.is_torchelastic_launched()
 
     @override
@@ -55,7 +55,7 @@ class TorchrunEnvironment(ExternalEnvironment):
         return RendezvousEndpoint(address or "127.0.0.1", (port,), token=token, hosted=hosted, one_host=one_host)
 
     def num_nodes(self) -> int:
-        """Agents that take part."""
+        """Return the number of agents that take part."""
         groups = os.environ.get("GROUP_WORLD_SIZE")
         return int(groups) if groups else max(1, self.world_size() // self._local_world_size())
 
@@ -64,10 +64,10 @@ class TorchrunEnvironment(ExternalEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare the Trainer's numbers with torchrun's. An elastic job may have fewer hosts, and says so.
+        """Check the Trainer's numbers against torchrun's. An elastic job may have fewer hosts, with a warning.
 
         Raises:
-            ValueError: With what was set, what was found and the line to change.
+            ValueError: If they differ, with what was set, what was found and the line to change.
         """
         here, nodes = self._local_world_size(), self.num_nodes()
         if num_devices != here:
@@ -100,7 +100,7 @@ class TorchrunEnvironment(ExternalEnvironment):
     @property
     @override
     def starter(self) -> str | None:
-        """This host's agent. It does not count as a restart that ranks start anew because a host has come or gone."""
+        """This host's agent. Starting ranks again because hosts have come or gone does not count as a restart."""
         try:
             began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
         except OSError:
@@ -114,7 +114,7 @@ class TorchrunEnvironment(ExternalEnvironment):
 
 
 def _is_elastic() -> bool:
-    """Whether the agent was started for a range of hosts, by its option or by its variable."""
+    """Return whether the agent was started for a range of hosts, by its option or by its variable."""
     given = f"--nnodes={os.environ.get('PET_NNODES', '')}"
     with suppress(OSError):
         given += "\0" + Path(f"/proc/{os.getppid()}/cmdline").read_text()
