@@ -28,7 +28,8 @@ class ZeroAxis(DataParallelAxis):
         zero_stage: 1 shards optimizer state, 2 also shards gradients.
         bucket_size_mb: Bucket size of gradient and parameter communication, in MiB.
         overlap: Whether gradients are reduced while backward runs.
-        offload: Where optimizer state is kept and updates run, see :class:`~lightning_pardist.axes.offload_setting.OffloadSetting`.
+        offload: Where optimizer state is kept and updates run, see
+            :class:`~lightning_pardist.axes.offload_setting.OffloadSetting`.
         offload_window_mb: With files, the size of the state resident in memory at a time, in MiB.
         gather: Compressed format in which parameters are gathered, see :class:`~lightning_pardist.ZeroStrategy`.
         reduce: Compressed format in which gradients are reduced.
