@@ -272,7 +272,7 @@ def _whole_parameters(
 
 
 def _placement(shards: int, parameter: torch.Tensor) -> Shard | None:
-    """Return the first other dim that divides evenly, if padding rows would waste more than a hundredth."""
+    """Return a sharding by the first other dim that divides evenly, if padding rows would waste more than 1%."""
     parameter = own_part(parameter)
     rows = parameter.size(0)
     padded = -(-rows // shards) * shards
