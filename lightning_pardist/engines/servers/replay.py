@@ -75,7 +75,7 @@ class _Replay:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Go through all logs side by side, each in its order."""
+        """Repeat the entries of all logs, each log in its order."""
         at = dict.fromkeys(self._shares, 0)
         while True:
             moved = False
@@ -96,7 +96,7 @@ class _Replay:
                 share.publish()
 
     def _do(self, server: int, entry: Entry) -> bool:
-        """Repeat an entry, unless what it needs has not been done on another server yet."""
+        """Repeat an entry, unless it depends on one of another server that is still to come; return whether it did."""
         if entry.did == "lost":
             return True
         share, turn = self._shares[server][entry.optimizer], (entry.worker, entry.turn)
