@@ -519,7 +519,7 @@ class BackwardRuntime:
         self.units[-1].state.run_final()
 
     def _agree(self) -> None:
-        """Compare steps across ranks; a parameter that no rank used keeps no gradient, as in a single process."""
+        """Compare ranks' collectives and writes; a parameter that no rank used keeps no gradient, as in one process."""
         names = list(self.replicated)
         used_anywhere = self.used
         if self.check and self.data_size > 1:

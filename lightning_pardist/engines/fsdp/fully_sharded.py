@@ -1,4 +1,4 @@
-"""A sharded module at run time: gathering, steps and evaluation on torch's ``fully_shard``."""
+"""Runtime of a sharded module: gathering, steps and evaluation on torch's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class FullySharded:
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Context around a backward, in which units used by hooks and custom functions are gathered as in a step.
+        """Context manager around a backward: units used by hooks and custom functions are gathered as in a step.
 
         A reversible layer, whose inputs are recomputed from its outputs, is called there by other methods than its own
         ``forward``. Collective over the mesh if a unit has to be gathered.
@@ -274,7 +274,7 @@ class FullySharded:
             self._order.append(unit)
 
     def _learn_order(self) -> None:
-        """Prefetch in the order of the first step whose order was the same on all ranks."""
+        """Prefetch units and skip needless gathers, by the order of the first step that was the same on all ranks."""
         order = self._order
         if order is None:
             return
@@ -358,7 +358,7 @@ class FullySharded:
 
     @contextlib.contextmanager
     def accumulate(self, keep: Accumulate = "sharded") -> Iterator[None]:
-        """Context for the micro-batches before the last one of an optimizer step.
+        """Context manager for the micro-batches before the last one of an optimizer step.
 
         Args:
             keep: ``"sharded"`` reduces the gradients of every micro-batch and accumulates shards (HSDP: reduced within
@@ -385,7 +385,7 @@ class FullySharded:
 
     @contextlib.contextmanager
     def microbatches(self, keep: Accumulate = "sharded") -> Iterator[FSDPMicrobatchContext]:
-        """Context around a step in which forwards and backwards of several micro-batches interleave.
+        """Context manager around a step in which forwards and backwards of several micro-batches interleave.
 
         Regardless of :meth:`accumulate` outside, gradients are reduced when all micro-batches have finished, and added
         to ``.grad``. Collective over the mesh, and every rank must run the same order of forwards and backwards.
@@ -470,7 +470,7 @@ class FullySharded:
 
     @contextlib.contextmanager
     def uneven(self) -> Iterator[None]:
-        """Context for evaluation loops whose ranks have different numbers of batches; ends when all ranks are done.
+        """Context manager for evaluation with different numbers of batches per rank; ends when all ranks are done.
 
         Inside, ranks exchange the unit that each needs, and all take part in its gather; a rank that leaves joins the
         others' collectives until they leave as well. Collective over the mesh, in that sense.

@@ -86,7 +86,7 @@ def shard(
         allow_divergent_forward: Whether ranks may use different units in a step; costs a small exchange per collective.
         detect_direct_param_use: When to look for parameters used outside their module's call: in the ``"first"`` run
             of each step function, ``"always"`` or ``"never"``.
-        check: Whether to compare, after every backward, which units and parameters ranks used, in one small reduction.
+        check: Whether to compare ranks' collectives and used parameters after every backward, in one small reduction.
         tile_above_bytes: Linear layers with larger weights run in tiles of up to this many bytes, each gathered
             separately, see :mod:`~.tiling`. Their weights are in no unit.
         boundaries: Modules that a pipeline runs one by one, by their ``forward``, with interleaved micro-batches
@@ -138,7 +138,7 @@ def shard(
         for unit in plan:
             settings.apply(unit.module)
     if boundaries is not None:
-        # They would meet all ranks (transformers' generate does), while other stages wait for this one.
+        # With these marks other libraries (transformers' generate) synchronise all ranks, while other stages wait.
         fsdp2.remove_marks(module)
     device = device_of_mesh(mesh)
     parameters = dict(module.named_parameters())
@@ -272,7 +272,7 @@ def _whole_parameters(
 
 
 def _placement(shards: int, parameter: torch.Tensor) -> Shard | None:
-    """Return a sharding by the first other dim that divides evenly, if padding rows would waste more than 1%."""
+    """Return a sharding by the first evenly divisible dim but rows, if padding rows would waste more than 1%."""
     parameter = own_part(parameter)
     rows = parameter.size(0)
     padded = -(-rows // shards) * shards

@@ -95,7 +95,7 @@ class ShardedDataEngine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which gradients accumulate. Collective if they stay sharded."""
+        """Context manager in which gradients accumulate. Collective if they stay sharded."""
         before, self._accumulating = self._accumulating, True
         try:
             with self.sharded.accumulate(self.accumulate):
@@ -106,7 +106,7 @@ class ShardedDataEngine:
 
     @contextmanager
     def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
-        """Context around the call that runs backward from ``loss``. Collective."""
+        """Context manager around the call that runs backward from ``loss``. Collective."""
         if not self._accumulating:
             self.sharded.losses.note_loss()
         with self.sharded.in_backward():

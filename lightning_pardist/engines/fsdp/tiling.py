@@ -210,7 +210,7 @@ class TiledLinear:
         rows.add_(mean.to(rows))
 
     def answer(self, kind: int, tile: int) -> None:
-        """Take part in a tile's collective that another rank needs and this one does not. Collective."""
+        """Take part in a tile's collective that only other ranks need. Collective over the shard group."""
         local = self._local()
         device = torch.device(self.mesh.device_type) if local.device.type == "cpu" else local.device
         if kind == GATHER:

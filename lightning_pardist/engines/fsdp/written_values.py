@@ -25,7 +25,7 @@ from lightning_pardist.engines.ddp.set_parameters import cast_parameter
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
 from lightning_pardist.local_tensors import local_part, own_part, own_shape, set_own_part
 
-#: Number of elements in the fingerprint of a parameter that ranks have set to the same values before.
+#: Number of elements sampled for the fingerprint of a parameter that ranks have set to the same values before.
 _SAMPLED = 1 << 16
 
 
@@ -284,7 +284,7 @@ class WrittenValues:
             if bool(wrote[:, index].all()) and bool((prints[:, index] == prints[0, index]).all()):
                 self._settled.add(position)
                 continue
-            # Ranks keep no copies of settled parameters: each rank's part stays now, later writes take the first's.
+            # Ranks keep no copies of settled parameters: parts stay as they are now, later writes take the first's.
             self._settled.discard(position)
             differing.append(self._names[position])
             if bool(has_values[0, index]):

@@ -258,7 +258,7 @@ class HostStep:
 
 @contextmanager
 def _scale_on_host(optimizer: Optimizer) -> Iterator[None]:
-    """Context in which a gradient scaler's values for an optimizer that unscales in its kernel are on the host.
+    """Context manager in which a gradient scaler's values for an optimizer that unscales in its kernel are on the host.
 
     Otherwise torch copies them while the kernel, on the host, reads them.
     """

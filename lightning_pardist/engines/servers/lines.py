@@ -73,7 +73,7 @@ class WorkerThreads:
             thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait ``timeout_s`` seconds in total for all workers to leave; return whether all have left or are gone."""
+        """Wait at most ``timeout_s`` seconds for all workers to leave; return whether all have left or are gone."""
         deadline = time.monotonic() + timeout_s
         lost = self._server.lost
         threads = [thread for worker, thread in self._threads.items() if worker not in lost]
@@ -82,7 +82,7 @@ class WorkerThreads:
         return not any(thread.is_alive() for thread in threads)
 
     def _let_wait(self, worker: int) -> None:
-        # Tells a worker that waits for a reply that it will come.
+        # Notifies a worker that waits for a reply that it will come.
         if worker in self._waiting:
             self._waiting[worker].send(Message(Kind.WAIT))
 

@@ -159,12 +159,12 @@ class ZeroEngine:
         return self.reducer.has_gradients or any(bucket.has_gradients for bucket in self._buckets)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context in which gradients accumulate: whole and not reduced in stage 1, reduced to slices in stage 2."""
+        """Context manager to accumulate gradients: whole and not reduced in stage 1, reduced to slices in stage 2."""
         return self.reducer.no_sync() if self.zero_stage == 1 else _nothing()
 
     @contextmanager
     def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
-        """Context around the call that runs backward from ``loss``. Collective, unless under :meth:`no_sync`."""
+        """Context manager around the backward from ``loss``. Collective over the group, unless in :meth:`no_sync`."""
         self._bind()
         with self._hidden(), self.reducer.backward(loss, overlap=overlap):
             self._bind()
@@ -176,7 +176,7 @@ class ZeroEngine:
 
     @contextmanager
     def defer_reduction(self) -> Iterator[None]:
-        """Context in which backward passes leave their gradients in ``.grad``, for a later :meth:`reduce`."""
+        """Context manager in which backward passes leave their gradients in ``.grad``, for a later :meth:`reduce`."""
         with self._hidden(), self.reducer.defer_reduction():
             yield
 
@@ -188,7 +188,7 @@ class ZeroEngine:
         """Return the bytes of gradients on this rank, compression errors included."""
         return self.reducer.held_bytes() + (0 if self._remainders is None else self._remainders.held_bytes())
 
-    # --- parameters in codes ------------------------------------------------------------------------------------
+    # --- compressed parameters ----------------------------------------------------------------------------------
 
     def show_codes(self) -> None:
         """Set parameters to the decoded values that ranks receive, before a training step. Not collective."""
@@ -361,7 +361,7 @@ class ZeroEngine:
 
     @contextmanager
     def slices(self, optimizer: Optimizer) -> Iterator[None]:
-        """Context in which an optimizer's groups and state hold this rank's slices. Not collective."""
+        """Context manager in which an optimizer's groups and state hold this rank's slices. Not collective."""
         if optimizer in self._showing:
             yield
             return
@@ -447,7 +447,7 @@ class ZeroEngine:
             bucket.settle()
 
     def _wrap(self, optimizer: Optimizer, before: Mapping[str, Any]) -> Callable[[], None]:
-        """Make ``step`` update slices and gather parameters, and ``zero_grad`` clear slices; return an undo."""
+        """Make ``step`` update slices and gather parameters, ``zero_grad`` clear slices; return an undo function."""
         inner_step, inner_zero_grad = optimizer.step, optimizer.zero_grad
         update: Callable[..., Any] = inner_step
         updates = updates_of(optimizer)
@@ -501,7 +501,7 @@ class ZeroEngine:
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
-        """Context around backward passes: ``.grad`` belongs to autograd inside, and shows reduced gradients after."""
+        """Context manager around backward passes: ``.grad`` is autograd's inside, and shows reduced gradients after."""
         for bucket in self._buckets:
             bucket.hide()
         try:
