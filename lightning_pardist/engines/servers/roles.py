@@ -31,7 +31,7 @@ class Roles:
         return cls(tuple(range(workers)), tuple(range(workers, workers + servers)), may_go)
 
     def is_dedicated(self, server: int) -> bool:
-        """Return whether a server is no worker."""
+        """Return whether a server is not also a worker."""
         return server not in self.workers
 
     def keeper(self, server: int) -> int:

@@ -116,7 +116,7 @@ class Worker:
 
     Attributes:
         staleness: Staleness of the latest update; None before the first.
-        gone: Workers that were gone at the latest meeting at a place, each with the epoch of its latest turn and the
+        gone: Workers that were gone at the latest meeting with a place, each with the epoch of its latest turn and the
             batches of its share that it had done by then, as recorded by the first server.
         shows_state: Whether optimizers have the state of a meeting after which training has not continued.
         sent_bytes: Bytes sent to servers on other ranks so far.

@@ -112,7 +112,7 @@ class ParameterServer:
     Attributes:
         losses: Workers that are gone, in order of their loss.
         on_wait: Called periodically for a worker that waits, in the thread that waits for it.
-        staleness: Number of updates per staleness: updates by others since the values that the gradients are of.
+        staleness: Number of updates per staleness: updates by others since the gradients' parameter values.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class ParameterServer:
             position: See :class:`Loss`.
 
         Returns:
-            Number of updates by others since the worker received the values that the gradients are of.
+            Number of updates by others since the worker received the values that its gradients were computed from.
 
         Raises:
             RuntimeError: If the worker is further ahead than allowed, or the server has failed.

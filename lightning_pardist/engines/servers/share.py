@@ -100,7 +100,7 @@ class Share:
         self.params: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
         for param, original in zip(self.params, self.originals, strict=True):
             param.requires_grad_(original.requires_grad)
-            # The copy has no tensors among them, which do not fit parameters of other shapes.
+            # twin_of_groups leaves out marks that are tensors with dims, which fit this parameter but not others.
             marked(param, {name: _on_host(own_copy(mark)) for name, mark in marks_of(original).items()})
             if original in optimizer.state:
                 self.optimizer.state[param] = {key: _on_host(value) for key, value in optimizer.state[original].items()}

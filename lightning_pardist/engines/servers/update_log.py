@@ -25,7 +25,7 @@ class Entry:
         turn: Number of the worker's turn that it belongs to, from 1; a meeting belongs to the turn before.
         optimizer: Index of the optimizer.
         ahead: Updates by which the worker was ahead of the slowest.
-        staleness: Updates by others since the values that the gradients are of.
+        staleness: Updates by others since the values that the gradients were computed from.
         numbers: Settings of the optimizer's groups, as set by the worker's schedulers.
     """
 
