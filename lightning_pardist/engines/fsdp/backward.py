@@ -30,14 +30,14 @@ from lightning_pardist.local_tensors import local_part, own_part, sharded_axes, 
 
 
 class ShardedUnit:
-    """A unit at run time.
+    """Runtime state of one FSDP unit.
 
     Attributes:
-        unit: What it is.
+        unit: The unit's description in the plan.
         index: Position in the plan, the same on every rank.
-        resident: Stays gathered from the start of a step to the end of its backward: the root, and units whose
-            parameters are used outside their module's call.
-        by_forward: Is gathered by its module's ``forward``, and not by the call around it.
+        resident: Whether the unit stays gathered from the start of a step to the end of its backward: the root, and
+            units whose parameters are used outside their module's call.
+        by_forward: Whether the module's ``forward`` gathers the unit, rather than hooks around the module's call.
     """
 
     def __init__(self, unit: Unit, index: int, resident: bool, *, by_forward: bool = False) -> None:
@@ -48,10 +48,10 @@ class ShardedUnit:
         self.module: FSDPModule = unit.module  # type: ignore[assignment]
         self.state = ModuleState(self.module)
         self.groups = self.state.groups
-        #: Calls whose backward is to come, by the micro-batch that they belong to.
+        #: Number of forward calls whose backward has not run yet, per micro-batch.
         self.open_calls: Counter[Hashable] = Counter()
         self.watched = False
-        #: Whole parameters, from the first gather on.
+        #: Unsharded parameters by the ``id`` of their sharded parameter, filled from the first gather on.
         self.whole: dict[int, GatheredParameter] = {}
         self.on_written: Callable[[ShardedParameter, GatheredParameter], None] = _nothing
         self.name_of: Callable[[ShardedParameter], str] = str
@@ -60,19 +60,19 @@ class ShardedUnit:
 
     @property
     def gathered(self) -> bool:
-        """Whether the module holds whole parameters now."""
+        """Whether the module holds unsharded parameters now."""
         return bool(self.groups) and all(group.is_unsharded for group in self.groups)
 
     def waiting_gradients(self) -> bool:
-        """Whether whole gradients wait to be reduced."""
+        """Return whether unsharded gradients are waiting to be reduced."""
         return any(parameter.has_unsharded_grad for group in self.groups for parameter in group.parameters)
 
     def note_gather(self) -> None:
-        """A gather of the values that there are now begins."""
+        """Record the shards' change counters when a gather starts, for :meth:`drop_stale_gather`."""
         self._seen = changes_of(p.sharded for group in self.groups for p in group.parameters)
 
     def drop_stale_gather(self) -> None:
-        """Forget a gather that began before the shards were changed (weights clipped, averaged or loaded in a step)."""
+        """Drop a gather that began before the shards were changed (weights clipped, averaged or loaded in a step)."""
         pending = [group for group in self.groups if group.is_being_gathered]
         if pending and self._seen != changes_of(p.sharded for group in self.groups for p in group.parameters):
             for group in pending:
@@ -85,16 +85,16 @@ class ShardedUnit:
         self.module.set_reshard_after_backward(False, recurse=False)
 
     def gather(self) -> None:
-        """Gather now. Collective over the shard group."""
-        # Tensors made in inference mode could never be trained with: make them outside of it.
+        """All-gather the unit's parameters now. Collective over the shard group."""
+        # Tensors created in inference mode cannot be used in training, so create them outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self.module.unshard()
 
     def check_places(self, group: ParameterGroup) -> None:
-        """The module's parameters are about to be exchanged: shards for whole ones, or the other way round.
+        """Check that the module holds a group's parameters, before sharded and unsharded ones are swapped.
 
         Raises:
-            RuntimeError: If somebody has put another one into a place, which would be lost.
+            RuntimeError: If user code replaced a parameter; the swap would undo that.
         """
         for parameter in group.parameters:
             if not parameter.is_in_place(whole=group.is_unsharded):
@@ -105,11 +105,11 @@ class ShardedUnit:
                 )
 
     def note_values(self, group: ParameterGroup, *, rounded: bool) -> None:
-        """A group's whole parameters are there, and the user has not seen them yet.
+        """Record a group's gathered values before user code can change them.
 
         Args:
-            group: One of the unit's.
-            rounded: They are not exactly what the shards are.
+            group: One of the unit's parameter groups.
+            rounded: Whether gathered values are rounded, and so differ from the shards.
         """
         keep = self.resident or rounded
         with torch.inference_mode(False) if keep else contextlib.nullcontext(), torch.no_grad():
@@ -126,7 +126,7 @@ class ShardedUnit:
         self._noted = True
 
     def keep_traced(self, group: ParameterGroup) -> None:
-        """A group's whole parameters are about to be freed: what the user changed goes to the shards."""
+        """Write the user's changes to the shards before a group's unsharded parameters are freed."""
         if self._noted and group.is_unsharded:
             self.check_places(group)
             for parameter in group.parameters:
@@ -135,10 +135,10 @@ class ShardedUnit:
                     self._keep(parameter, gathered)
 
     def keep_changes(self) -> None:
-        """Write to the shards what the user changed while the unit was gathered (clamping, say).
+        """Write changes made by the user while the unit was gathered (such as clamping) to the shards.
 
-        Of a unit that stays gathered through a step, values to which somebody may hold a handle are compared without a
-        trace as well.
+        In a unit that stays gathered through a step, parameters whose ``.data`` was accessed are compared with their
+        earlier values even if no write was detected.
         """
         if self._noted and self.gathered:
             for group in self.groups:
@@ -155,20 +155,20 @@ class ShardedUnit:
         self._strays = self._strays or gathered.stray is not None
 
     def follow(self) -> None:
-        """Before the backward of a call: let the graph see what was written since to parameters it has noted."""
+        """Before a call's backward, copy current values into parameter memory that the autograd graph has saved."""
         if self._strays and self.gathered:
             for gathered in self.whole.values():
                 gathered.follow()
             self._strays = any(gathered.stray is not None for gathered in self.whole.values())
 
     def free(self) -> None:
-        """Give the whole parameters back, and what was written to them; the shards remain."""
+        """Free the unsharded parameters and discard what was written to them; the shards remain."""
         self._noted = False
         for group in self.groups:
             group.free()
 
     def abandon(self) -> None:
-        """As :meth:`free` after a failure, when other ranks may be gone. Not collective."""
+        """Free the unsharded parameters after a failure, without waiting for other ranks. Not collective."""
         self._noted = False
         for group in self.groups:
             group.abandon()
@@ -180,13 +180,13 @@ class BackwardRuntime:
     Args:
         units: All units, the root last.
         replicated: Name -> parameter kept whole on every rank (scalars, empty ones, ignored dtypes).
-        sequencer: Ranks that train together.
-        data_size: Ranks over which gradients are averaged.
-        check: Compare the order of collectives and the use of parameters after every backward.
-        codes: How units travel.
+        sequencer: Orders collectives over the ranks that train together.
+        data_size: Number of ranks over which gradients are averaged.
+        check: Whether to compare the order of collectives and the use of parameters after every backward.
+        codes: Compression of the units' collectives.
 
     Attributes:
-        turn: Whose forward or backward runs, where those of several micro-batches take turns; None elsewhere.
+        turn: Micro-batch whose forward or backward runs, if those of several micro-batches interleave; else None.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class BackwardRuntime:
         self.check = check
         self.codes = UnitCodes() if codes is None else codes
         self.tiled: list[TiledLinear] = []
-        #: Of other engines the number of the first of their collectives, and who joins them; the last ones first.
+        #: Collectives of other engines: (index of the first, function that joins one), latest registered first.
         self.beside: list[tuple[int, Callable[[int], None]]] = []
         self._next_beside = 0
         self.pending: list[PendingReduction] = []
@@ -215,7 +215,7 @@ class BackwardRuntime:
         self.hidden = HiddenGradients()
         self.backwards = 0
         self.agreed: Callable[[], None] = _nothing
-        #: Gets the names of parameters that ranks have set to different values.
+        #: Called with the names of parameters that ranks have set to different values.
         self.on_differing: Callable[[list[str]], None] = _nothing
         self.sync = True
         self.turn: Hashable = None
@@ -245,7 +245,7 @@ class BackwardRuntime:
     def add_tiled(
         self, name: str, layer: nn.Linear, mesh: DeviceMesh, *, tile_bytes: float, policy: MixedPrecisionPolicy | None
     ) -> None:
-        """Let a layer run in tiles, which have numbers behind those of all units."""
+        """Run a layer in tiles, whose collectives are numbered after those of all units and earlier tiles."""
         last = self.tiled[-1].first_index + self.tiled[-1].tiles if self.tiled else len(self.units)
         tiled = TiledLinear(
             name,
@@ -260,14 +260,14 @@ class BackwardRuntime:
         self.tiled.append(tiled)
 
     def add_beside(self, count: int, join: Callable[[int], None]) -> int:
-        """Let another engine's collectives have numbers behind those of all units and tiles.
+        """Reserve indices for another engine's collectives, after those of all units and tiles.
 
         Args:
-            count: How many there are, the same on every rank.
-            join: Takes part in one that another rank needs, by its number among them.
+            count: Number of collectives, the same on every rank.
+            join: Takes part in a collective that another rank needs, given its index among these.
 
         Returns:
-            The number of the first.
+            Index of the first one.
         """
         after_tiles = self.tiled[-1].first_index + self.tiled[-1].tiles if self.tiled else len(self.units)
         first = self._next_beside or after_tiles
@@ -316,7 +316,10 @@ class BackwardRuntime:
             )
 
     def _members(self, group: ParameterGroup) -> tuple[int, ...]:
-        """Numbers of the parameters that a reduction is of; their gradients are gone from them by then."""
+        """Return the positions of a group's trainable parameters, which identify its reduction.
+
+        The gradients have been removed from the parameters by the time of the reduction.
+        """
         return tuple(self.positions[id(p)] for p in group.parameters if p.sharded.requires_grad)
 
     def _note_values(self, unit: ShardedUnit, group: ParameterGroup) -> None:
@@ -327,13 +330,13 @@ class BackwardRuntime:
         self.sequencer.before(GATHER, unit.index)
 
     def _before_state(self, unit: ShardedUnit, group: ParameterGroup) -> None:
-        """A state dict of the module is read or loaded: of shards between steps, of what there is inside of one."""
+        """Before a state dict is saved or loaded: show shards between steps, current parameters inside a step."""
         if not self.inside:
             unit.keep_changes()
             group.show_shards()
 
     def _fitting(self, parameter: torch.Tensor, value: torch.Tensor, whole: bool) -> torch.Tensor:
-        """A value of a state dict, whole or sharded as the parameter that it is loaded into.
+        """Return a state dict's value in the form of the parameter that it is loaded into, whole or sharded.
 
         Collective over the mesh if the value is sharded and the parameter whole.
         """
@@ -358,7 +361,7 @@ class BackwardRuntime:
         self.queue_final()
 
     def watch_gradients(self, unit: ShardedUnit) -> None:
-        """From the first gather on, let any gradient of the unit bring about the end-of-backward work."""
+        """Register hooks by which any gradient of the unit triggers the end-of-backward work, once it was gathered."""
         if unit.watched or not all(group.was_unsharded for group in unit.groups):
             return
         unit.watched = True
@@ -371,7 +374,7 @@ class BackwardRuntime:
                     _when_gradient_arrives(gathered, functools.partial(self._gathered_arrived, position))
 
     def queue_final(self) -> None:
-        """Have the end-of-backward work done; called from inside a backward."""
+        """Queue the end-of-backward work; called from inside a backward."""
         if not self.finalizing:
             self.units[-1].state.queue_final()
 
@@ -379,10 +382,10 @@ class BackwardRuntime:
 
     @not_compiled
     def before_forward(self, unit: ShardedUnit, *unused: Any) -> None:
-        """Right before a unit is gathered for its forward, as a hook or called. Collective if it is done here."""
+        """Prepare a unit right before its forward gathers it. Collective over the shard group if it gathers here."""
         unit.drop_stale_gather()
         if not unit.watched:
-            # Creates the whole parameters outside of inference mode; fully_shard's own hook then finds them there.
+            # Create the unsharded parameters outside inference mode; fully_shard's own hook then finds them.
             if unit.groups and not unit.gathered and torch.is_inference_mode_enabled():
                 unit.gather()
             self.watch_gradients(unit)
@@ -398,18 +401,18 @@ class BackwardRuntime:
         self, unit: ShardedUnit, group: ParameterGroup, finish: Callable[..., Any], module: Any, given: Any, output: Any
     ) -> Any:
         if unit.resident:
-            # A backward inside this call (manual optimization) has reset the state; the end of forward is not
-            # the end of the unit's use.
+            # A backward inside this call (manual optimization) has reset the state; the unit is still in use after its
+            # forward.
             group.set_forward()
         elif group.reshards_after_forward:
             storages = {whole.untyped_storage().data_ptr() for p in group.parameters for whole in p.gather_buffers}
             if shares_memory(output, storages - {0}):
-                # The caller gets a parameter itself, or a view of one: it must not be freed under its hands.
+                # The output is a parameter or a view of one, so the storage must not be freed.
                 unit.set_resident(True)
         return finish(module, given, output)
 
     def _on_output(self, unit: ShardedUnit, output: Any) -> Any:
-        """In place of ``fully_shard``'s own hooks, which miss tensors in objects and views changed in place."""
+        """Register pre-backward hooks; ``fully_shard``'s miss tensors in objects and views changed in place."""
         if torch.is_grad_enabled():
             before_backward(output, functools.partial(self._before_backward, unit))
         return output
@@ -418,8 +421,8 @@ class BackwardRuntime:
 
     def _before_backward(self, unit: ShardedUnit, gradient: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
-            # A backward that is differentiated itself (create_graph, a gradient penalty): what it computes with is
-            # read once more by the one that follows, at a time that no hook tells of.
+            # Backward with create_graph (a gradient penalty): the next backward reads the unsharded parameters again,
+            # at a time that no hook reports.
             self.differentiated = True
             if not unit.resident:
                 unit.set_resident(True)
@@ -435,7 +438,7 @@ class BackwardRuntime:
             if unit.resident:
                 return
             if unit.open_calls[self.turn] > 0:
-                # A later call of the same module: gradients of all calls arrive at the first one, reduce them there.
+                # Backward of a later call of the same module: the first call's, which runs last, reduces gradients.
                 group.set_post_backward()
                 group.reshard()
                 return
@@ -443,18 +446,18 @@ class BackwardRuntime:
         if group.has_work:
             self._note_filled(group.fill_missing_grads())
         reduce()
-        # Not right after the reduce-scatter: HSDP's all-reduce belongs to it.
+        # Not right after the reduce-scatter: HSDP's all-reduce is part of the same reduction.
         self.sequencer.after()
 
     def _note_filled(self, parameters: Iterable[ShardedParameter]) -> None:
         self.filled.update((self.positions[id(parameter)], parameter) for parameter in parameters)
 
     def _final(self, finish: Callable[[], None]) -> None:
-        # A backward that reaches none of the parameters that have some has not ended them.
+        # Not done yet if this backward reached none of the parameters that have a hidden gradient.
         self.hidden.end()
         differentiated, self.differentiated = self.differentiated, False
         if differentiated and not any(unit.waiting_gradients() for unit in self.units):
-            # Gradients of inputs, which go into the loss: the step's backward is yet to come.
+            # Only gradients of inputs, which go into the loss: the step's own backward is still to come.
             self.units[-1].state.end_inner_backward()
             for unit in self.units:
                 unit.open_calls.pop(self.turn, None)
@@ -473,9 +476,9 @@ class BackwardRuntime:
             self.finalizing = False
 
     def finish(self) -> None:
-        """What ends a backward: reductions in flight, agreement, freeing. Collective over the mesh.
+        """Finish a backward: pending reductions, synchronisation across ranks, freeing. Collective over the mesh.
 
-        Of micro-batches that take turns, all but reductions waits for the end of the last one.
+        With interleaved micro-batches, synchronisation across ranks waits for the end of the last one.
         """
         self.backwards += 1
         while self.pending:
@@ -485,7 +488,7 @@ class BackwardRuntime:
             while self.pending:
                 self.pending.pop(0).finish()
         for unit in self.units:
-            # Changed between forward and backward, as by a teacher that follows in on_before_zero_grad.
+            # Parameters changed between forward and backward, such as a moving average in on_before_zero_grad.
             unit.keep_changes()
         if self.turn is None and self.sync:
             self._agree()
@@ -505,18 +508,18 @@ class BackwardRuntime:
             self.hidden.hide(self.gathered())
 
     def gathered(self) -> Iterator[tuple[ShardedParameter, str]]:
-        """The parameters that are whole now, with their names."""
+        """Yield the parameters that are gathered now, with their names."""
         for unit in self.units:
             if unit.gathered:
                 yield from ((each, unit.name_of(each)) for group in unit.groups for each in group.parameters)
 
     def end_without_backward(self) -> None:
-        """The end of a step that no rank has a loss for: what is waiting is reduced. Collective over the mesh."""
+        """Reduce pending gradients at the end of a step in which no rank has a loss. Collective over the mesh."""
         self.hidden.end()
         self.units[-1].state.run_final()
 
     def _agree(self) -> None:
-        """Compare what ranks did; a parameter that no rank used keeps no gradient, as in one process."""
+        """Compare ranks' collectives and writes; a parameter that no rank used keeps no gradient, as in one process."""
         names = list(self.replicated)
         used_anywhere = self.used
         if self.check and self.data_size > 1:
@@ -544,10 +547,10 @@ class BackwardRuntime:
         return Member(parameter, unit.whole.get(id(parameter)), group.is_unsharded)
 
     def settle_written(self) -> list[str]:
-        """Compare what ranks have written to gathered parameters, and take the first rank's. Collective over the mesh.
+        """Compare writes to gathered parameters across ranks, and take the first rank's. Collective over the mesh.
 
         Returns:
-            Names of parameters that they have set to different values.
+            Names of parameters that ranks have set to different values.
         """
         if self.data_size == 1:
             return []
@@ -558,7 +561,7 @@ class BackwardRuntime:
         return self.written.agree(flags, self._member)
 
     def forget(self) -> None:
-        """Forget what was noted of a backward that did not end."""
+        """Discard the records of a backward that did not finish."""
         self.written.forget()
         self.filled.clear()
         self.used.clear()
@@ -585,7 +588,7 @@ class BackwardRuntime:
                     gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
                     offset += gradient.numel()
 
-    # -- answering other ranks
+    # -- joining other ranks' collectives
 
     def answer(self, kind: int, index: int) -> None:
         """Take part in a collective that another rank needs and this one does not. Collective over the shard group."""
@@ -600,7 +603,7 @@ class BackwardRuntime:
         unit = self.units[index]
         if kind == GATHER:
             if unit.gathered or any(group.is_being_gathered for group in unit.groups):
-                # This rank has it, or is about to: it sends its part once more.
+                # This rank already holds the unit or is gathering it: it only sends its shards again.
                 for group in unit.groups:
                     group.send_shard()
             else:
@@ -610,22 +613,22 @@ class BackwardRuntime:
             return
         for group in unit.groups:
             if not group.was_unsharded:
-                # The other rank gathered it before, and this one answered: the parameters exist.
+                # The other rank gathered the unit before and this rank took part, so the parameters should exist.
                 raise RuntimeError(f"Unit {unit.unit.name!r} is reduced on another rank, but was never gathered here.")
             group.reduce_zeros(self._note_filled)
 
 
 def _nothing(*unused: Any) -> None:
-    """Before an engine says what follows."""
+    """Do nothing: default of callbacks that an engine sets later."""
 
 
 def _run_hooks_of(shard: Any, whole: nn.Parameter, *, before: Callable[[], None]) -> None:
-    """Run what is registered by ``register_hook`` of a sharded parameter, now or later, on the whole one's gradient.
+    """Run hooks that ``register_hook`` adds to a sharded parameter, now or later, on the unsharded one's gradient.
 
     Args:
         shard: The sharded parameter.
-        whole: The whole one.
-        before: Called first, before the gradient is added to any.
+        whole: The unsharded parameter.
+        before: Called first, before the gradient is accumulated.
     """
     if not (whole.is_floating_point() or whole.is_complex()):
         return
@@ -644,9 +647,9 @@ def _run_hooks_of(shard: Any, whole: nn.Parameter, *, before: Callable[[], None]
 
 
 def _when_gradient_arrives(parameter: nn.Parameter, act: Callable[[], None]) -> RemovableHandle | None:
-    """Call ``act`` in every backward that reaches the parameter, also if it is frozen now and is not later.
+    """Call ``act`` in every backward that reaches the parameter, even if it is frozen now and trainable later.
 
-    A sparse gradient (of embeddings with ``sparse=True``) is made dense before: it would have no slices to send.
+    A sparse gradient (of embeddings with ``sparse=True``) is made dense first, as it has no slices to reduce-scatter.
     """
     if not (parameter.is_floating_point() or parameter.is_complex()):
         return None

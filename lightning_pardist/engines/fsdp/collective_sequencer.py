@@ -14,13 +14,14 @@ _MASK = (1 << 62) - 1
 
 
 class CollectiveSequencer:
-    """Agrees on the next collective when ranks need different units at the same time.
+    """Keeps collectives in one order when ranks need different units at the same time.
 
-    ``fully_shard`` assumes that all ranks gather the same units in the same order. Where they do not (a rank without a
-    batch, a branch that depends on the data), a rank would wait for ever, or take another unit's bytes for its own.
-    While ``active``, every rank says before each collective which unit it needs, in one small all-gather; then all
-    take part in everything that anybody needs. A rank that needs nothing more waits in :meth:`wait_for_all`, and
-    answers. When not active, the order is only noted, and compared at the end of backward.
+    ``fully_shard`` assumes that all ranks gather the same units in the same order. If they do not (a rank without a
+    batch, a data-dependent branch), a rank would hang, or read another unit's bytes as its own. While ``active``, ranks
+    exchange the index of the unit that each needs before every collective, in one small all-gather; then every rank
+    takes part in all collectives that any rank needs. A rank that needs nothing more waits in :meth:`wait_for_all`,
+    where it joins the others' collectives. When not active, the order is only recorded, and compared at the end of
+    backward.
 
     Args:
         group: gloo group of all ranks that shard or replicate the same parameters.
@@ -49,13 +50,13 @@ class CollectiveSequencer:
             self.sequence = (self.sequence * 1000003 + 2 * index + kind + 1) & _MASK
 
     def wait_for_all(self) -> None:
-        """Answer the other ranks until none of them needs anything more. Collective over the group."""
+        """Join the other ranks' collectives until no rank needs any more. Collective over the group."""
         if self.size > 1:
             while self._round(_DONE):
                 pass
 
     def _round(self, mine: int) -> bool:
-        """One exchange; returns whether any rank needed something."""
+        """Run one exchange; return whether any rank needed a collective."""
         self.rounds += 1
         told = torch.empty(self.size, dtype=torch.int64)
         _gather_ints(told, torch.tensor([mine], dtype=torch.int64), self.group)
@@ -66,9 +67,9 @@ class CollectiveSequencer:
         return bool(wanted)
 
     def after(self) -> None:
-        """Called right after this rank's own collective: answers those that come after it in the agreed order."""
+        """Called right after this rank's own collective: joins those that come later in the common order."""
         if self._answering:
-            # Of a collective that was an answer; this rank's own is yet to come.
+            # Called from a collective joined for another rank; this rank's own is still to come.
             return
         later, self._later = self._later, []
         self._answer(later)
@@ -82,13 +83,13 @@ class CollectiveSequencer:
             self._answering = False
 
     def compare(self, flags: torch.Tensor) -> torch.Tensor:
-        """Unite flags over ranks, and make sure that all ranks issued the same collectives. Collective.
+        """Combine flags over ranks, and check that all ranks issued the same collectives. Collective.
 
         Args:
             flags: int64, zero or one, shape ``[n]``.
 
         Returns:
-            One where any rank had one, shape ``[n]``.
+            One where any rank's flag is one, shape ``[n]``.
 
         Raises:
             RuntimeError: If ranks gathered or reduced different units since the last comparison.

@@ -20,19 +20,19 @@ from lightning_pardist.engines.common.coded_exchange import (
 )
 from lightning_pardist.engines.common.slice_exchange import Reduction, exchanges_directly, gather_slices, scatter_slices
 
-#: Reductions in flight on gloo; each holds a unit's gradients and the peers' parts of them.
+#: Maximum reductions in flight on gloo; each holds a unit's gradients and the peers' slices of them.
 MAX_PENDING_REDUCTIONS = 3
 
 
 @dataclass
 class UnitCodes:
-    """How units travel, and what that leaves behind.
+    """Compression of units' collectives, with its error feedback.
 
     Attributes:
-        gather: Codes that parameters travel as; numbers as they are if None.
-        reduce: Codes that gradients travel as.
-        remainders: What codes leave behind of gradients is added to the next ones; lost if None.
-        exact: Whether parameters travel as they are for now: nobody trains with them.
+        gather: Codes for parameters in all-gathers; uncompressed if None.
+        reduce: Codes for gradients in reductions; uncompressed if None.
+        remainders: Compression errors of gradients, which are added to the next ones; discarded if None.
+        exact: Whether parameters are gathered uncompressed for now, outside of training.
     """
 
     gather: Compression | None = None
@@ -43,14 +43,14 @@ class UnitCodes:
 
 @dataclass
 class PendingReduction:
-    """A reduction of one unit that is yet to be summed into ``output``."""
+    """Reduction of one unit that is still to be summed into ``output``."""
 
     exchange: Reduction | CodedReduction
     output: torch.Tensor
     mean_over: int
 
     def finish(self) -> None:
-        """Wait for the pieces and sum them, in rank order, so that every run adds alike."""
+        """Wait for the slices and sum them in rank order, so that every run gives the same result."""
         self.exchange.finish(self.output)
         if self.mean_over > 1:
             self.output.mul_(1.0 / self.mean_over)
@@ -58,7 +58,7 @@ class PendingReduction:
 
 class _Allocate:
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for one collective."""
+        """Allocate a buffer for one collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -66,9 +66,9 @@ class UnitAllGather(_Allocate):
     """All-gather of one unit; on gloo it returns at once and ``fully_shard`` waits where it reads the result.
 
     Args:
-        announce: Called right before the collective.
-        conclude: Called right after it was started.
-        codes: How units travel.
+        announce: Called right before the collective starts.
+        conclude: Called right after it has started.
+        codes: Compression of the collective.
     """
 
     def __init__(self, announce: Callable[[], None], conclude: Callable[[], None], codes: UnitCodes) -> None:
@@ -79,15 +79,15 @@ class UnitAllGather(_Allocate):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather ``input_tensor`` of every rank into ``output_tensor``. Collective over ``group``."""
+        """Gather every rank's ``input_tensor`` into ``output_tensor``. Collective over ``group``."""
         self.before()
         work: dist.Work | None
         kind = None if self.codes.exact or group.size() == 1 else self.codes.gather
-        # Parameters of several dtypes travel together as bytes.
+        # Parameters of several dtypes are packed into one buffer of bytes, which has no codes.
         if kind is not None and has_codes(input_tensor):
             work = gather_coded(output_tensor, input_tensor, group=group, kind=kind)
             if output_tensor.device.type != "cpu":
-                # On the stream that fully_shard waits for.
+                # Wait on the stream that fully_shard synchronises with.
                 work.wait()
                 work = None
         elif exchanges_directly(output_tensor, group):
@@ -103,14 +103,14 @@ class UnitAllGather(_Allocate):
 
 
 class UnitReduceScatter(_Allocate):
-    """Reduce-scatter of one unit's gradients; on gloo, slices to their owners that are summed when they are needed.
+    """Reduce-scatter of one unit's gradients; on gloo, slices are sent to their owners and summed when needed.
 
     Args:
-        announce: Called right before the collective.
-        may_defer: Whether nobody reads the output before ``pending`` is drained.
+        announce: Called right before the collective starts.
+        may_defer: Returns whether the output is not read before ``pending`` is drained.
         pending: Reductions in flight, drained by the engine at the end of backward.
-        codes: How units travel.
-        members: Which parameters' gradients are reduced, so that what is left is added to those of the same ones.
+        codes: Compression of the collective.
+        members: Identifies the reduced parameters, so that compression errors are added to the same ones' gradients.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class UnitReduceScatter(_Allocate):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce ``input_tensor`` and keep this rank's part in ``output_tensor``. Collective over ``group``."""
+        """Reduce ``input_tensor`` and write this rank's slice to ``output_tensor``. Collective over ``group``."""
         self.before()
         return self._start(output_tensor, input_tensor, group, op, async_op)
 
@@ -150,7 +150,7 @@ class UnitReduceScatter(_Allocate):
             return work
         on_host = whole.device.type == "cpu"
         deferred = on_host and mean and self.may_defer()
-        # Reductions of one parameter add up in order: one that is read now comes after all before it.
+        # Reductions of one parameter accumulate in order: one that is read now comes after all earlier ones.
         while self.pending and (not deferred or len(self.pending) >= MAX_PENDING_REDUCTIONS):
             self.pending.pop(0).finish()
         exchange: Reduction | CodedReduction

@@ -22,15 +22,15 @@ class DirectUse(TorchFunctionMode):
     """Gathers a sharded parameter's unit when an operation uses it directly.
 
     ``F.linear(x, self.emb.weight)``, or a penalty over ``self.parameters()`` in ``training_step``, reads parameters
-    whose unit is not gathered at that moment. In-place operations, and in training those without gradient whose
-    arguments are all sharded (clamping weights, say), run on the shards as they are. One that changes sharded and whole
-    tensors together (``torch._foreach_add_`` over a sub-module of which a part is gathered) gets whole ones, whose
-    changes the shards take over.
+    whose unit is not gathered at that moment. In-place operations run directly on the shards; so do, in training,
+    operations without gradient whose arguments are all sharded (such as clamping weights). An in-place operation on
+    both sharded and whole tensors (``torch._foreach_add_`` over a partly gathered sub-module) runs on gathered
+    parameters, whose changes are written back to the shards.
 
     Args:
         units: All units.
         keep: Called with a unit that is used directly; it gathers the unit and keeps it through backward.
-        tiled: Layers that no rank ever has whole: using their weights directly is refused.
+        tiled: Layers that are never gathered whole; using their weights directly raises an error.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class DirectUse(TorchFunctionMode):
         super().__init__()
         self.keep = keep
         self._units = units
-        #: Where the whole step is without gradients, what reads a parameter is its forward, not an update.
+        #: Whether the whole step runs without gradients: an operation that reads a parameter is then no update.
         self._evaluates = False
         self.tiled = {id(layer.layer.weight): layer.name for layer in tiled}
         self.owners: dict[int, tuple[ShardedUnit, ShardedParameter]] = {}
-        #: Units whose shards one operation has changed together: in later runs, too, all or none of them are gathered.
+        #: Units whose shards one operation has changed together: later runs gather all or none of them.
         self.together: list[set[ShardedUnit]] = []
         self._by_memory: dict[int, tuple[ShardedUnit, ShardedParameter]] = {}
         for unit in units:
@@ -54,7 +54,7 @@ class DirectUse(TorchFunctionMode):
                         self._by_memory[_memory(parameter.sharded)] = (unit, parameter)
 
     def __enter__(self) -> DirectUse:
-        # Where the parameters are split over tensor ranks as well, those see them first, and ask here.
+        # Where the parameters are also split over tensor ranks, those handle operations first and gather by this.
         for unit, parameter in self.owners.values():
             parameter.sharded._pardist_gather = functools.partial(self._gather, unit, parameter)
         self._evaluates = not torch.is_grad_enabled()
@@ -89,7 +89,7 @@ class DirectUse(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _note_written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note writes to gathered parameters by views of ``.data``, which leave no other trace."""
+        """Record writes to gathered parameters through views of ``.data``, which leave no other trace."""
         written = {memory_of(own_part(value)) for value in _tensors(args, kwargs)} - {0}
         for unit in self._units:
             if unit.gathered:
@@ -97,7 +97,7 @@ class DirectUse(TorchFunctionMode):
                     gathered.touched = gathered.touched or memory_of(gathered.home) in written
 
     def _mixes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an in-place operation is given shards of our parameters and ordinary tensors."""
+        """Return whether an in-place operation takes both shards of these units and plain tensors."""
         found = [value for value in _tensors(args, kwargs) if value.dim()]
         owners = [owner for value in found if (owner := self._owner(value)) is not None]
         if not owners:
@@ -108,7 +108,7 @@ class DirectUse(TorchFunctionMode):
         return any(not isinstance(value, DTensor) for value in found)
 
     def _owner(self, value: Any) -> tuple[ShardedUnit, ShardedParameter] | None:
-        """Of a sharded parameter, or of what ``.data`` and ``.detach()`` of one give."""
+        """Return the unit and parameter of a sharded parameter, or of the result of its ``.data`` or ``.detach()``."""
         if id(value) in self.owners:
             return self.owners[id(value)]
         if not isinstance(value, DTensor):
@@ -150,10 +150,12 @@ class DirectUse(TorchFunctionMode):
 
 
 class InBackward:
-    """Lets a mode see what runs in a backward, for which it is asked, and in which it is left out. Entered repeatedly.
+    """Keeps a mode active while the autograd engine runs, which torch calls with the mode disabled.
+
+    May be entered repeatedly.
 
     Args:
-        mode: It is active around the backward.
+        mode: The mode, which is active around the backward.
     """
 
     def __init__(self, mode: TorchFunctionMode) -> None:
@@ -166,7 +168,7 @@ class InBackward:
         TorchFunctionMode.__exit__(self._mode, *exception)
 
 
-#: Methods that look at a tensor's form, not at its values.
+#: Methods that read a tensor's metadata, not its values.
 _METADATA = frozenset(
     {
         *(

@@ -9,27 +9,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-#: A policy: class names, or a function ``module -> bool`` as torch's wrap policies have it.
+#: A policy: class names, or a function ``module -> bool`` like torch's wrap policies.
 UnitPolicy = Collection[str] | Callable[[nn.Module], bool]
 
-#: Modules below this are not worth a collective of their own and stay with their parent, in bytes.
+#: Minimum size of a unit, in bytes. Smaller modules are not worth a collective and stay with their parent.
 MIN_UNIT_BYTES = 256 * 1024
-#: A repeated block above this share of the model is split at its own repeated blocks, if it has any.
+#: A repeated block above this share of the model is split into its own repeated blocks, if it has any.
 MAX_UNIT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together, right before their module runs, and freed right after.
+    """Parameters that are gathered together right before their module runs, and freed right after.
 
     Attributes:
         name: The module's name from the root; empty for the root itself.
         module: The module whose call gathers the unit.
-        reason: ``"block"`` (repeated), ``"large"`` (one big layer), ``"policy"``, ``"dtype"``, ``"stage"`` (what a
-            pipeline runs as one) or ``"root"``.
+        reason: ``"block"`` (repeated), ``"large"`` (one big layer), ``"policy"``, ``"dtype"``, ``"stage"`` (a module
+            that a pipeline runs as a whole) or ``"root"``.
         parameters: Names of the parameters, from the root.
         numel: Elements in all of them.
-        nbytes: Bytes of all of them, whole.
+        nbytes: Bytes of all of them, unsharded.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Unit:
 
     @property
     def class_name(self) -> str:
-        """Class of the module as its author wrote it."""
+        """Name of the module's class before ``fully_shard``."""
         return original_class(self.module).__name__
 
 
@@ -55,20 +55,20 @@ def find_fsdp_units(
     boundaries: Collection[nn.Module] | None = None,
     closed: Collection[nn.Module] = (),
 ) -> list[Unit]:
-    """Split a module into units; what no unit owns belongs to the root, which comes last. Not collective.
+    """Split a module into units; parameters outside all units belong to the root, which comes last. Not collective.
 
     Repeated blocks (items of ``ModuleList``, ``ModuleDict`` or ``Sequential`` whose class occurs more than once) and
     single layers above ``min_unit_bytes`` become units. A parameter that two units would own goes to the innermost
-    unit around both, in most models the root. Where a unit mixes dtypes, submodules of the rarer one become units.
+    unit around both, in most models the root. If a unit mixes dtypes, submodules of the rarer dtype become units.
 
     Args:
         module: Any module, on any device, ``meta`` included.
-        policy: Class names, or a function that says of a module whether it is a unit; replaces the search.
+        policy: Class names, or a function that returns whether a module is a unit; replaces the search.
         min_unit_bytes: Candidates with fewer bytes stay with their parent. Not applied to a policy.
         max_unit_share: A repeated block with more than this share of all bytes is split at its inner blocks.
-        ignored: Parameters that are nobody's (kept whole on every rank).
-        boundaries: If given, units are these modules, or lie inside of one of them.
-        closed: Modules inside of which there are no units: what they own belongs to a unit around.
+        ignored: Parameters that no unit owns (kept whole on every rank).
+        boundaries: If given, every unit is one of these modules or inside one of them.
+        closed: Modules without inner units: what they own belongs to themselves or to a unit around them.
 
     Returns:
         Units in the order of ``module.named_modules()``, inner before outer, the root last.
@@ -89,12 +89,12 @@ def find_fsdp_units(
 
 
 def describe_units(module: nn.Module, chosen: dict[nn.Module, str], ignored: Collection[nn.Parameter]) -> list[Unit]:
-    """Turn chosen modules into units, each parameter given to its owner.
+    """Build units from chosen modules, and assign each parameter to its owner.
 
     Args:
         module: The root.
         chosen: Module -> reason; the root is added.
-        ignored: Parameters that are nobody's.
+        ignored: Parameters that no unit owns.
     """
     reasons = {**chosen, module: "root"}
     names = {child: name for name, child in module.named_modules()}
@@ -119,7 +119,7 @@ def describe_units(module: nn.Module, chosen: dict[nn.Module, str], ignored: Col
 
 
 def parameter_owners(module: nn.Module, units: Collection[nn.Module]) -> dict[nn.Parameter, nn.Module]:
-    """The innermost unit around every place where a parameter is registered.
+    """Return for each parameter the innermost unit around all places where it is registered.
 
     Args:
         module: The root, itself one of ``units``.
@@ -138,7 +138,7 @@ def parameter_owners(module: nn.Module, units: Collection[nn.Module]) -> dict[nn
 
 
 def format_units(units: Sequence[Unit]) -> str:
-    """The plan as a table: one line a unit, equal neighbours folded."""
+    """Format the plan as a table: one line per unit, equal neighbours folded."""
     lines = [f"{'unit':<32} {'class':<24} {'why':<7} {'parameters':>12} {'MB':>9}"]
     run: list[Unit] = []
     for unit in [*units, None]:
@@ -155,12 +155,12 @@ def format_units(units: Sequence[Unit]) -> str:
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Whether a module has a ``forward`` (``ModuleList`` and ``ModuleDict`` have none)."""
+    """Return whether a module has a ``forward`` (``ModuleList`` and ``ModuleDict`` have none)."""
     return type(module).forward is not nn.Module.forward and not isinstance(module, torch.jit.ScriptModule)
 
 
 def original_class(module: nn.Module) -> type:
-    """The class before ``fully_shard`` put its own in front."""
+    """Return a module's class without the one that ``fully_shard`` puts in front."""
     from torch.distributed.fsdp import FSDPModule
 
     cls = type(module)
@@ -176,7 +176,7 @@ def _nbytes(parameter: torch.Tensor) -> int:
 
 
 def _walk(module: nn.Module, path: tuple[nn.Module, ...] = ()) -> Iterator[tuple[tuple[nn.Module, ...], nn.Module]]:
-    """Every place in the tree, shared modules once for each place, with the modules around it."""
+    """Yield every place in the module tree with its path of modules; shared modules occur once per place."""
     path = (*path, module)
     yield path, module
     for child in module.children():
@@ -185,7 +185,7 @@ def _walk(module: nn.Module, path: tuple[nn.Module, ...] = ()) -> Iterator[tuple
 
 
 def _post_order(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
-    """Children before parents, in the order of registration, each once."""
+    """Yield each module once, children before parents, in order of registration."""
     seen = set() if seen is None else seen
     if module in seen:
         return
@@ -209,15 +209,15 @@ def _by_policy(module: nn.Module, policy: UnitPolicy) -> dict[nn.Module, str]:
 
 
 def chosen_by_name(module: nn.Module, classes: Collection[str], *, argument: str) -> list[nn.Module]:
-    """Modules below ``module`` whose class has one of these names, with or without that of its Python module.
+    """Return modules below ``module`` whose class has one of these names, with or without its Python module's name.
 
     Args:
         module: The root.
-        classes: Names.
-        argument: What the user set, for errors.
+        classes: Class names.
+        argument: Name of the user's argument, for errors.
 
     Raises:
-        ValueError: If a name does not occur, or means modules that cannot be called.
+        ValueError: If a name does not occur, or matches modules that cannot be called.
     """
     wanted = {classes} if isinstance(classes, str) else set(classes)
     known = {name for child in module.modules() for name in _class_names(child)}
@@ -274,7 +274,7 @@ def _keep_inside(
     skip: set[nn.Parameter],
     min_unit_bytes: int | None,
 ) -> None:
-    """Take back units that span several boundaries; one that was inside of such a unit becomes a unit itself."""
+    """Drop units outside of all boundaries; a boundary without inner units becomes a unit if it is large enough."""
     inside = _below(boundaries)
     for unit in list(chosen):
         if unit not in inside:
@@ -303,25 +303,25 @@ def _has_inner_blocks(module: nn.Module, closed: set[nn.Module]) -> bool:
 
 
 def _owns_large(module: nn.Module, skip: set[nn.Parameter], min_unit_bytes: int) -> bool:
-    """One layer that is big by itself. Modules with children are left to the search, they may be called in part."""
+    """Return whether a module is one large layer; modules with children are searched, as they may run in part."""
     own = [parameter for parameter in module.parameters(recurse=False) if parameter not in skip]
     return not any(True for _ in module.children()) and sum(map(_nbytes, own)) >= max(1, min_unit_bytes)
 
 
 def is_torch_composite(module: nn.Module) -> bool:
-    """PyTorch's own modules with children (attention, encoder layers) read their children's parameters directly."""
+    """Return whether a PyTorch module reads its children's parameters directly (attention, encoder layers)."""
     if not type(module).__module__.startswith(("torch.nn", "torch.ao")) or not can_be_called(module):
         return False
-    # Containers, and nn.TransformerEncoder and its like, only iterate over their items: those are found as blocks.
+    # Containers, and the like of nn.TransformerEncoder, only iterate over their items: those are found as blocks.
     holds_list = any(isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) for child in module.modules())
     return not holds_list and any(True for _ in module.children())
 
 
 def _dissolve_tied(module: nn.Module, chosen: dict[nn.Module, str], skip: set[nn.Parameter]) -> None:
-    """Take back units until every parameter can be reached by its owner without passing through another unit.
+    """Drop units until every owner can reach its parameters without passing through another unit.
 
-    ``fully_shard`` finds a unit's parameters in modules below it that are in no inner unit. A parameter tied between
-    two inner units has no such place: the smaller of the two is dissolved into what is around it.
+    ``fully_shard`` collects a unit's parameters from modules below it that are in no inner unit. A parameter tied
+    between two inner units has no such place: the smaller of the two is dissolved into the unit around it.
     """
     while True:
         units = {*chosen, module}
@@ -356,7 +356,7 @@ def _split_dtypes(
     boundaries: Collection[nn.Module] | None,
     closed: Collection[nn.Module],
 ) -> None:
-    """Make submodules of a unit's rarer dtypes units: ``fully_shard`` reduces one dtype a unit."""
+    """Make units of submodules with a unit's rarer dtypes: ``fully_shard`` reduces one dtype per unit."""
     inside = _below([module] if boundaries is None else boundaries)
     for unit in [*chosen, module]:
         owners = parameter_owners(module, {*chosen, module})
@@ -379,7 +379,7 @@ def _split_dtypes(
 
 
 def shardable(parameter: torch.Tensor) -> bool:
-    """Whether there is anything to shard: scalars and empty parameters stay whole on every rank."""
+    """Return whether a parameter can be sharded: scalars and empty parameters stay whole on every rank."""
     return parameter.dim() > 0 and parameter.numel() > 0
 
 

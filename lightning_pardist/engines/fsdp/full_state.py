@@ -27,18 +27,18 @@ from lightning_pardist.local_tensors import (
 
 
 def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
-    """Put one sharded tensor together on the host of the writer. Collective over its data axes.
+    """Gather one sharded tensor to the writer's host memory. Collective over its data axes.
 
     Args:
         value: Sharded over one data axis, replicated over the others; it may be split over tensor ranks as well.
-        writer: Global rank that gets the tensor.
+        writer: Global rank that receives the tensor.
 
     Returns:
-        The whole tensor, on the host, on the writer; nothing elsewhere. Of a tensor that is split over tensor ranks
-        the writer's part, as a DTensor over these.
+        The whole tensor in host memory on the writer; None on other ranks. For a tensor that is split over tensor
+        ranks, the writer's part, as a DTensor over those ranks.
     """
     if not dist.is_initialized():
-        # After a run of one rank, whose group is gone, and whose shards are whole.
+        # After a run of one rank, whose process group is destroyed and whose shards are whole.
         return value.to_local().detach().to("cpu", copy=True)
     sharded = sharded_axes(value)
     if not sharded and tensor_axis(value) is not None:
@@ -63,24 +63,24 @@ def gather_to(value: DTensor, writer: int) -> torch.Tensor | None:
 
 
 def is_rank(rank: int) -> bool:
-    """Whether this is the global rank of that number, also after a run of one rank, whose group is gone."""
+    """Return whether this process has that global rank; true after a run of one rank, whose process group is gone."""
     return not dist.is_initialized() or dist.get_rank() == rank
 
 
 def full_state(
     module: nn.Module, writer: int = 0, shards: Mapping[int, torch.Tensor] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Parameters and persistent buffers, whole, one after the other. Collective; every rank must exhaust it.
+    """Yield whole parameters and persistent buffers one at a time. Collective; every rank must exhaust the iterator.
 
     Args:
         module: A sharded module.
-        writer: Global rank that gets the tensors.
-        shards: By the ``id`` of parameters that are gathered (inside of a step) what they are gathered from, which may
-            have more digits.
+        writer: Global rank that receives the tensors.
+        shards: ``id`` of each gathered parameter (inside a step) -> the shard that it was gathered from, which may have
+            higher precision.
 
     Yields:
-        Name, and the whole tensor on the writer's host; ``None`` in its place elsewhere. Names of one tied parameter
-        follow each other and share the tensor.
+        Name, and the whole tensor in the writer's host memory; ``None`` as the tensor on other ranks. Names of one tied
+        parameter follow each other and share the tensor.
     """
     state = _with_shards(module, shards)
     names: dict[int, list[str]] = {}
@@ -116,11 +116,11 @@ def load_full_state(
     Args:
         module: A sharded module.
         state: Name -> whole tensor, memory-mapped if large.
-        strict: Refuse names that are missing or unexpected.
-        shards: As for :func:`full_state`; what is gathered has to be gathered again.
+        strict: Whether missing or unexpected names are errors.
+        shards: As for :func:`full_state`; gathered parameters have to be gathered again afterwards.
 
     Raises:
-        RuntimeError: If a shape differs, or names do under ``strict``; nothing has been changed then.
+        RuntimeError: If a shape differs, or under ``strict`` the names; nothing has been changed then.
     """
     own = _with_shards(module, shards)
     common = common_names(module, own, state, strict=strict)
@@ -144,16 +144,16 @@ def load_full_state(
 def whole_values(
     label: str, parameter: torch.Tensor, values: Mapping[str, Any], writer: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """One parameter's optimizer state, whole. Collective over its mesh; every rank must exhaust it.
+    """Yield one parameter's optimizer state, whole. Collective over its mesh; every rank must exhaust the iterator.
 
     Args:
-        label: What to call the parameter in an error.
-        parameter: Whose state it is.
+        label: Name of the parameter in errors.
+        parameter: Parameter that the state belongs to.
         values: State name -> this rank's value.
-        writer: Global rank that gets the tensors.
+        writer: Global rank that receives the tensors.
 
     Yields:
-        State name, and the whole value on the writer; ``None`` in its place elsewhere.
+        State name, and the whole value on the writer; ``None`` as the value on other ranks.
 
     Raises:
         ValueError: If a state tensor is neither a scalar nor shaped like its parameter.
@@ -170,12 +170,12 @@ def whole_values(
 
 
 def own_values(parameter: torch.Tensor, values: Mapping[str, Any], *, local: bool) -> dict[str, Any]:
-    """This rank's part of one parameter's optimizer state. Not collective.
+    """Return this rank's part of one parameter's optimizer state. Not collective.
 
     Args:
-        parameter: Whose state it is.
+        parameter: Parameter that the state belongs to.
         values: State name -> whole value.
-        local: Ordinary local tensors instead of ``DTensor``s.
+        local: Whether to return plain local tensors instead of ``DTensor``s.
     """
     own: dict[str, Any] = {}
     for key, value in values.items():
@@ -190,7 +190,7 @@ def own_values(parameter: torch.Tensor, values: Mapping[str, Any], *, local: boo
 
 
 def _as_dtensor(name: str, key: str, value: Any, parameter: torch.Tensor) -> Any:
-    """State that was made on the local shard, with the parameter's mesh and placements."""
+    """Wrap state that was created on the local shard as a DTensor with the parameter's mesh and placements."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     if value.dim() == 0:

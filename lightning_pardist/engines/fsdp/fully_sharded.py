@@ -1,4 +1,4 @@
-"""A sharded module at run time: gathering, steps and evaluation on torch's ``fully_shard``."""
+"""Runtime of a sharded module: gathering, steps and evaluation on torch's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from lightning_pardist.engines.fsdp.skip_consensus import SkipStepConsensus
 from lightning_pardist.engines.offload import HostedState, HostStep
 from lightning_pardist.local_tensors import whole_over_data
 
-#: Backward of these needs their inputs, not their weights.
+#: Forwards whose backward needs the inputs, but not the weights.
 _READ_IN_FORWARD_ONLY = (nn.Embedding.forward,)
 
 Result = TypeVar("Result")
-#: Where gradients of all but the last micro-batch stay.
+#: How gradients of all but the last micro-batch are kept.
 Accumulate = Literal["sharded", "unsharded"]
 
 
 class FullySharded:
-    """A sharded module at run time. Made by :func:`~.apply.shard`.
+    """Handle of a sharded module at run time. Created by :func:`~.apply.shard`.
 
     Attributes:
         module: The module, sharded in place.
-        mesh: Its mesh.
+        mesh: Device mesh of the data axes.
         units: The plan, the root last.
-        replicated: Names of parameters that are whole on every rank.
-        losses: Who has a loss in this step.
-        codes: How units travel.
+        replicated: Name -> parameter that is whole on every rank.
+        losses: Consensus on steps without a loss.
+        codes: Compression of the units' collectives.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class FullySharded:
         self._changed_together: set[ShardedUnit] = set()
         self._save_gathers = save_gathers
         self._first: ShardedUnit | None = None
-        # Micro-batches mix the order of a step: nothing is to be learned from it.
+        # Interleaved micro-batches mix the order of a step, so prefetching cannot follow it.
         self._order: list[ShardedUnit] | None = None if interleaved else []
         self._kept: Accumulate | None = None
         self._backwards_before = 0
         data_group = mesh.get_group() if mesh.ndim == 1 else flatten_mesh(mesh, _flat_name(mesh)).get_group()
-        #: Global rank that gets whole tensors, first of those that hold the same part of the module.
+        #: Global rank that receives whole tensors, the first of those that hold the same part of the module.
         self.writer = dist.get_global_rank(data_group, 0)
         self.sequencer = CollectiveSequencer(_host_group(data_group), data_group)
         self.sequencer.active = allow_divergent_forward
@@ -113,7 +113,7 @@ class FullySharded:
         ]
         self._call = _trampoline(self._root.module)
         with torch.no_grad():
-            # fully_shard takes the first module that runs for the root: let it be the root.
+            # fully_shard takes the first module that runs as the root, so run the root first.
             self._call(lambda: None)
         self._root.free()
 
@@ -131,10 +131,10 @@ class FullySharded:
         return "\n".join([format_units(self.units), *map(str, self._runtime.tiled)])
 
     def sent_bytes(self, microbatches: int, keep: Accumulate = "sharded") -> float:
-        """Bytes that this rank sends for gathers and reductions in a step of so many micro-batches, at most.
+        """Return an upper bound of the bytes that this rank sends for gathers and reductions in a step.
 
         Args:
-            microbatches: Each has a forward and a backward of its own.
+            microbatches: Number of micro-batches, each with its own forward and backward.
             keep: As for :meth:`microbatches`.
         """
         ranks = self.mesh.size(self.mesh.ndim - 1)
@@ -149,17 +149,17 @@ class FullySharded:
     def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """Run a step function (``training_step``, ``validation_step``, ...) with the root's parameters gathered.
 
-        Anything that uses the module goes through here, or through the module's own call. Backward may run inside
-        (manual optimization) or afterwards. The root's parameters stay gathered until the backward that follows has
-        ended, or to the end of the call when gradients are off. Collective over the mesh.
+        Everything that uses the module must run in here, or through the module's own call. Backward may run inside
+        (manual optimization) or afterwards. The root's parameters stay gathered until the following backward has ended,
+        or until the end of the call if gradients are off. Collective over the mesh.
 
         Args:
             function: The step function.
-            *args: Passed on.
-            **kwargs: Passed on.
+            *args: Passed to the function.
+            **kwargs: Passed to the function.
 
         Returns:
-            What the function returns.
+            The function's result.
 
         Raises:
             RuntimeError: If a parameter is used outside its module's call in a way that was not seen before.
@@ -170,10 +170,10 @@ class FullySharded:
 
     @contextlib.contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Around a backward: what hooks and custom functions call or use in it is gathered as in a step.
+        """Context manager around a backward: units used by hooks and custom functions are gathered as in a step.
 
-        A reversible layer, whose inputs are computed again from its outputs, is called by other methods than its own
-        ``forward`` there. Collective over the mesh where a unit has to be gathered.
+        A reversible layer, whose inputs are recomputed from its outputs, is called there by other methods than its own
+        ``forward``. Collective over the mesh if a unit has to be gathered.
         """
         with self._looking("backward") as uses, contextlib.ExitStack() as inside:
             if uses is not None:
@@ -187,7 +187,7 @@ class FullySharded:
         try:
             yield
         finally:
-            # A stage's run may be cut off in a call of the module, of which hooks learn nothing.
+            # A stage's run may be aborted inside a call of the module, and then post-forward hooks do not run.
             self._runtime.inside = depth
             self._leave()
 
@@ -196,17 +196,17 @@ class FullySharded:
             self._backwards_before = self._runtime.backwards
             for unit in self._units:
                 if unit.gathered:
-                    # What is still there from a step without backward may be old by now.
+                    # Parameters still gathered since a step without backward may be stale by now.
                     unit.keep_changes()
                     unit.free()
                 if unit.resident:
                     unit.gather()
                 self._runtime.watch_gradients(unit)
-            # What has accumulated may be dropped before the step's own backward.
+            # Accumulated gradients may be cleared by the user before the step's own backward.
             self._runtime.hidden.hide(self._runtime.gathered())
             first = self._first
             if first is not None and not first.resident and not torch.is_inference_mode_enabled():
-                # Under way while the step prepares its inputs.
+                # Runs while the step prepares its inputs.
                 first.module.unshard(async_op=True)
         self._runtime.inside += 1
 
@@ -220,7 +220,7 @@ class FullySharded:
                     unit.free()
 
     def rest(self) -> None:
-        """No backward of what ran so far will follow: parameters are shards again. Not collective."""
+        """Reshard all units, as no backward of earlier forwards will follow. Not collective."""
         if self._runtime.inside == 0:
             self.keep_changes()
             for unit in self._units:
@@ -236,10 +236,10 @@ class FullySharded:
 
     @contextlib.contextmanager
     def _looking(self, name: str) -> Iterator[DirectUse | None]:
-        """Watch for direct uses of parameters, where asked for."""
+        """Detect direct uses of parameters, in the runs that ``detect_direct_param_use`` selects."""
         seen = f"{name}, grad={torch.is_grad_enabled()}"
         if self._watch == "always" or (self._watch == "first" and seen not in self._watched):
-            # A mode would be traced into compiled blocks: the run that looks is an eager one.
+            # The mode would be traced into compiled blocks, so this run is eager.
             with eagerly(), DirectUse(self._units, self._keep, self._runtime.tiled) as uses:
                 yield uses
             for units in uses.together:
@@ -260,7 +260,7 @@ class FullySharded:
             raise
 
     def _keep(self, unit: ShardedUnit) -> None:
-        """A parameter of this unit is used directly: gather it, and keep it through every step."""
+        """Gather a unit whose parameter is used directly, and keep it gathered through every step."""
         if not unit.resident:
             unit.set_resident(True)
             unit.module.set_unshard_in_backward(True)
@@ -274,12 +274,12 @@ class FullySharded:
             self._order.append(unit)
 
     def _learn_order(self) -> None:
-        """After the first backward whose order ranks agree on: gather the next unit while one computes."""
+        """Prefetch units and skip needless gathers, by the order of the first step that was the same on all ranks."""
         order = self._order
         if order is None:
             return
         if not order or self.sequencer.active:
-            # Ranks may differ here; what is learned must be the same on all.
+            # The order may differ between ranks here, and prefetching must be the same on all.
             self._order = []
             return
         self._order = None
@@ -306,16 +306,16 @@ class FullySharded:
     def settle_written(self) -> list[str]:
         """Take the first rank's values of gathered parameters that ranks have set to different ones. Collective.
 
-        Done at the end of every backward as well.
+        Also runs at the end of every backward.
 
         Returns:
-            Their names.
+            Names of these parameters.
         """
         self.meet()
         return self._runtime.settle_written()
 
     def when_differing(self, tell: Callable[[list[str]], None]) -> None:
-        """Have the names told of parameters that a backward finds to be set to different values on ranks."""
+        """Set a callback for the names of parameters that a backward finds to differ between ranks."""
         self._runtime.on_differing = tell
 
     def _before_step(self, optimizer: torch.optim.Optimizer, known: int) -> None:
@@ -341,13 +341,13 @@ class FullySharded:
                     )
 
     def shards(self) -> dict[int, Any]:
-        """The shards, by the ``id`` of what the module has in their places while they are gathered. Local."""
+        """Return the shards by the ``id`` of the parameters that replace them while gathered. Not collective."""
         self.keep_changes()
         parameters = (parameter for unit in self._units for group in unit.groups for parameter in group.parameters)
         return {id(each.unsharded): each.sharded for each in parameters if each.unsharded is not None}
 
     def refresh(self) -> None:
-        """Call after an optimizer step inside :meth:`run` (manual optimization): gathers the new values. Collective."""
+        """Gather the new values after an optimizer step inside :meth:`run` (manual optimization). Collective."""
         for unit in self._units:
             if unit.gathered or any(group.is_being_gathered for group in unit.groups):
                 unit.free()
@@ -358,11 +358,12 @@ class FullySharded:
 
     @contextlib.contextmanager
     def accumulate(self, keep: Accumulate = "sharded") -> Iterator[None]:
-        """For the micro-batches before the last one of an optimizer step.
+        """Context manager for the micro-batches before the last one of an optimizer step.
 
         Args:
-            keep: ``"sharded"`` reduces every micro-batch and adds up shards (HSDP: within the shard group only);
-                ``"unsharded"`` sends nothing and holds whole gradients until the last one.
+            keep: ``"sharded"`` reduces the gradients of every micro-batch and accumulates shards (HSDP: reduced within
+                the shard group only); ``"unsharded"`` sends nothing and holds unsharded gradients until the last
+                micro-batch.
         """
         before = self._kept
         self._keep_gradients(keep)
@@ -372,28 +373,28 @@ class FullySharded:
             self._keep_gradients(before)
 
     def _keep_gradients(self, keep: Accumulate | None) -> None:
-        """What backward does with gradients from now on; None reduces them."""
+        """Set how backward keeps gradients from now on; None reduces them."""
         self._kept = keep
         one_axis = self.mesh.ndim == 1
         root = self._root.module
         root.set_requires_gradient_sync(keep != "unsharded")
         if keep == "sharded":
-            # fully_shard keeps partial sums of HSDP apart from .grad; all-reducing them at the boundary is enough.
+            # fully_shard keeps HSDP's partial sums apart from .grad; it is enough to all-reduce them at the boundary.
             root.set_requires_all_reduce(one_axis)
         self._runtime.sync = keep is None or (keep == "sharded" and one_axis)
 
     @contextlib.contextmanager
     def microbatches(self, keep: Accumulate = "sharded") -> Iterator[FSDPMicrobatchContext]:
-        """Around a step whose forwards and backwards of several micro-batches take turns.
+        """Context manager around a step in which forwards and backwards of several micro-batches interleave.
 
-        Whatever :meth:`accumulate` says outside, gradients are reduced when the turns are finished, and added to
-        ``.grad``. Collective over the mesh, and every rank has to take the same turns.
+        Regardless of :meth:`accumulate` outside, gradients are reduced when all micro-batches have finished, and added
+        to ``.grad``. Collective over the mesh, and every rank must run the same order of forwards and backwards.
 
         Args:
-            keep: Where gradients stay until then, as for :meth:`accumulate`.
+            keep: How gradients are kept until then, as for :meth:`accumulate`.
 
         Yields:
-            Who is told whose turn it is.
+            Context that receives the current micro-batch.
         """
         before = self._kept
         self._keep_gradients(keep)
@@ -416,14 +417,14 @@ class FullySharded:
         group: Callable[[Scope], dist.ProcessGroup] | None = None,
         scope: ScopeSetting = "auto",
     ) -> None:
-        """Let an optimizer step on shards, and the module see its new values at once (manual optimization).
+        """Make an optimizer step on shards, and gather its new values at once in manual optimization.
 
         Args:
-            optimizer: Made from the module's parameters after :func:`~.apply.shard`.
-            host: Steps in place of an elementwise optimizer, where its state is offloaded.
-            hosted: Keeps the state of another one, where it is offloaded.
-            group: Gives the ranks that together hold the parameters whole, for optimizers that are not elementwise;
-                those of the shard axis if None.
+            optimizer: Created from the module's parameters after :func:`~.apply.shard`.
+            host: Runs the steps of an elementwise optimizer whose state is offloaded.
+            hosted: Keeps the offloaded state of an optimizer that is not elementwise.
+            group: Returns the ranks that together hold whole parameters, for optimizers that are not elementwise; those
+                of the shard axis if None.
             scope: What an element's update depends on; found by a trial if ``"auto"``.
 
         Raises:
@@ -442,13 +443,13 @@ class FullySharded:
         )
 
     def held_bytes(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, int]:
-        """Bytes this rank holds between steps: parameters, gradients and optimizer state, padding included.
+        """Return the bytes that this rank holds between steps: parameters, gradients and optimizer state, with padding.
 
         Args:
-            optimizers: Whose state to count.
+            optimizers: Optimizers whose state is counted.
 
         Returns:
-            ``parameters``, ``gradients``, ``optimizer`` and ``gathered`` (whole units held right now), in bytes.
+            ``parameters``, ``gradients``, ``optimizer`` and ``gathered`` (unsharded units held right now), in bytes.
         """
         held = {"parameters": 0, "gradients": 0, "optimizer": 0, "gathered": 0}
         for unit in self._units:
@@ -465,14 +466,14 @@ class FullySharded:
                 held["optimizer"] += sum(_storage(value) for value in state.values())
         return held
 
-    # -- ranks that do different things
+    # -- ranks that diverge
 
     @contextlib.contextmanager
     def uneven(self) -> Iterator[None]:
-        """For evaluation loops whose ranks have different numbers of batches: ends when all ranks are done.
+        """Context manager for evaluation with different numbers of batches per rank; ends when all ranks are done.
 
-        Inside, every rank says which unit it needs, and all answer; one that leaves keeps answering until the others
-        leave as well. Collective over the mesh, in that sense.
+        Inside, ranks exchange the unit that each needs, and all take part in its gather; a rank that leaves joins the
+        others' collectives until they leave as well. Collective over the mesh, in that sense.
         """
         before, self.sequencer.active = self.sequencer.active, True
         try:
@@ -484,19 +485,19 @@ class FullySharded:
             self.sequencer.active = before
 
     def join_beside(self, count: int, join: Callable[[int], None]) -> int:
-        """Let another engine's collectives be told apart from this one's while ranks do different things. Local.
+        """Reserve indices for another engine's collectives while ranks diverge. Not collective.
 
         Args:
-            count: How many it has, the same on every rank.
-            join: Takes part in one of them.
+            count: Number of its collectives, the same on every rank.
+            join: Takes part in one of them, given its index.
 
         Returns:
-            What to add to their numbers when they are announced to :attr:`sequencer`.
+            Offset to add to the indices that are passed to :attr:`sequencer`.
         """
         return self._runtime.add_beside(count, join)
 
     def meet(self) -> None:
-        """Answer other ranks until all have come here; call before a collective of one's own while uneven."""
+        """Join other ranks' collectives until all ranks call this; precedes a separate collective while uneven."""
         if self.sequencer.active:
             self.sequencer.wait_for_all()
 
@@ -514,11 +515,11 @@ class FullySharded:
                 "This rank has no loss and others have one: they would wait for its part of the parameters."
                 " Set allow_divergent_forward=True, or return a loss on every rank (zero times the output, say)."
             )
-        # What micro-batches before this one left to be reduced.
+        # Reduce what earlier micro-batches left.
         self._runtime.end_without_backward()
 
     def follow_requires_grad(self) -> None:
-        """Call after changing ``requires_grad`` of an optimizer's parameters inside :meth:`run`. Local."""
+        """Copy the shards' ``requires_grad`` to gathered parameters; call after a change in :meth:`run`. Local."""
         for unit in self._units:
             if unit.gathered:
                 for group in unit.groups:
@@ -527,7 +528,7 @@ class FullySharded:
                             parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)
 
     def zero_grad(self) -> None:
-        """Forget all gradients, sharded and whole. Local."""
+        """Drop all gradients, sharded and unsharded. Not collective."""
         for unit in self._units:
             for group in unit.groups:
                 for parameter in group.parameters:
@@ -536,9 +537,9 @@ class FullySharded:
             other.grad = None
 
     def unshard_module(self) -> None:
-        """Make the module what it was before :func:`~.apply.shard`, with whole parameters on every rank. Collective.
+        """Restore the module as before :func:`~.apply.shard`, with whole parameters on every rank. Collective.
 
-        New parameters take the place of the shards, which optimizers keep. The handle cannot be used afterwards.
+        New parameters replace the shards, which optimizers keep. The handle cannot be used afterwards.
         """
         for handle in (*self._handles, *self._runtime.handles):
             handle.remove()
@@ -549,21 +550,21 @@ class FullySharded:
             tiled.undo()
 
     def abandon(self) -> None:
-        """The run was broken off, here or on another rank: the module holds its shards again. Not collective."""
+        """Restore the module's shards after a run failed, here or on another rank. Not collective."""
         self._runtime.inside = 0
         self._runtime.pending.clear()
         for unit in self._units:
             unit.abandon()
 
     def reset(self) -> None:
-        """After an exception in forward or backward: drop what was in flight, and all gradients. On every rank."""
+        """Drop work in flight and all gradients after an exception in forward or backward. Call on every rank."""
         self._runtime.inside = 0
         self._runtime.pending.clear()
         self.sequencer.sequence = 0
         self.codes.exact = False
         if self.codes.remainders is not None:
             self.codes.remainders.clear()
-        # Ranks may have got to different steps.
+        # Ranks may have reached different steps.
         self.losses = self._new_board()
         if self._order is not None:
             self._order = []
@@ -577,7 +578,10 @@ class FullySharded:
 
 
 def _trampoline(root: FSDPModule) -> Callable[..., Any]:
-    """The root's pre- and post-forward around any function, by torch's own ``register_fsdp_forward_method``."""
+    """Return a function that calls any other between the root's pre- and post-forward.
+
+    Uses torch's own ``register_fsdp_forward_method``.
+    """
     name = "_pardist_run"
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -591,8 +595,8 @@ def _trampoline(root: FSDPModule) -> Callable[..., Any]:
 
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group over the same ranks with gloo for host memory, for the few integers that ranks exchange."""
-    # Torch's "fake" backend has nobody to exchange with.
+    """Return a gloo group over the same ranks for host memory, to exchange a few integers."""
+    # Torch's "fake" backend has no other ranks to exchange with.
     if dist.get_backend(group) == "fake" or backend_on(group, torch.device("cpu")) == dist.Backend.GLOO:
         return group
     ranks = dist.get_process_group_ranks(group)
@@ -609,7 +613,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _storage(value: Any) -> int:
-    """Bytes of one tensor's own elements; of a shard, its local part."""
+    """Return the bytes of a tensor's own elements; for a DTensor, of its local part."""
     if isinstance(value, DTensor):
         value = value.to_local()
     if not isinstance(value, torch.Tensor) or value.untyped_storage().size() == 0:

@@ -1,4 +1,4 @@
-"""What a gathered parameter has for a gradient between a backward and the end of the step that ran it."""
+"""Placeholder gradients of gathered parameters, between a backward and the end of the step that ran it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightning_pardist.compat.tensors import disabled_torch_function, make_wrapp
 
 
 class HiddenGradient(Tensor):
-    """Stands in ``grad`` of a gathered parameter: the gradient is there, in shards, and cannot be computed with.
+    """Placeholder in ``grad`` of a gathered parameter, whose gradient exists in shards and cannot be computed with.
 
-    ``None``, which it would be otherwise, means that there is no gradient, and code that leaves out parameters without
-    one (sharpness-aware minimization, norms by hand) would leave them all out without a word.
+    With ``None`` in its place, code that skips parameters without a gradient (sharpness-aware minimization, norms by
+    hand) would silently skip all of them.
 
     Args:
-        whole: The parameter.
+        whole: The gathered parameter.
         name: Its name.
 
     Raises:
-        RuntimeError: From whatever asks for values.
+        RuntimeError: From every operation that reads or changes values.
     """
 
     parameter_name: str
@@ -31,7 +31,7 @@ class HiddenGradient(Tensor):
 
     @staticmethod
     def __new__(cls, whole: Tensor, name: str) -> HiddenGradient:
-        """A tensor of the parameter's shape without memory, of the dtype that its gradients have to have."""
+        """Create a tensor of the parameter's shape without memory, with the dtype that its gradients must have."""
         plain = type(whole) is nn.Parameter and whole.is_leaf
         dtype = (getattr(whole, "grad_dtype", None) if plain else None) or whole.dtype
         made: HiddenGradient = make_wrapper(cls, whole.shape, dtype=dtype, device=whole.device)
@@ -39,13 +39,13 @@ class HiddenGradient(Tensor):
         return made
 
     def __init__(self, whole: Tensor, name: str) -> None:
-        """Everything is set where it is made."""
+        """Do nothing: ``__new__`` sets everything."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse to compute."""
+        """Raise an error for every operation."""
         found = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise RuntimeError(_refusal(found.parameter_name, f"{func} reads or changes"))
 
@@ -54,16 +54,16 @@ class HiddenGradient(Tensor):
 
 
 class HiddenGradients:
-    """Puts them there behind a backward inside of a step, and takes them away before the next one. Not collective."""
+    """Sets placeholder gradients after a backward inside a step, and removes them before the next. Not collective."""
 
     def __init__(self) -> None:
         self._hidden: list[tuple[ShardedParameter, nn.Parameter]] = []
 
     def hide(self, parameters: Iterable[tuple[ShardedParameter, str]]) -> None:
-        """Behind a backward.
+        """Set placeholders after a backward, on parameters whose shards have a gradient.
 
         Args:
-            parameters: Those that are gathered, with their names.
+            parameters: Gathered parameters with their names.
         """
         for parameter, name in parameters:
             whole = parameter.unsharded
@@ -72,13 +72,13 @@ class HiddenGradients:
                 self._hidden.append((parameter, whole))
 
     def follow(self) -> None:
-        """Before an optimizer's step: drop the gradients that the user has (``p.grad = None``)."""
+        """Before an optimizer's step, drop shards' gradients that the user has cleared (``p.grad = None``)."""
         for parameter, whole in self._hidden:
             if whole.grad is None:
                 parameter.sharded.grad = None
 
     def end(self) -> None:
-        """Before the next backward, and at the end of the step."""
+        """Remove all placeholders, before the next backward and at the end of the step."""
         if self._hidden:
             self.follow()
             for _, whole in self._hidden:
@@ -87,10 +87,10 @@ class HiddenGradients:
 
 
 def refuse_set(parameters: Iterable[tuple[ShardedParameter, str]]) -> None:
-    """Before an optimizer's step: what the user has set in a gathered parameter's ``grad`` would be lost.
+    """Check before an optimizer's step that no gathered parameter's ``grad`` was set by the user, which would be lost.
 
     Raises:
-        RuntimeError: With the name of one.
+        RuntimeError: If one was, with its name.
     """
     for parameter, name in parameters:
         whole = parameter.unsharded

@@ -1,4 +1,4 @@
-"""Inspects module outputs: where backward enters, and whether parameters escape."""
+"""Inspection of module outputs: where backward enters, and whether parameters escape."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LEAVES = (str, bytes, int, float, bool, complex, torch.dtype, torch.device, tor
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """All tensors in an output: in containers, dataclasses, and attributes of any other object.
+    """Yield all tensors in an output: in containers, dataclasses, and attributes of any other object.
 
     Args:
         value: What a module's ``forward`` returned.
-        seen: Objects that were visited, for outputs that refer to themselves.
+        seen: ``id`` of objects already visited, for outputs that refer to themselves.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -43,14 +43,14 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
 
 
 def before_backward(output: Any, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Call ``act`` when backward reaches any tensor of an output, before it goes further.
+    """Call ``act`` when backward reaches any tensor of an output, before it propagates further.
 
     The hook of a view is lost if the view is changed in place (``h += residual`` after a linear layer, whose output is
-    a view), so what the view was taken from gets one as well.
+    a view), so the view's base gets a hook as well.
 
     Args:
         output: What a module's ``forward`` returned.
-        act: Gets a gradient and returns it; called once or more.
+        act: Receives a gradient and returns it; called once or more.
     """
     for tensor in tensors_in(output):
         if not tensor.requires_grad:
@@ -62,7 +62,7 @@ def before_backward(output: Any, act: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def shares_memory(output: Any, storages: set[int]) -> bool:
-    """Whether an output is, or is a view of, one of the storages.
+    """Return whether an output is, or is a view of, one of the storages.
 
     Args:
         output: What a module's ``forward`` returned.

@@ -1,9 +1,9 @@
 """FSDP under a pipeline: pre- and post-forward run inside the replaced ``forward``.
 
-[Note: what a pipeline costs] A stage runs ``m`` forwards and ``m`` backwards a step. Each gathers the stage's units
-anew, and each backward reduces their gradients, so that a rank sends ``3 m Psi (N-1)/N`` for the ``Psi`` parameters of
-its stage, where ``2 Psi (N-1)/N`` would do. In return no rank ever holds more of its stage than a unit. Units that stay
-gathered through the step save the gathers, gradients that stay whole through it the reductions.
+[Note: what a pipeline costs] A stage runs ``m`` forwards and ``m`` backwards per step. Each gathers the stage's units
+again, and each backward reduces their gradients, so a rank sends ``3 m Psi (N-1)/N`` for the ``Psi`` parameters of its
+stage, where ``2 Psi (N-1)/N`` would suffice. In return a rank never holds more of its stage than one unit. Units that
+stay gathered through the step save the gathers, gradients that stay unsharded through it save the reductions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lightning_pardist.engines.fsdp.backward import BackwardRuntime, ShardedUnit
 
 
 class FSDPMicrobatchContext:
-    """Swaps FSDP's per-step state when micro-batches interleave.
+    """Keeps FSDP's per-step state apart for interleaved micro-batches.
 
     See :class:`~lightning_pardist.engines.data_engine.MicrobatchContext`.
 
     Args:
-        runtime: The sharded module's.
-        finish: Reduces what is left when all have run. Collective over the mesh.
+        runtime: Backward runtime of the sharded module.
+        finish: Reduces what is left when all micro-batches have run. Collective over the mesh.
     """
 
     def __init__(self, runtime: BackwardRuntime, finish: Callable[[], None]) -> None:
@@ -34,10 +34,10 @@ class FSDPMicrobatchContext:
         self._finish = finish
 
     def agree(self, count: int) -> int:
-        """The number of micro-batches that every rank can make: units are gathered as often on all. Collective.
+        """Return the number of micro-batches that every rank can make, so that all gather equally often. Collective.
 
         Args:
-            count: How many this rank can make.
+            count: Number of micro-batches that this rank can make.
         """
         sequencer = self._runtime.sequencer
         if sequencer.size == 1:
@@ -47,24 +47,24 @@ class FSDPMicrobatchContext:
         return int(least)
 
     def begin(self, turn: Hashable) -> None:
-        """What runs from now on belongs to this turn. Not collective."""
+        """Start or resume a micro-batch: forwards and backwards belong to it from now on. Not collective."""
         self._runtime.turn = turn
 
     def finish(self) -> None:
-        """All micro-batches have run: afterwards ``.grad`` is complete. Collective over the mesh."""
+        """Finish after all micro-batches have run; ``.grad`` is complete afterwards. Collective over the mesh."""
         self._runtime.turn = None
         self._finish()
 
 
 class UnitForward:
-    """Stands in for a unit's ``forward``: gathers it before, frees it after, as its hooks did around its call.
+    """Replaces a unit's ``forward``: gathers the unit before it and frees it after it, as its hooks would do.
 
-    A pipeline calls a module to find out where it is, and runs its ``forward`` on the ranks that hold it alone: nothing
-    is to be gathered for the call, and the run may end before hooks behind the call.
+    A pipeline calls a module to find its place in the model, and runs ``forward`` only on the ranks that hold the
+    module. The call must not gather anything, and the run may end before post-forward hooks.
 
     Args:
-        unit: The unit; its hooks are removed.
-        runtime: Of the module that it is a unit of.
+        unit: The unit; its forward hooks are removed.
+        runtime: Backward runtime of the sharded module.
     """
 
     def __init__(self, unit: ShardedUnit, runtime: BackwardRuntime) -> None:
@@ -77,7 +77,7 @@ class UnitForward:
         self.module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, gathered. Collective over the shard group."""
+        """Run the module's own forward with the unit gathered. Collective over the shard group."""
         self.runtime.before_forward(self.unit)
         inside, inside_kwargs = self.unit.state.pre_forward(args, kwargs)
         output = self.forward(*inside, **inside_kwargs)
@@ -85,7 +85,7 @@ class UnitForward:
         return self.unit.state.post_forward(args, output)
 
     def remove(self) -> None:
-        """Leave the module as it was, but for its hooks. Not collective."""
+        """Restore the module's own ``forward``, but not the hooks. Not collective."""
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
             if self._own is not None:
@@ -93,7 +93,7 @@ class UnitForward:
 
 
 def _handed_through(output: Any, given: Any, inside: Any) -> Any:
-    """An output in which inputs that the module returned as they were are the caller's own objects again."""
+    """Return an output in which inputs that the module returned unchanged are the caller's own objects."""
     before, after = tree_leaves(given), tree_leaves(inside)
     originals = {
         id(new): old

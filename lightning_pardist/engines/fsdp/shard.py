@@ -60,46 +60,47 @@ def shard(
     boundaries: Sequence[Sequence[nn.Module]] | None = None,
     codes: UnitCodes | None = None,
 ) -> FullySharded:
-    """Shard a module's parameters in place. Collective over the mesh; call once, before optimizers are made.
+    """Shard a module's parameters in place. Collective over the mesh; call once, before optimizers are created.
 
-    The life of a unit: its shards rest on every rank. Right before its module runs, they are gathered; after forward
-    the whole is freed and gathered again in backward, after which gradients are averaged and scattered. Per step a
-    rank sends 3 Psi (N-1)/N (ZeRO, arXiv 1910.02054, stage 3) and holds 1/N of parameters, gradients and optimizer
-    state. Parameters are ``DTensor``s under their own names from here on; scalars and empty ones stay ordinary.
+    Every rank holds one shard of each unit. Right before a unit's module runs, its shards are gathered; after forward
+    the unsharded parameters are freed, and gathered again in backward, after which gradients are reduce-scattered. Per
+    step a rank sends 3 Psi (N-1)/N (ZeRO, arXiv 1910.02054, stage 3) and holds 1/N of parameters, gradients and
+    optimizer state. Parameters become ``DTensor``s under their own names; scalars and empty parameters stay plain
+    tensors.
 
     Args:
-        module: Any module, on the host, on the mesh's device or on ``meta``; its class is kept below a new one. What is
-            ignored may be on ``meta`` for ever.
+        module: Any module, on the host, on the mesh's device or on ``meta``; its class becomes the base of a new one.
+            Ignored parameters may stay on ``meta``.
         mesh: 1D (sharded), or 2D (replicated over the first axis, sharded over the second: HSDP).
-        units: From :func:`find_fsdp_units`; found with its defaults if not given.
+        units: From :func:`find_fsdp_units`; found with its defaults if None.
         reshard_after_forward: ``True`` frees units after forward; ``False`` keeps them until backward, which sends
             2 Psi (N-1)/N, or through the step if there are ``boundaries``; ``"auto"`` is ``True`` but for gathers that
-            save nothing: the last unit is kept, which backward needs at once, and embeddings are not gathered in
-            backward, which does not read them; a number reshards to so many ranks, as ``fully_shard`` has it. What the
-            root owns is kept through a step.
-        mp_policy: dtype of gathered parameters and of reductions; the shards keep their own.
-        offload_policy: Where the shards rest.
+            save nothing: the last unit is kept, as backward needs it at once, and embeddings are not gathered in
+            backward, which does not read them; an integer reshards to that many ranks, as in ``fully_shard``. The
+            root's own parameters are kept through a step.
+        mp_policy: dtype of gathered parameters and of reductions; the shards keep their own dtype.
+        offload_policy: Where the shards are kept.
         ignored: Parameters that this engine leaves alone entirely.
-        init: For modules on ``meta``: initializes the own parameters of one module.
-        sync_values: Start from the first rank's parameters and buffers.
-        allow_divergent_forward: Ranks may use different units in a step; costs a small exchange for each collective.
+        init: For modules on ``meta``: initializes the parameters that one module owns directly.
+        sync_values: Whether to start from the first rank's parameters and buffers.
+        allow_divergent_forward: Whether ranks may use different units in a step; costs a small exchange per collective.
         detect_direct_param_use: When to look for parameters used outside their module's call: in the ``"first"`` run
             of each step function, ``"always"`` or ``"never"``.
-        check: Compare after every backward what ranks did, in one small reduction.
-        tile_above_bytes: Linear layers with larger weights run in tiles of up to this many bytes, each gathered alone,
-            see :mod:`~.tiling`. Their weights are in no unit.
-        boundaries: Modules that a pipeline runs one by one, by their ``forward``, for micro-batches that take turns
-            (:meth:`FullySharded.microbatches`): those of each stage in the order of their calls. Give the units that
-            :func:`find_fsdp_units` finds inside of them, and as ``ignored`` what other stages hold.
-        codes: How units travel: in few bits (ZeRO++, arXiv 2306.10209), or as they are if None. Shards stay exact.
+        check: Whether to compare ranks' collectives and used parameters after every backward, in one small reduction.
+        tile_above_bytes: Linear layers with larger weights run in tiles of up to this many bytes, each gathered
+            separately, see :mod:`~.tiling`. Their weights are in no unit.
+        boundaries: Modules that a pipeline runs one by one, by their ``forward``, with interleaved micro-batches
+            (:meth:`FullySharded.microbatches`): one sequence per stage, in the order of their calls. Pass the units
+            that :func:`find_fsdp_units` finds inside of them, and parameters of other stages as ``ignored``.
+        codes: Compression of the units' collectives (ZeRO++, arXiv 2306.10209); none if None. Shards stay exact.
 
     Returns:
-        The handle to run, accumulate, clip and save with.
+        Handle to run the module, accumulate and clip gradients, and save.
 
     Raises:
         ValueError: If the mesh has more than two axes, the module was sharded before, or values on ``meta`` are
             unknown.
-        RuntimeError: If this torch has moved what ``fully_shard`` keeps private: with the names.
+        RuntimeError: If this version of torch has moved private names of ``fully_shard``, which the message lists.
     """
     require(fsdp2.NAMES)
     if mesh.ndim > 2:
@@ -137,7 +138,7 @@ def shard(
         for unit in plan:
             settings.apply(unit.module)
     if boundaries is not None:
-        # They would meet all ranks (transformers' generate does), while other stages wait for this one.
+        # With these marks other libraries (transformers' generate) synchronise all ranks, while other stages wait.
         fsdp2.remove_marks(module)
     device = device_of_mesh(mesh)
     parameters = dict(module.named_parameters())
@@ -156,7 +157,7 @@ def shard(
         for index, unit in enumerate(plan)
     ]
     if boundaries is not None and reshard_after_forward is False:
-        # Between forward and backward of one micro-batch lie those of others, for which it would be gathered again.
+        # Other micro-batches run between a micro-batch's forward and backward, and would gather the unit again.
         for kept in runtime_units[:-1]:
             kept.set_resident(True)
     else:
@@ -181,14 +182,14 @@ def shard(
 
 
 def _prefetch_in_order(stage: Sequence[nn.Module], units: Mapping[nn.Module, ShardedUnit]) -> None:
-    """Let each unit of a stage be gathered while the one before it computes."""
+    """Prefetch each unit of a stage while the one before it computes."""
     order = [units[inner] for boundary in stage for inner in boundary.modules() if inner in units]
     for unit, following in itertools.pairwise(order):
         unit.module.set_modules_to_forward_prefetch([following.module])
 
 
 class _Settings:
-    """How ``fully_shard`` is applied to one unit."""
+    """Settings with which ``fully_shard`` is applied to every unit."""
 
     def __init__(
         self,
@@ -205,7 +206,7 @@ class _Settings:
         self.units = {*chosen, module}
         self.ignored = ignored
         self.ignored_names: set[str] = set()
-        #: Layers in tiles, with the names of their weights; and units that own parameters.
+        #: Layers that run in tiles -> names of their weights; below, the modules of units that own parameters.
         self.tiled: dict[nn.Linear, str] = {}
         self.planned: set[nn.Module] = set()
         self.rests_on_host = isinstance(offload_policy, CPUOffloadPolicy)
@@ -225,7 +226,7 @@ class _Settings:
         self.ignored.add(shard_rows(layer, self.mesh, device))
 
     def apply(self, unit: nn.Module) -> None:
-        """Shard what this unit owns and no inner unit has taken. Called inner before outer."""
+        """Shard the parameters that this unit owns. Inner units come before outer ones."""
         if isinstance(unit, nn.Linear) and unit in self.tiled and not isinstance(unit.weight, DTensor):
             self.tile(unit)
         if unit not in self.planned:
@@ -255,7 +256,7 @@ class _Settings:
 def _whole_parameters(
     module: nn.Module, chosen: dict[nn.Module, str], ignored: Collection[nn.Parameter]
 ) -> list[nn.Parameter]:
-    """Parameters that stay whole on every rank: scalars, empty ones, and a rarer dtype inside one module."""
+    """Return parameters that stay whole on every rank: scalars, empty ones, and a unit's rarer dtypes."""
     owners = parameter_owners(module, {*chosen, module})
     sizes: dict[nn.Module, dict[torch.dtype, int]] = {}
     for parameter, owner in owners.items():
@@ -271,7 +272,7 @@ def _whole_parameters(
 
 
 def _placement(shards: int, parameter: torch.Tensor) -> Shard | None:
-    """The first dim that divides evenly, if rows do not and padding would waste more than a hundredth."""
+    """Return a sharding by the first evenly divisible dim but rows, if padding rows would waste more than 1%."""
     parameter = own_part(parameter)
     rows = parameter.size(0)
     padded = -(-rows // shards) * shards

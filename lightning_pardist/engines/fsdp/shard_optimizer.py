@@ -1,4 +1,4 @@
-"""Steps elementwise optimizers on shards."""
+"""Elementwise optimizer steps on shards."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ def step_on_shards(
     group: Callable[[Scope], dist.ProcessGroup] | None = None,
     scope: ScopeSetting = "auto",
 ) -> None:
-    """Let ``optimizer.step()`` run on this rank's shards as ordinary tensors, in place.
+    """Make ``optimizer.step()`` update this rank's shards as plain tensors, in place.
 
-    One that is not elementwise steps on whole tensors instead, see
+    An optimizer that is not elementwise steps on whole tensors instead, see
     :func:`~lightning_pardist.engines.common.joint_updates.step_on_wholes`, which is collective.
 
-    Outside of ``step`` the optimizer holds the module's ``DTensor`` parameters, so that groups, schedulers, clipping
-    and ``zero_grad`` see what they expect; its state is kept as local tensors. Without ``DTensor``s in the step,
-    every kernel works, ``fused`` and ``foreach`` included, and a step costs what it costs on one device.
+    Outside of ``step`` the optimizer holds the module's ``DTensor`` parameters, for groups, schedulers, clipping and
+    ``zero_grad``; its state is kept as local tensors. Without ``DTensor``s in the step, every kernel works, ``fused``
+    and ``foreach`` included, and a step costs the same as on one device.
 
     Args:
-        optimizer: Made from the module's parameters after it was sharded.
-        before_step: Called right before the update, after a closure.
+        optimizer: Created from the module's parameters after it was sharded.
+        before_step: Called right before the update, after the closure.
         after_step: Called after every step, such as ``FullySharded.refresh``.
-        host: Steps in place of an elementwise optimizer, where its state is offloaded.
-        hosted: Keeps the state of another one, where it is offloaded.
-        device: Where whole tensors are updated; that of the shards if None.
-        group: Gives the ranks that update whole tensors together, given what an update depends on.
+        host: Runs the steps of an elementwise optimizer whose state is offloaded.
+        hosted: Keeps the offloaded state of an optimizer that is not elementwise.
+        device: Device on which whole tensors are updated; that of the shards if None.
+        group: Returns the ranks that update whole tensors together, given the update's scope.
         scope: What an element's update depends on; found by a trial if ``"auto"``.
 
     Raises:
-        ValueError: If an optimizer's update of an element depends on other elements, and there is no group; if it
+        ValueError: If the update of an element depends on other elements and there is no group, or if the optimizer
             cannot be tried.
     """
     if getattr(optimizer, _MARK, False):
@@ -122,13 +122,13 @@ def step_on_shards(
 
 
 def step_as_made(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`step_on_shards`: the module is whole again. Not collective."""
+    """Undo :func:`step_on_shards`, once the module is unsharded. Not collective."""
     if optimizer.__dict__.pop(_MARK, False):
         optimizer.__dict__.pop("step", None)
 
 
 def _local_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """State of a parameter, as local tensors also where the optimizer made it before its first step (Adagrad does)."""
+    """Convert a parameter's state to local tensors, including state created before the first step (Adagrad)."""
     for key, value in entry.items():
         if isinstance(value, DTensor):
             entry[key] = own_part(value)
@@ -136,7 +136,7 @@ def _local_entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _twin(parameter: nn.Parameter, twins: dict[nn.Parameter, nn.Parameter]) -> nn.Parameter:
-    """An ordinary parameter on the memory of this rank's shard."""
+    """Return a plain parameter that shares the memory of this rank's shard."""
     if not isinstance(parameter, DTensor):
         return parameter
     local = own_part(parameter).detach()

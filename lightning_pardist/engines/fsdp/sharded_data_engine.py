@@ -33,25 +33,24 @@ class ShardedDataEngine:
     """The :class:`~lightning_pardist.engines.data_engine.DataEngine` of a module sharded by :func:`~.shard.shard`.
 
     Gradients are reduced by the module's own hooks. Optimizers step on shards, and their state is read and written
-    under one process' numbering, also after the module itself was made whole again.
+    in the single-process numbering of parameters, even after the module itself was unsharded.
 
     Args:
         sharded: The module's handle.
-        optimizers: Made from the module's parameters after it was sharded.
-        accumulate: Where gradients of all but the last micro-batch stay.
-        offload: Where optimizer state lives and steps are taken. On a device, the module has to be sharded with
-            torch's ``CPUOffloadPolicy``.
-        update_group: Makes the group of ranks that update whole tensors together, given what an update depends on:
-            those that hold parameters, where a tensor axis splits them as well, or all stages. Collective over the
-            world.
+        optimizers: Created from the module's parameters after it was sharded.
+        accumulate: How gradients of all but the last micro-batch are kept.
+        offload: Where optimizer state is kept and steps run. On a device, the module must be sharded with torch's
+            ``CPUOffloadPolicy``.
+        update_group: Creates the group of ranks that update whole tensors together, given the update's scope: those
+            that hold parameters, tensor ranks that split them included, or all stages. Collective over the world.
         update_scope: What an element's update depends on; found by a trial if ``"auto"``.
-        group: Ranks whose gradients are averaged; needed where there are ``narrower`` ones.
-        narrower: Parameters that the module's handle has left alone, whose gradients another engine averages, each
-            with the ranks that hold it.
+        group: Ranks over which gradients are averaged; required with ``narrower``.
+        narrower: Parameters that the module's handle ignores, whose gradients another engine averages, each with the
+            ranks that hold it.
 
     Raises:
         ValueError: If an optimizer cannot be tried, or it updates all tensors together and state is kept in files.
-        RuntimeError: If there is no room for offloaded state.
+        RuntimeError: If there is not enough room for offloaded state.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class ShardedDataEngine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients accumulate inside. Collective where they stay sharded."""
+        """Context manager in which gradients accumulate. Collective if they stay sharded."""
         before, self._accumulating = self._accumulating, True
         try:
             with self.sharded.accumulate(self.accumulate):
@@ -107,7 +106,7 @@ class ShardedDataEngine:
 
     @contextmanager
     def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
-        """Around the call that runs backward from ``loss``. Collective."""
+        """Context manager around the call that runs backward from ``loss``. Collective."""
         if not self._accumulating:
             self.sharded.losses.note_loss()
         with self.sharded.in_backward():
@@ -118,55 +117,55 @@ class ShardedDataEngine:
         """Take the place of a backward that this rank does not run. Collective.
 
         Raises:
-            RuntimeError: If ranks may not use different units.
+            RuntimeError: If other ranks have a loss, and ranks may not use different units.
         """
         self.sharded.join()
         self._is_reduced = True
 
     def step_done(self) -> None:
-        """The optimizer has stepped."""
+        """Record that the optimizer has stepped."""
         self._is_reduced = False
 
     def defer_reduction(self) -> AbstractContextManager[MicrobatchContext]:
-        """Gradients are reduced inside, since there is no place for whole ones."""
+        """Return the context of interleaved micro-batches, which keeps gradients as ``accumulate`` selects."""
         return self.sharded.microbatches(self.accumulate)
 
     def grad_power(
         self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
     ) -> Tensor:
-        """Sum of powers of the gradients of some parameters over all shards. Collective."""
+        """Return the sum of powers of some parameters' gradients over all shards. Collective."""
         held = [param for param in self._in_shards(params) if counts is None or counts(param)]
         largest = math.isinf(norm_type)
         norm = sharded_grad_norm([param for param in held if param not in self._narrower], norm_type)
         total = norm if largest else norm.pow(norm_type)
         for group in dict.fromkeys(self._narrower.values()):
             norm = sharded_grad_norm([param for param in held if self._narrower.get(param) is group], norm_type)
-            # Every rank of the narrower group has the same.
+            # Every rank of the narrower group computes the same norm.
             own = (norm if largest else norm.pow(norm_type) / group.size()).to(total)
             dist.all_reduce(own, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self._group)
             total = torch.maximum(total, own) if largest else total + own
         return total
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
-        """This rank's shards of the gradients of some parameters. Not collective."""
+        """Return this rank's shards of some parameters' gradients. Not collective."""
         return local_gradients(self._in_shards(params))
 
     def _in_shards(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Gradients of parameters that are gathered, in a step that optimizes by hand, are where their shards are."""
+        """Replace parameters that are gathered, in manual optimization, by their shards, which hold the gradients."""
         shards = self.sharded.shards()
         return [shards.get(id(param), param) for param in params]
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self.sharded.zero_grad()
         for param in self._narrower:
             param.grad = None
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of one process, put together on the first rank one tensor at a time. Collective.
+        """Return the single-process state dict, gathered to the first rank one tensor at a time. Collective.
 
         Returns:
-            On the first rank the whole state in host memory, elsewhere parameter groups without state.
+            The whole state in host memory on the first rank; parameter groups without state on the others.
         """
         if (updates := updates_of(optimizer)) is not None:
             return updates.state_dict()
@@ -190,7 +189,7 @@ class ShardedDataEngine:
         return {"state": state | (shared_state(optimizer) if here else {}), "param_groups": groups}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take this rank's part of a state dict of one process. Not collective.
+        """Load this rank's part of a single-process state dict. Not collective.
 
         Raises:
             ValueError: If the parameter groups differ in number or size.
@@ -218,22 +217,22 @@ class ShardedDataEngine:
                         host.settle(parameter)
 
     def slots(self, optimizer: Optimizer) -> Slots:
-        """Every parameter itself, or whole state where this rank keeps that."""
+        """Return the parameters themselves as slots, or the slots of whole state that this rank keeps."""
         updates = updates_of(optimizer)
         return whole_slots(optimizer) if updates is None else updates.slots()
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Bring state to the host if that is where steps are taken. Not collective."""
+        """Move state to the host if steps run there. Not collective."""
         if host := self._hosts.get(optimizer):
             for parameter in [key for key in optimizer.state if isinstance(key, Tensor)]:
                 host.settle(parameter)
 
     def held_bytes(self) -> int:
-        """Nothing beside what the parameters themselves hold between steps."""
+        """Return 0: the engine holds nothing beyond what the parameters hold between steps."""
         return 0
 
     def detach(self) -> None:
-        """Nothing to do: the hooks belong to the sharded module."""
+        """Do nothing: the hooks belong to the sharded module."""
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +240,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_dtype_of(parameter: Tensor, value: Any) -> Any:
-    """State shaped like its parameter, in the parameter's dtype, as torch's own loading has it."""
+    """Cast state shaped like its parameter to the parameter's dtype, as torch's own loading does."""
     if (
         isinstance(value, torch.Tensor)
         and value.dim()

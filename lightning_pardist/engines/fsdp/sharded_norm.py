@@ -16,13 +16,13 @@ from lightning_pardist.local_tensors import sharded_axes
 
 
 def sharded_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Norm of all gradients as one vector. Collective over the data axes of the parameters, one reduction each.
+    """Return the norm of all gradients as one vector. Collective over the parameters' data axes, one reduction each.
 
-    Every rank sums the powers of its shards; sharded axes are added up, replicated copies counted once. What is split
-    over tensor ranks is added up over the data axes alone.
+    Every rank sums the powers of its shards; the sums are added over sharded axes, and replicated copies are counted
+    once. Gradients that are split over tensor ranks are summed over the data axes only.
 
     Args:
-        parameters: ``DTensor`` or ordinary parameters, each once; ordinary ones are the same on all ranks.
+        parameters: ``DTensor`` or plain parameters, each once; plain ones are the same on all ranks.
         norm_type: The p of the p-norm, ``inf`` included.
 
     Returns:
@@ -30,7 +30,7 @@ def sharded_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0
     """
     largest = math.isinf(norm_type)
     parameters = list(parameters)
-    # Of the parameters and not of the gradients, which ranks may not all have.
+    # From the parameters rather than the gradients, which may not exist on all ranks.
     widest = functools.reduce(torch.promote_types, (p.dtype.to_real() for p in parameters), torch.float32)
     parts: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     meshes: dict[tuple[Any, ...], list[dist.ProcessGroup]] = {}
@@ -39,7 +39,7 @@ def sharded_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0
         gradient = parameter.grad
         key: tuple[Any, ...] = ()
         if isinstance(parameter, DTensor):
-            # Every rank takes part, also one whose shard is empty.
+            # Every rank takes part, even if its shard is empty.
             axes = tuple(sharded_axes(parameter))
             key = (parameter.device_mesh, axes)
             meshes.setdefault(key, [parameter.device_mesh.get_group(axis) for axis in axes])
@@ -61,10 +61,10 @@ def sharded_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's parts of the gradients, as ordinary tensors that share their memory.
+    """Return this rank's parts of the gradients, as plain tensors that share their memory.
 
     Args:
-        parameters: ``DTensor`` or ordinary parameters; those without a gradient are left out.
+        parameters: ``DTensor`` or plain parameters; those without a gradient are left out.
     """
     found = []
     for parameter in parameters:

@@ -12,20 +12,20 @@ from lightning_pardist.compat.process_groups import PrefixStore, Store, default_
 
 _POLL_S = 0.002
 _LONGEST_POLL_S = 0.1
-#: How many boards a group has had: ranks make them in the same order.
+#: Number of consensus objects created per group; ranks create them in the same order.
 _made: Counter[str] = Counter()
 
 
 class SkipStepConsensus:
-    """Publishes in the store whether this rank has a loss, and reads the others' answers if it has none.
+    """Publishes in the store whether this rank has a loss, and reads the other ranks' entries if it has none.
 
-    A rank with a loss goes straight into backward and its collectives, where one without it could not answer. So the
-    notes go through the job's store: writing one costs a message of a few bytes that nobody waits for, and reading is
-    for those alone that have no loss. Each rank's note takes the place of its last one.
+    A rank with a loss goes straight into backward and its collectives, which a rank without one does not join. So the
+    entries go through the job's store: writing one costs a message of a few bytes that no rank waits for, and only
+    ranks without a loss read them. Each entry of a rank replaces its previous one.
 
     Args:
         group: Ranks that train together.
-        timeout: How long to wait for another rank's note.
+        timeout: How long to wait for another rank's entry.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: timedelta) -> None:
@@ -33,21 +33,23 @@ class SkipStepConsensus:
         self._timeout = timeout
         self._step = 0
         self._store: Store | None = None
-        # Nobody reads where there is nobody else, in torch's "fake" backend for one.
+        # Without other ranks no entry is read; torch's "fake" backend has none.
         if self._size > 1 and dist.get_backend(group) != "fake":
             name = group.group_name
             self._store = PrefixStore(f"pardist/losses/{name}/{_made[name]}", default_store())
             _made[name] += 1
 
     def note_loss(self) -> None:
-        """This rank has a loss in this step. Not collective."""
+        """Publish that this rank has a loss in this step. Not collective."""
         self._note("loss")
 
     def is_skipped_by_all(self) -> bool:
-        """This rank has no loss in this step; whether the same holds for all. Every rank notes one or the other.
+        """Publish that this rank has no loss in this step, and return whether no rank has one.
+
+        Every rank must call this or :meth:`note_loss` in every step.
 
         Raises:
-            RuntimeError: If a rank has noted nothing for too long.
+            RuntimeError: If a rank has published nothing within the timeout.
         """
         self._note("none")
         if self._store is None:
@@ -61,7 +63,7 @@ class SkipStepConsensus:
                 step, _, kind = value.decode().partition(" ")
                 if int(step) == self._step and kind == "loss":
                     return False
-                # One that is ahead has gone on without a loss, or it would wait for this rank's part of backward.
+                # A rank that is ahead had no loss, or it would wait in backward for this rank's shards.
                 if int(step) < self._step:
                     waiting.append(rank)
             others = waiting

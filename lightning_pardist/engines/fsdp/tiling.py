@@ -1,11 +1,11 @@
-"""Tiled linear layers: each tile is gathered alone, for weights too large to gather whole.
+"""Tiled linear layers: each tile is gathered separately, for weights too large to gather whole.
 
 [Note: tiles]
-Memory-centric tiling (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3) puts a sequence of smaller layers in place of a
-large one. Here the layer stays one, with one parameter under its own name, sharded by rows as ``fully_shard`` does:
-checkpoints and optimizers see nothing of it. A tile is the same few rows of every rank's shard. Forward gathers a tile,
-computes these columns of the output and lets it go; backward does the same for the gradient of the input, and reduces
-the tile's own gradient into the shard at once. What is sent is what a unit sends: 3 Psi (N-1)/N.
+Memory-centric tiling (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3) replaces a large layer by a sequence of smaller
+ones. Here the layer remains one, with one parameter under its own name, sharded by rows as in ``fully_shard``, so
+checkpoints and optimizers are not affected. A tile is the same few rows of every rank's shard. Forward gathers a tile,
+computes its columns of the output and frees it; backward does the same for the gradient of the input, and reduces the
+tile's own gradient into the shard at once. The traffic is that of a unit: 3 Psi (N-1)/N.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 def find_tiled(
     module: nn.Module, above_bytes: float, *, ignored: Collection[nn.Parameter] = ()
 ) -> dict[str, nn.Linear]:
-    """Linear layers with a weight above a size, that are only ever used by being called. Not collective.
+    """Find linear layers with a weight above a size that are only used by being called. Not collective.
 
-    Left out are weights with several places (tied), those that are computed (parametrizations) or split already, and
-    layers inside of torch's own modules, which read their weights directly.
+    Excluded are weights registered in several places (tied), weights that are computed (parametrizations) or already
+    split, and layers inside PyTorch's own modules, which read their weights directly.
 
     Args:
         module: Any module, on any device, ``meta`` included.
-        above_bytes: Weights of more bytes than this.
-        ignored: Parameters that are nobody's.
+        above_bytes: Weights must have more bytes than this.
+        ignored: Parameters that are left out.
 
     Returns:
         Name -> layer.
@@ -72,17 +72,17 @@ def find_tiled(
 
 
 def weights(layers: Iterable[nn.Linear]) -> list[nn.Parameter]:
-    """Weights of tiled layers, which belong to no unit."""
+    """Return the weights of tiled layers, which belong to no unit."""
     return [layer.get_parameter("weight") for layer in layers]
 
 
 def shard_rows(layer: nn.Linear, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
-    """Keep this rank's rows of a layer's weight, as a ``DTensor`` under the same name. Not collective.
+    """Replace a layer's weight by this rank's rows, as a ``DTensor`` under the same name. Not collective.
 
     Args:
-        layer: Its weight is whole, with the same values on every rank.
+        layer: Layer whose weight is whole, with the same values on every rank.
         mesh: 1D, or (replicate, shard).
-        device: Where the rows rest.
+        device: Where the rows are kept.
     """
     whole = layer.weight
     size, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
@@ -95,17 +95,17 @@ def shard_rows(layer: nn.Linear, mesh: DeviceMesh, device: torch.device) -> nn.P
 
 
 class TiledLinear:
-    """Replaces the ``forward`` of a tiled linear layer.
+    """Runs a linear layer in tiles, in place of its ``forward``.
 
     Args:
         name: The layer's name from the root.
-        layer: Its weight was sharded by :func:`shard_rows`.
-        mesh: As there.
-        tile_bytes: A gathered tile is at most this large, but for one row of every rank.
+        layer: Layer whose weight was sharded by :func:`shard_rows`.
+        mesh: Mesh that was passed there.
+        tile_bytes: Maximum size of a gathered tile, which has at least one row of every rank.
         policy: dtypes of gathered tiles and of reductions.
-        sequencer: Ranks that train together.
-        first_index: Number of the first tile among everything that ranks gather.
-        queue_final: Has the end-of-backward work done; called inside of backward.
+        sequencer: Orders collectives over the ranks that train together.
+        first_index: Index of the first tile in the common numbering of units and tiles.
+        queue_final: Queues the end-of-backward work; called inside of backward.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class TiledLinear:
 
     @not_compiled
     def forward(self, input: Tensor) -> Tensor:
-        """What the layer's own forward computes. Collective over the shard group.
+        """Compute the layer's output. Collective over the shard group.
 
         Args:
             input: Shape ``[..., in_features]``.
@@ -159,7 +159,7 @@ class TiledLinear:
         return y if bias is None else y + bias.to(y.dtype)
 
     def undo(self) -> None:
-        """Give the layer its own forward and a whole weight. Collective over the mesh."""
+        """Restore the layer's own forward and a whole weight. Collective over the mesh."""
         self.layer.__dict__.pop("forward", None)
         weight = self.layer.weight
         if isinstance(weight, DTensor):
@@ -180,7 +180,7 @@ class TiledLinear:
         return weight.to_local().detach() if isinstance(weight, DTensor) else weight.detach()
 
     def _gather(self, tile: int, device: torch.device) -> Tensor:
-        """The tile's rows of all ranks, padding included, shape ``[ranks * rows, in_features]``."""
+        """Gather a tile's rows of all ranks, padding included, shape ``[ranks * rows, in_features]``."""
         start, stop = self._span(tile)
         whole = torch.empty(self._size, stop - start, self._in, dtype=self._dtype, device=device)
         own, mine = whole[self._rank], self._local()[start:stop]
@@ -210,7 +210,7 @@ class TiledLinear:
         rows.add_(mean.to(rows))
 
     def answer(self, kind: int, tile: int) -> None:
-        """Take part in what another rank does with a tile and this one does not. Collective over the shard group."""
+        """Take part in a tile's collective that only other ranks need. Collective over the shard group."""
         local = self._local()
         device = torch.device(self.mesh.device_type) if local.device.type == "cpu" else local.device
         if kind == GATHER:
@@ -226,7 +226,7 @@ class TiledLinear:
     # --- the product --------------------------------------------------------------------------------------------
 
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """``x @ weight.T``."""
+        """Compute ``x @ weight.T``."""
         flat = x.reshape(-1, self._in)
         out = flat.new_empty(flat.size(0), self._size, self._chunk)
         for tile in range(self.tiles):
@@ -239,13 +239,13 @@ class TiledLinear:
     def gradients(
         self, x: Tensor, gradient: Tensor, dtype: torch.dtype, for_input: bool, for_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of the input, and of this rank's rows averaged over the data ranks."""
+        """Return the gradient of the input, and that of this rank's rows averaged over the data ranks."""
         self._queue_final()
         flat = x.reshape(-1, self._in)
         padding = self._size * self._chunk - self._out
         pieces = nn.functional.pad(gradient.reshape(-1, self._out), (0, padding)).view(-1, self._size, self._chunk)
         wide = torch.float32 if dtype in _LOW_PRECISION else dtype
-        # Sums over tiles are taken in fp32: one product would have taken them inside.
+        # Sum over tiles in fp32, as a single product would do internally.
         of_input = torch.zeros(flat.shape, dtype=wide, device=x.device) if for_input else None
         of_rows = torch.zeros_like(self._local()) if for_weight else None
         for tile in range(self.tiles):
@@ -284,5 +284,5 @@ class _Product(torch.autograd.Function):
 
 def _as_dtensor(rows: Tensor, mesh: DeviceMesh, like: Tensor) -> DTensor:
     placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
-    # Not from_local(), which would bring rows that rest on the host to the device.
+    # Not from_local(), which would move rows that are kept on the host to the device.
     return around(rows, make_spec(mesh, placements, like.shape, like.stride(), rows.dtype))

@@ -1,8 +1,9 @@
-"""What the user writes to gathered parameters: noticed, carried to the shards, made the same on all ranks.
+"""User writes to gathered parameters: detected, copied to the shards, and made the same on all ranks.
 
-A unit's whole parameters live for a call of its module. A layer that sets its own in ``forward`` (ActNorm, by its first
-batch), a hook that clamps them, and whatever else is written before they are freed goes to the shards right then.
-Ranks may have written different values, by samples of their own; then the first rank's are taken, as under DDP.
+A unit's unsharded parameters exist for a call of its module. Whatever is written before they are freed (by a layer that
+initialises its own in ``forward`` from the first batch, such as ActNorm, or a hook that clamps them) is copied to the
+shards at that point. Ranks may write different values, computed from their own samples; then the first rank's are
+taken, as in DDP.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from lightning_pardist.engines.ddp.set_parameters import cast_parameter
 from lightning_pardist.engines.fsdp.collective_sequencer import CollectiveSequencer
 from lightning_pardist.local_tensors import local_part, own_part, own_shape, set_own_part
 
-#: Elements that are looked at of a parameter that ranks have set to the same values before.
+#: Number of elements sampled for the fingerprint of a parameter that ranks have set to the same values before.
 _SAMPLED = 1 << 16
 
 
 class GatheredParameter:
-    """A whole parameter, and what it was when it was gathered.
+    """An unsharded parameter, with a record of its values at the time of its gather.
 
     Args:
-        parameter: It was gathered before.
-        name: In the sharded module.
+        parameter: The sharded parameter, gathered at least once before.
+        name: Its name in the sharded module.
 
     Attributes:
-        own: The whole values that this rank has written, until ranks have compared theirs; None if it has written none.
-        old: This rank's part before that.
-        touched: A write was seen that leaves no trace.
-        escaped: ``.data`` was asked for while it was whole: who keeps that can write at any time without a trace.
+        own: Whole values that this rank has written, until they are compared across ranks; None if it has written none.
+        old: This rank's shard before these writes.
+        touched: Whether a write was seen that leaves no trace.
+        escaped: Whether ``.data`` was accessed while gathered: its holder can write at any time without a trace.
     """
 
     def __init__(self, parameter: ShardedParameter, name: str) -> None:
@@ -48,12 +49,12 @@ class GatheredParameter:
         whole = parameter.unsharded
         assert whole is not None  # by the contract above
         self.whole: nn.Parameter = whole
-        # Where gathers put it. Not detach(), which shares the counter that backward looks at.
+        # Where gathers write it. Not detach(), which shares the version counter that backward checks.
         self.home = own_part(whole).data
         self.own: Tensor | None = None
         self.old: Tensor | None = None
         self.touched = self.escaped = False
-        #: Memory that the user gave it last (``p.data = ...``), which the step's graph may have noted.
+        #: Memory that the user assigned last (``p.data = ...``), which the step's autograd graph may have saved.
         self.stray: Tensor | None = None
         self._looks = watch_looks(whole)
         self._version = 0
@@ -63,11 +64,12 @@ class GatheredParameter:
 
     @staticmethod
     def note_all(gathered: Sequence[GatheredParameter], *, keep: bool) -> None:
-        """Parameters were gathered right now.
+        """Record the values of parameters that have just been gathered.
 
         Args:
             gathered: Those of one group.
-            keep: Keep copies of this rank's parts, and not rely on the shards: they stay for long, or are rounded.
+            keep: Whether to copy this rank's parts rather than rely on the shards: the parameters stay gathered for
+                long, or are rounded.
         """
         parts: list[Tensor] = []
         copies: list[Tensor] = []
@@ -84,7 +86,7 @@ class GatheredParameter:
                 one._before = None
             one._note_marks()
         if parts:
-            # One kernel for many: a device is fed faster than parameter by parameter.
+            # One kernel for many parameters, to reduce launch overhead.
             foreach_copy_(copies, parts)
 
     def _note_marks(self) -> None:
@@ -94,7 +96,7 @@ class GatheredParameter:
         self._looks = looks_at(self.whole)
 
     def _home_part(self) -> Tensor:
-        """This rank's part where gathers put it; a view, made once."""
+        """Return this rank's part of the memory that gathers write to; a view, created once."""
         if self._view is None:
             part = local_part(self.home, self.parameter.sharded)
             if part.untyped_storage().data_ptr() != self.home.untyped_storage().data_ptr():
@@ -106,7 +108,7 @@ class GatheredParameter:
         return local_part(self.whole.detach(), self.parameter.sharded)
 
     def _return_to_own(self) -> None:
-        """A later gather of the same step: this rank goes on with what it has written, unless shards were since."""
+        """In a later gather of the same step, restore this rank's writes, unless the shards were changed since."""
         if self._written_at == changes_of((self.parameter.sharded,)) and self.own is not None:
             self.home.copy_(self.own)
         else:
@@ -114,7 +116,7 @@ class GatheredParameter:
 
     @property
     def may_be_changed(self) -> bool:
-        """Whether there is a trace of a write. Cheap."""
+        """Whether a write left a trace. Cheap."""
         return (
             self.touched
             or self._version != version_of(self.whole)
@@ -124,13 +126,13 @@ class GatheredParameter:
 
     @torch.no_grad()
     def keep_changes(self) -> bool:
-        """Write new values to the shard, and whole ones to where a gather puts them (``p.data = ...``).
+        """Write new values to the shard, and assigned ones (``p.data = ...``) to the memory that gathers write to.
 
         Returns:
-            Whether there is a trace of some: other ranks' parts may have changed alone.
+            Whether a write left a trace; the change may be in other ranks' parts only.
 
         Raises:
-            RuntimeError: If it was given values of another shape or dtype.
+            RuntimeError: If the user assigned values of another shape or dtype.
         """
         part, shard, traced = own_part(self.whole), self.parameter.sharded, self.may_be_changed
         if part.dtype != self.home.dtype:
@@ -143,14 +145,14 @@ class GatheredParameter:
         local, now = shard.to_local(), self._part()
         before = local.to(now) if self._before is None else self._before
         same = now == before
-        # Without a trace nobody waits for a device to say whether there are any.
+        # Without a trace, do not synchronise with the device to find out whether anything changed.
         if traced and self.old is None and not bool(same.all()):
             self.old = local.clone()
         local.copy_(torch.where(same, local.to(now.device), now.to(local.dtype)))
         if self._before is not None:
             self._before.copy_(now)
         if part.numel() and part.data_ptr() != self.home.data_ptr():
-            # By .data: its own counter of versions, so that a copy into it is no change to what backward looks at.
+            # .data has its own version counter, so copying into it does not invalidate what the graph has saved.
             self.stray = part.data
             self.home.copy_(part)
             set_own_part(self.whole, self.home)
@@ -159,24 +161,24 @@ class GatheredParameter:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Before a backward: what its graph has noted of memory that the user gave gets the values of now."""
+        """Before a backward, copy current values into memory assigned by the user, which its graph may have saved."""
         if self.stray is not None and is_only_holder(self.stray):
             self.stray = None
         if self.stray is not None:
             self.stray.copy_(self.home)
 
     def keep_own(self) -> None:
-        """Remember the whole values as this rank's own."""
+        """Save the whole values as those that this rank has written."""
         self.own = own_part(self.whole).detach().clone()
         self._written_at = changes_of((self.parameter.sharded,))
 
     @torch.no_grad()
     def take(self, values: Tensor, *, gathered: bool) -> None:
-        """Take values that all ranks agree on.
+        """Take values that are the same on all ranks.
 
         Args:
-            values: This tensor rank's whole ones.
-            gathered: It is whole now.
+            values: This tensor rank's whole values.
+            gathered: Whether the parameter is gathered now.
         """
         take(self.parameter.sharded, values)
         if gathered:
@@ -187,17 +189,17 @@ class GatheredParameter:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the shard its values before this rank's writes. It is not gathered now."""
+        """Restore the shard's values from before this rank's writes. The parameter is not gathered now."""
         if self.old is not None:
             self.parameter.sharded.to_local().copy_(self.old)
 
     def forget(self) -> None:
-        """Ranks have compared what they wrote."""
+        """Forget this rank's writes, which have been compared across ranks."""
         self.own = self.old = None
 
 
 def take(shard: Any, values: Tensor) -> None:
-    """Write this rank's part of whole values to a shard, where they are not the shard's own but for rounding."""
+    """Write this rank's part of whole values to a shard, except where they equal its own values up to rounding."""
     local, new = shard.to_local(), local_part(values, shard)
     own = local.to(new.device)
     local.copy_(torch.where(new == own.to(new.dtype), own, new.to(own)))
@@ -205,12 +207,12 @@ def take(shard: Any, values: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter as ranks compare it.
+    """A parameter in the comparison across ranks.
 
     Attributes:
-        parameter: It.
-        written: The whole one on this rank, if that was ever gathered.
-        gathered: It is whole now.
+        parameter: The sharded parameter.
+        written: The unsharded one on this rank; None if it was never gathered.
+        gathered: Whether it is gathered now.
     """
 
     parameter: ShardedParameter
@@ -219,22 +221,22 @@ class Member:
 
 
 class WrittenValues:
-    """Parameters that this rank has written to since ranks compared theirs last.
+    """Parameters that this rank has written to since the last comparison across ranks.
 
     Args:
-        sequencer: Ranks that train together.
-        names: Of all parameters, by their positions, which are the same on all ranks.
+        sequencer: Sequencer of the ranks that train together.
+        names: Names of all parameters by their positions, which are the same on all ranks.
     """
 
     def __init__(self, sequencer: CollectiveSequencer, names: Mapping[int, str]) -> None:
         self._sequencer = sequencer
         self._names = names
         self._written: dict[int, tuple[GatheredParameter, Tensor]] = {}
-        #: What ranks have set to the same: whole copies are no longer kept for it.
+        #: Positions of parameters that ranks have set to the same values; whole copies of them are no longer kept.
         self._settled: set[int] = set()
 
     def note(self, position: int, written: GatheredParameter) -> None:
-        """This rank has written to a parameter, which is gathered now. Not collective."""
+        """Record that this rank has written to a parameter, which is gathered now. Not collective."""
         if self._sequencer.size == 1:
             return
         settled = position in self._settled
@@ -246,28 +248,28 @@ class WrittenValues:
         self._written[position] = written, fingerprint(values, at_most=_SAMPLED if settled else None)
 
     def flags(self, size: int) -> Tensor:
-        """One where this rank has written, shape ``[size]``."""
+        """Return one flag per position, one where this rank has written, shape ``[size]``."""
         flags = torch.zeros(size, dtype=torch.int64)
         flags[list(self._written)] = 1
         return flags
 
     def drop_copies(self) -> None:
-        """An optimizer is about to step: what this rank has written itself is old by then. Not collective."""
+        """Drop copies of this rank's writes before an optimizer step, which makes them stale. Not collective."""
         for written, _ in self._written.values():
             written.forget()
 
     def forget(self) -> None:
-        """What is written from here on starts anew. Not collective."""
+        """Forget all recorded writes. Not collective."""
         for written, _ in self._written.values():
             written.forget()
         self._written.clear()
 
     def agree(self, flags: Tensor, members: Callable[[int], Member]) -> list[str]:
-        """Take the first rank's values where ranks have written different ones. Collective over the mesh.
+        """Take the first rank's values of parameters that ranks have set to different ones. Collective over the mesh.
 
         Args:
             flags: One where any rank has written, the same on all ranks.
-            members: Finds a parameter by its position.
+            members: Returns the parameter at a position.
 
         Returns:
             Names of the parameters that differed, the same on all ranks.
@@ -282,7 +284,7 @@ class WrittenValues:
             if bool(wrote[:, index].all()) and bool((prints[:, index] == prints[0, index]).all()):
                 self._settled.add(position)
                 continue
-            # Whoever relied on that has no whole copy now: each keeps its own part, and the next ones are the first's.
+            # Ranks keep no copies of settled parameters: parts stay as they are now, later writes take the first's.
             self._settled.discard(position)
             differing.append(self._names[position])
             if bool(has_values[0, index]):
@@ -293,10 +295,10 @@ class WrittenValues:
         return differing
 
     def _compare(self, positions: list[int], members: list[Member]) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every rank and parameter: whether it was written, is there whole, and its fingerprint. Collective.
+        """Gather flags for written and available whole values, and fingerprints, per rank and parameter. Collective.
 
         Returns:
-            Shapes ``[ranks, parameters]`` twice, and ``[ranks, parameters, 3]``.
+            Tensors of shapes ``[ranks, parameters]`` twice, and ``[ranks, parameters, 3]``.
         """
         table = torch.zeros(len(positions), 2 + FINGERPRINT_SIZE, dtype=torch.float64)
         for row, position, member in zip(table, positions, members, strict=True):
@@ -310,7 +312,7 @@ class WrittenValues:
         return all_ranks[:, :, 0] > 0, all_ranks[:, :, 1] > 0, all_ranks[:, :, 2:]
 
     def _take_first(self, member: Member) -> None:
-        """Collective over the data ranks."""
+        """Broadcast the first rank's values of a parameter and take them. Collective over the data ranks."""
         shard, written = member.parameter.sharded, member.written
         values = None if written is None else written.own
         if values is None:

@@ -1,4 +1,4 @@
-"""Copies between a device and pinned host memory, on a stream of their own."""
+"""Copies between a device and pinned host memory, on a separate stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class HostCopies:
     """Copies tensors asynchronously between device and pinned host memory; plain copies on CPU.
 
     Args:
-        device: The other end.
+        device: Device that is copied from and to.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -18,18 +18,18 @@ class HostCopies:
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Flat host memory that the device can copy from and to by itself."""
+        """Allocate flat host memory, pinned for copies from and to a device."""
         return torch.empty(numel, dtype=dtype, pin_memory=self._stream is not None)
 
     def start(self, source: Tensor, target: Tensor) -> torch.Event | None:
-        """Begin to copy, after what the current stream has computed so far.
+        """Start a copy, after what the current stream has computed so far.
 
         Args:
-            source: On either end; must not change before the copy has ended, and may be dropped.
-            target: On the other end, same shape.
+            source: Tensor on either side; must not change before the copy has finished, and may be dropped.
+            target: Tensor on the other side, same shape.
 
         Returns:
-            What to wait for before ``target`` is read; None if the copy has been made.
+            Event to wait for before ``target`` is read; None if the copy is already complete.
         """
         if self._stream is None or source.device == target.device:
             target.copy_(source)

@@ -18,7 +18,7 @@ from lightning_pardist.engines.common import elementwise
 from lightning_pardist.engines.offload.mapped_files import StateFile
 from lightning_pardist.local_tensors import own_part
 
-#: Parts of a parameter begin at multiples of this, so that vector kernels treat every element as they do in the whole.
+#: Parts of a parameter start at multiples of this, so vector kernels treat every element as in the whole parameter.
 _ALIGN = 1024
 
 
@@ -37,21 +37,21 @@ class _Part:
 
 
 class HostStep:
-    """Runs an optimizer's step over parameters in host memory, with its state there or in a file.
+    """Runs an optimizer's step over parameters in host memory, with its state in memory or in a file.
 
-    The step goes through the parameters in windows. With a :class:`StateFile`, state of one window is resident at a
-    time, read ahead by one. Torch's fused kernel takes the place of Adam's and AdamW's loop where the user has not
-    asked for another one.
+    The step processes parameters in windows. With a :class:`StateFile`, the state of one window is resident at a time,
+    and that of the next is read ahead. Adam and AdamW run torch's fused kernel in place of their loop, unless the user
+    chose an implementation.
 
     Args:
-        optimizer: Steps on ordinary, flat or whole parameters; elementwise, see
+        optimizer: Optimizer over plain parameters, flat or whole; must be elementwise, see
             :func:`~lightning_pardist.engines.common.elementwise.is_elementwise`.
-        store: Where state lives; in memory if None.
-        window_bytes: State to be resident at a time; None steps on all parameters at once.
-        on_stepped: Called with the parameters that a window completed.
+        store: File in which state is kept; in memory if None.
+        window_bytes: Bytes of state to be resident at a time; None steps on all parameters at once.
+        on_stepped: Called with the parameters whose update a window completed.
 
     Raises:
-        ValueError: If the optimizer cannot step in windows, with its name.
+        ValueError: If the optimizer cannot step in windows; the message names it.
         RuntimeError: If the disk has no room for the state.
     """
 
@@ -77,7 +77,7 @@ class HostStep:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def run(self, **kwargs: Any) -> None:
-        """Step, with the hooks that torch calls around a step. Takes no closure. Not collective."""
+        """Run a step, with the hooks that torch calls around it. Takes no closure. Not collective."""
         optimizer = self._optimizer
         args: tuple[Any, ...] = (optimizer,)
         for before in pre_hooks(optimizer):
@@ -91,11 +91,11 @@ class HostStep:
             after(optimizer, args, kwargs)
 
     def settle(self, param: Tensor) -> None:
-        """Bring a parameter's state, just loaded from a checkpoint, to where it is kept. Not collective."""
+        """Move a parameter's state, just loaded from a checkpoint, to where it is kept. Not collective."""
         self._settle(param, self._optimizer.state.get(param, {}))
 
     def evict(self, param: Tensor) -> None:
-        """Let go of pages of a parameter's state that somebody else has read (a checkpoint). Not collective."""
+        """Release pages of a parameter's state that was read elsewhere (by a checkpoint). Not collective."""
         self._evict(self._optimizer.state.get(param, {}).values())
 
     # --- windows ------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class HostStep:
     def _update(self) -> None:
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
-        # Every window begins with the same settings; an optimizer may count steps in them.
+        # Every window starts with the same settings, as an optimizer may count steps in them.
         settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         stepped: dict[int, dict[str, Any]] = {}
         windows = list(self._windows(groups))
@@ -131,10 +131,10 @@ class HostStep:
         known: dict[nn.Parameter, dict[str, Any]],
         state: dict[Any, Any],
     ) -> dict[int, dict[str, Any]]:
-        """Step on some parts; the groups as they are afterwards, by index."""
+        """Step on some parts; return the groups as they are afterwards, by index."""
         optimizer = self._optimizer
         params = [_twin(part) for part in window]
-        # Apart by device: the host's kernel takes no group that has a scalar on another one.
+        # Separate groups per device: the CPU kernel accepts no group with a scalar on another device.
         used: dict[tuple[int, torch.device], dict[str, Any]] = {}
         for part, param in zip(window, params, strict=True):
             used.setdefault((part.group, param.device), {**settings[part.group], "params": []})["params"].append(param)
@@ -187,7 +187,7 @@ class HostStep:
     # --- state --------------------------------------------------------------------------------------------------
 
     def _keep(self, part: _Part, param: nn.Parameter, entry: dict[str, Any], state: dict[Any, Any]) -> None:
-        """Take over a part's state after its step."""
+        """Store a part's state after its step."""
         if part.is_whole:
             self._settle(part.param, entry)
             state[part.param] = entry
@@ -203,11 +203,11 @@ class HostStep:
                     target.copy_(value)
                 self._evict([target])
             elif part.stop == part.param.numel():
-                # Earlier parts of the parameter begin with what the last step left.
+                # Only with the last part, as every part starts from the previous step's value.
                 kept[key] = value
 
     def _settle(self, param: Tensor, entry: dict[str, Any]) -> None:
-        """Bring one parameter's state to its device, or into the file."""
+        """Move one parameter's state to its device, or into the file."""
         own = _local(param)
         for key, value in entry.items():
             if not isinstance(value, Tensor):
@@ -216,7 +216,7 @@ class HostStep:
                 entry[key] = self._zeros(own, value.dtype).copy_(value)
                 self._evict([entry[key]])
             elif value.device != own.device and (key != "step" or own.device.type == "cpu"):
-                # A count beside what is on a device stays on the host, as torch has it.
+                # The step count of a parameter on a device stays on the host, as in torch.
                 entry[key] = value.to(own.device)
 
     def _zeros(self, param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -226,7 +226,7 @@ class HostStep:
         return store.zeros(param.numel(), dtype).view(param.shape)
 
     def _store_of(self, param: Tensor) -> StateFile | None:
-        """Where a parameter's state is kept; scalars, which every rank has whole on its device, keep theirs there."""
+        """Return the file for a parameter's state; None on a device (scalars, which every rank holds whole)."""
         return self._store if param.device.type == "cpu" else None
 
     def _prefetch(self, values: Iterable[Any]) -> None:
@@ -242,7 +242,7 @@ class HostStep:
                     self._store.evict(value)
 
     def _require_windows(self) -> None:
-        """Refuse an optimizer that counts its calls, or keeps something beside groups and state."""
+        """Raise an error for an optimizer that counts its calls, or keeps values outside of groups and state."""
         generator = torch.Generator().manual_seed(0)
         values = [torch.randn(_ALIGN + 500, generator=generator) for _ in range(2)]
         grads = [[torch.randn(_ALIGN + 500, generator=generator) for _ in values] for _ in range(3)]
@@ -258,9 +258,9 @@ class HostStep:
 
 @contextmanager
 def _scale_on_host(optimizer: Optimizer) -> Iterator[None]:
-    """What a gradient scaler leaves on an optimizer whose kernel scales by itself, there before it is read.
+    """Context manager in which a gradient scaler's values for an optimizer that unscales in its kernel are on the host.
 
-    Torch copies it while the kernel, on the host, reads it.
+    Otherwise torch copies them while the kernel, on the host, reads them.
     """
     names = [name for name in ("grad_scale", "found_inf") if isinstance(getattr(optimizer, name, None), Tensor)]
     before = {name: getattr(optimizer, name) for name in names}
@@ -281,7 +281,7 @@ def _in_small_windows(optimizer: Optimizer) -> None:
 
 
 def _twin(part: _Part) -> nn.Parameter:
-    """A parameter on the memory of a part."""
+    """Return a parameter that shares the memory of a part."""
     if part.is_whole:
         return part.param
     twin = elementwise.marked(
@@ -293,7 +293,7 @@ def _twin(part: _Part) -> nn.Parameter:
 
 
 def _slices(entry: dict[str, Any], part: _Part) -> dict[str, Any]:
-    """A part of a parameter's state; counters are copies, since every part steps."""
+    """Return a part of a parameter's state; counters are copied, since every part steps."""
     if part.is_whole:
         return entry
     found: dict[str, Any] = {}
@@ -306,7 +306,7 @@ def _slices(entry: dict[str, Any], part: _Part) -> dict[str, Any]:
 
 
 def _local(param: Tensor) -> Tensor:
-    """A DTensor's part on this rank."""
+    """Return this rank's part of a DTensor."""
     return own_part(param)
 
 

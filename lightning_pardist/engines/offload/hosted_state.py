@@ -15,17 +15,17 @@ from lightning_pardist.engines.offload.offload_settings import Offload
 
 
 class HostedState:
-    """Brings state to where updates are computed, and back to where it is kept.
+    """Moves state to where updates are computed, and back to where it is kept.
 
-    What the state of a tensor is made of is the optimizer's business: tensors of any shape, also in lists and dicts
-    (Shampoo's factors). Tensors with dims are kept, on the host or in a file; what has none stays where it is. Memory
-    that state was kept in before is used again, by what fits it. Subclasses of tensors (quantised state) have memory of
-    their own making: they move as their class has it, and not to files.
+    The optimizer determines the structure of a tensor's state: tensors of any shape, also in lists and dicts (Shampoo's
+    factors). Tensors with dims are kept on the host or in a file; scalars stay where they are. Memory in which state
+    was kept before is reused for tensors that fit it. Tensor subclasses (quantised state) allocate their own memory:
+    they are moved by their class, and not to files.
 
     Args:
-        device: Where updates are computed.
-        store: Where state is kept; if None, in memory that the device copies from and to by itself.
-        window_bytes: With a store, state to be brought at a time; that of one tensor is, however large.
+        device: Device on which updates are computed.
+        store: File in which state is kept; in host memory if None, pinned for copies from and to a device.
+        window_bytes: With a store, bytes of state to fetch at a time; the state of one tensor is always fetched whole.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class HostedState:
         self.window_bytes = window_bytes if store is not None else None
         self._store = store
         self._copies = HostCopies(device)
-        #: By whose state it is, all memory that was ever made to keep it.
+        #: Owner of the state -> all memory that was ever allocated to keep it.
         self._homes: dict[Any, list[Tensor]] = {}
         self._leaving: list[torch.Event] = []
 
     @classmethod
     def of(cls, offload: Offload | None, device: torch.device, store: StateFile | None) -> HostedState | None:
-        """What a setting asks for; None where state is on the host as it is."""
+        """Create the object that a setting requires; None if there is no offload, or state is on the host anyway."""
         if offload is None or (store is None and device.type == "cpu"):
             return None
         return cls(device, store=store, window_bytes=int(offload.window_mb * 2**20))
@@ -53,13 +53,13 @@ class HostedState:
 
     @staticmethod
     def num_bytes(entry: dict[str, Any]) -> int:
-        """Bytes of a tensor's state, as it is kept."""
+        """Return the bytes of a tensor's state, as it is kept."""
         return sum(value.numel() * value.element_size() for value in _tensors(entry) if value.dim())
 
     def fetch(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """State for an update, where it is computed: what is kept on the host is what the update changes there.
+        """Return state on the device where updates are computed; state that is kept there is returned itself.
 
-        What follows on the device's current stream comes after the copies.
+        Later work on the device's current stream runs after the copies.
         """
         arriving: list[torch.Event] = []
 
@@ -82,20 +82,20 @@ class HostedState:
         return found
 
     def keep(self, owner: Any, entry: dict[str, Any]) -> dict[str, Any]:
-        """Take over the state that an update, or a checkpoint, has left of a tensor.
+        """Keep a tensor's state after an update, or after a checkpoint was loaded.
 
         Args:
-            owner: Whose state it is.
+            owner: Key of the tensor that the state belongs to.
             entry: The state.
 
         Returns:
-            The same, as it is kept; read on the host after :meth:`wait` only.
+            The same state, as it is kept; may be read on the host only after :meth:`wait`.
 
         Raises:
             RuntimeError: If the disk has no room for it.
-            TypeError: If a tensor of it cannot be kept in a file.
+            TypeError: If a tensor in the state cannot be kept in a file.
         """
-        # It may have changed places: what was kept under one name may lie under another now.
+        # State may have been rearranged: what was kept under one key may be under another now.
         used = [value for value in _tensors(entry) if value.device.type == "cpu" and not _is_subclass(value)]
         free = [home for home in self._homes.get(owner, ()) if not any(_lies_in(value, home) for value in used)]
 
@@ -127,12 +127,12 @@ class HostedState:
         return found
 
     def evict(self, entry: dict[str, Any]) -> None:
-        """Let go of pages of state that somebody else has read (a checkpoint)."""
+        """Release pages of state that was read elsewhere (by a checkpoint)."""
         for value in _tensors(entry):
             self._evict(value)
 
     def wait(self) -> None:
-        """Wait until what is kept has come, so that the host may read it."""
+        """Wait until copies of the state to the host have finished, so that the host may read it."""
         for event in self._leaving:
             event.synchronize()
         self._leaving.clear()
@@ -143,7 +143,7 @@ class HostedState:
         if value.device.type != "cpu":
             return False
         if self._store is None:
-            # Memory that the device does not copy from by itself would make it wait.
+            # Copies from unpinned memory would make the device wait.
             return self.device.type == "cpu" or _is_subclass(value) or value.is_pinned()
         return not _is_subclass(value) and (
             self._store.holds(value) or value.numel() * value.element_size() < SMALLEST_BYTES
@@ -180,7 +180,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor], known: dict[int, Tensor] | None = None) -> Any:
-    """The same in new containers, with other tensors; one that occurs twice still does."""
+    """Map the tensors of nested containers into new containers; a tensor that occurs twice is mapped once."""
     known = {} if known is None else known
     if isinstance(value, Tensor):
         if id(value) not in known:

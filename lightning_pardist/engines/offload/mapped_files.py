@@ -16,15 +16,15 @@ from torch import Tensor
 
 _PAGE = mmap.PAGESIZE
 _MADV_WILLNEED, _MADV_DONTNEED = 3, 4
-#: Tensors below this stay in memory: a mapping costs them whole pages.
+#: Tensors with fewer bytes stay in memory, as a mapping takes whole pages.
 SMALLEST_BYTES = 8 * _PAGE
 
 
 def require_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder, once it is known that files can be made in it. Not collective.
+    """Create a folder if necessary, and check that files can be created in it. Not collective.
 
     Raises:
-        ValueError: If it does not exist and cannot be made, or is not writable.
+        ValueError: If it does not exist and cannot be created, or is not writable.
     """
     path = Path(folder)
     try:
@@ -40,17 +40,17 @@ def require_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 class StateFile:
-    """Space for tensors on disk. One a rank.
+    """Disk space for tensors, in one file per rank.
 
-    The file has no name from its first moment on, so the system takes it back when this and the last tensor in it go,
-    or with the process, however that ends. Its blocks are allocated before they are mapped: a full disk is an error
-    here, and never a fault in the middle of a step.
+    The file is unnamed from the start, so the system frees it when this object and the last tensor in it are gone, or
+    when the process ends in any way. Its blocks are allocated before they are mapped: a full disk raises an error here
+    rather than a fault in the middle of a step.
 
-    A tensor in it is an ordinary one to its users. Pages that are read or written become resident; :meth:`evict` lets
-    them go, after which they are the system's file cache at most, which it writes out and drops as it needs memory.
+    A tensor in the file is used like any other. Pages that are read or written become resident; :meth:`evict` releases
+    them to the system's file cache, which writes them out and drops them when it needs memory.
 
     Args:
-        folder: Where; see :func:`require_folder`.
+        folder: Folder of the file; see :func:`require_folder`.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -58,13 +58,13 @@ class StateFile:
         self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
         self._used = 0
         self._reserved = 0
-        # Kept mapped for as long as the file: an address that went to somebody else must not be taken for ours.
+        # Mappings are kept as long as the file, so that a reused address is not taken for one in the file.
         self._mapped: list[mmap.mmap] = []
         self._ranges: dict[int, int] = {}
         self._starts: list[int] = []
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate blocks for tensors of this many bytes in all, beyond what is in use. Not collective.
+        """Allocate blocks for tensors of this many bytes in total, beyond what is in use. Not collective.
 
         Raises:
             RuntimeError: If the disk has no room for them.
@@ -85,7 +85,7 @@ class StateFile:
         self._reserved += missing
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in the file; in memory where it is too small to be worth a page.
+        """Return a flat tensor of zeros in the file, or in memory if it is too small for a mapping.
 
         Raises:
             RuntimeError: If the disk has no room for it.
@@ -103,15 +103,15 @@ class StateFile:
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the file."""
+        """Return whether a tensor's memory is in the file."""
         return self._range_of(tensor) is not None
 
     def evict(self, tensor: Tensor) -> None:
-        """Let go of a tensor's pages, if it lies in the file. Its values stay."""
+        """Release a tensor's resident pages, if it is in the file. Its values are kept."""
         self._advise(tensor, _MADV_DONTNEED)
 
     def prefetch(self, tensor: Tensor) -> None:
-        """Begin to read a tensor's pages, if it lies in the file."""
+        """Start to read a tensor's pages, if it is in the file."""
         self._advise(tensor, _MADV_WILLNEED)
 
     def _range_of(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -129,13 +129,13 @@ class StateFile:
         found = self._range_of(tensor)
         if found is None:
             return
-        # A neighbour on the first or the last page is read again when it is used.
+        # A neighbouring tensor on the first or last page is read again when it is used.
         begin = found[0] // _PAGE * _PAGE
         _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(found[1] - begin), advice)
 
 
 def _pages(nbytes: int) -> int:
-    """Rounded up to what a mapping may start at."""
+    """Round up to the granularity at which a mapping may start."""
     return -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 

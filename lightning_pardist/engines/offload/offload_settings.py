@@ -1,4 +1,4 @@
-"""Where optimizer state lives."""
+"""Settings of optimizer offload."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Offload:
-    """Optimizer state and step on the host.
+    """Settings for optimizer state and steps on the host.
 
     Attributes:
-        folder: A local folder for files with the state; in host memory if None.
-        window_mb: With a folder, state that is resident at a time, in MiB.
+        folder: Local folder for files with the state; in host memory if None.
+        window_mb: With a folder, size of the state that is resident at a time, in MiB.
     """
 
     folder: str | None = None

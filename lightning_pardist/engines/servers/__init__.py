@@ -1,4 +1,4 @@
-"""A parameter server: ranks that hold shares of the parameters and update them by gradients that workers send."""
+"""Parameter server: ranks that hold shares of the parameters and update them with gradients from workers."""
 
 from lightning_pardist.engines.servers.dedicated import serve
 from lightning_pardist.engines.servers.replay import replay

@@ -1,4 +1,4 @@
-"""Clocks of workers, and how far apart they may come (stale synchronous parallel, Ho et al., NIPS 2013)."""
+"""Workers' clocks and the bound on their distance (stale synchronous parallel, Ho et al., NIPS 2013)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 
 class WorkerClocks:
-    """Counts what each worker has contributed, and says who has to wait for the slowest. Not thread-safe by itself.
+    """Counts each worker's contributions, and determines which wait for the slowest. Not thread-safe by itself.
 
     Args:
-        workers: Their ranks.
-        max_ahead: Updates that a worker may be ahead of the slowest, 1 or more; any number if None.
+        workers: Ranks of the workers.
+        max_ahead: Updates by which a worker may be ahead of the slowest, 1 or more; unbounded if None.
     """
 
     def __init__(self, workers: Iterable[int], max_ahead: int | None) -> None:
@@ -19,10 +19,10 @@ class WorkerClocks:
         self._resting: set[int] = set()
 
     def tick(self, worker: int) -> int:
-        """A worker has contributed once more; returns how far it is ahead of the slowest.
+        """Count a worker's contribution; return how many updates the worker is ahead of the slowest.
 
         Raises:
-            RuntimeError: If that is further than allowed: it did not wait for its turn.
+            RuntimeError: If that is more than allowed: the worker did not wait for its turn.
         """
         self._ticks[worker] += 1
         ahead = self._ahead(worker)
@@ -33,20 +33,20 @@ class WorkerClocks:
         return ahead
 
     def may_go_on(self, worker: int) -> bool:
-        """Whether the worker's next contribution keeps the bound, whatever the others do meanwhile."""
+        """Return whether the worker's next contribution keeps the bound, whatever the others contribute meanwhile."""
         return self.max_ahead is None or self._ahead(worker) + 1 <= self.max_ahead
 
     def rest(self, worker: int) -> None:
-        """A worker waits for the others at a meeting, or is done: nobody waits for it."""
+        """Exclude a worker from the slowest: it waits for the others at a meeting, or is done."""
         self._resting.add(worker)
 
     def slowest(self) -> set[int]:
-        """Those that others wait for, if anybody waits."""
+        """Return the workers that others wait for, if any waits."""
         ticks = {worker: ticks for worker, ticks in self._ticks.items() if worker not in self._resting}
         return {worker for worker, count in ticks.items() if count == min(ticks.values())}
 
     def meet(self) -> None:
-        """All workers have met: they go on side by side."""
+        """Set all clocks to the same value, after all workers have met."""
         level = max(self._ticks.values(), default=0)
         self._ticks = dict.fromkeys(self._ticks, level)
         self._resting.clear()

@@ -1,4 +1,4 @@
-"""Which batches of an epoch are whose, where some workers are gone and the others get what they have left."""
+"""Assignment of an epoch's batches to workers, if some are gone and the others take over their batches."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 #: Indices of a dataset.
 Batch = list[int]
-#: Gives the batches of the share with a number, of so many equal ones.
+#: Function ``(index, count)`` that returns the batches of one of ``count`` equal shares.
 ShareOf = Callable[[int, int], Sequence[Batch]]
 
 
 class DealtBatches:
-    """The batches of one epoch by worker: those of its own share, and what it gets of others.
+    """The batches of one epoch by worker: those of its own share, and those that it takes over from others.
 
-    Whoever is given the same tells the same, so workers need not talk about it. All that are left have equally many
-    turns: where batches cannot be divided evenly, the last turn of some has none.
+    The assignment depends on the arguments only, so workers compute it without communication. All remaining workers
+    have the same number of turns: if batches cannot be divided evenly, the last turn of some has none.
 
     Args:
-        workers: Over whom the data is divided in this epoch.
-        share_of: The shares.
-        own: How many batches of its share each worker trains on; 0 where shares were begun by others.
-        begun: Batches of this epoch that each worker counts as behind it where this begins.
+        workers: Workers over which the data is divided in this epoch.
+        share_of: Returns the batches of a share.
+        own: Number of batches of its share that each worker trains on; 0 if others began the shares.
+        begun: Number of batches of this epoch that each worker counts as done at the start.
 
     Attributes:
-        here: Workers that are left.
+        here: Workers that remain.
     """
 
     def __init__(self, workers: Sequence[int], share_of: ShareOf, *, own: int, begun: int = 0) -> None:
@@ -38,13 +38,13 @@ class DealtBatches:
     def of_rest(
         cls, workers: Sequence[int], share_of: ShareOf, *, state: Mapping[str, Any], begun: int
     ) -> DealtBatches:
-        """What is left of an epoch that other workers have begun, dealt to these.
+        """Return the rest of an epoch that other workers have begun, dealt to these.
 
         Args:
-            workers: Who goes on.
-            share_of: The shares, as those have had them.
+            workers: Workers that continue.
+            share_of: Returns the batches of a share, as for the other workers.
             state: See :meth:`state`.
-            begun: As the constructor has it.
+            begun: As for the constructor.
         """
         found = cls(workers, share_of, own=0, begun=begun)
         found._begun_by = state
@@ -57,17 +57,18 @@ class DealtBatches:
         return not self._deals and self._begun_by is None
 
     def given_to(self, worker: int) -> Sequence[Batch | None]:
-        """What a worker has got so far of others: a batch a turn, None in a turn for which there was none."""
+        """Return what a worker has taken over so far: one batch per turn, None in a turn without a batch."""
         return self._given[worker]
 
     def deal(self, gone: Mapping[int, int]) -> int:
-        """Give what workers have left that are gone to those who are here.
+        """Deal the remaining batches of workers that are gone to those that remain.
 
         Args:
-            gone: Who is, and how many batches of this epoch it has behind it. Those of earlier calls may be among them.
+            gone: Worker that is gone -> number of batches of this epoch that it has done. May contain those of earlier
+                calls.
 
         Returns:
-            How many turns more everybody has who is here.
+            Number of additional turns for each remaining worker.
         """
         new = {worker: gone[worker] for worker in self.here if worker in gone}
         self.here = tuple(worker for worker in self.here if worker not in gone)
@@ -77,11 +78,11 @@ class DealtBatches:
         return self._give([batch for worker, done in new.items() for batch in self.left_to(worker, done)])
 
     def left_to(self, worker: int, done: int) -> list[Batch]:
-        """The batches of a worker that are not behind it.
+        """Return the batches of a worker that it has not done.
 
         Args:
-            worker: Which.
-            done: How many batches of this epoch are.
+            worker: The worker.
+            done: Number of batches of this epoch that it has done.
         """
         own: Sequence[Batch] = ()
         if done - self._begun < self._own:
@@ -90,11 +91,11 @@ class DealtBatches:
         return [batch for batch in given if batch is not None]
 
     def count_left(self, gone: Mapping[int, int], done: int) -> int:
-        """How many batches of the epoch nobody has behind it.
+        """Return the number of batches of the epoch that no worker has done.
 
         Args:
-            gone: As :meth:`deal` has it.
-            done: How many are behind everybody who is here.
+            gone: As for :meth:`deal`.
+            done: Number of batches that each remaining worker has done.
         """
         found = 0
         for worker in self.here:
@@ -104,7 +105,7 @@ class DealtBatches:
         return found
 
     def state(self, gone: Mapping[int, int], done: int) -> dict[str, Any]:
-        """What :meth:`of_rest` goes on from, as plain values. The arguments are those of :meth:`count_left`."""
+        """Return the state for :meth:`of_rest`, as plain values. The arguments are those of :meth:`count_left`."""
         return {
             "workers": list(self.workers),
             "own": self._own,
@@ -124,7 +125,7 @@ class DealtBatches:
 
 
 def _rest(state: Mapping[str, Any], share_of: ShareOf) -> list[Batch]:
-    """What nobody had behind it when a state was made."""
+    """Return the batches that no worker had done when a state was made."""
     workers, begun = state["workers"], state["begun"]
     if state["begun_by"] is None:
         dealt = DealtBatches(workers, share_of, own=state["own"], begun=begun)

@@ -1,4 +1,4 @@
-"""A rank that does nothing but serve."""
+"""Main loop of a rank that only serves parameters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_pardist.engines.servers.roles import Roles
 from lightning_pardist.engines.servers.served_updates import ServedUpdates, make_server
 from lightning_pardist.engines.servers.server import ParameterServer
 
-#: How often a server that waits for its workers looks whether it has failed.
+#: Interval at which a server that waits for its workers checks whether it has failed.
 _LOOK_S = 0.1
-#: How long a server that has lost a worker waits for somebody who can say why.
+#: How long a server that has lost a worker waits for an outside report of the reason.
 _HEARSAY_S = 3.0
-#: How long it waits at the end for those that it has lost to be gone: each has a thread here, in a library's code.
+#: How long it waits at the end for its threads of lost workers, which may be inside a library's code.
 _GONE_S = 10.0
 
 
@@ -42,21 +42,21 @@ def serve(
 ) -> Any:
     """Serve until all workers have left. Values and state come from the worker that keeps them for checkpoints.
 
-    A server waits for its workers for as long as they live: whoever watches over ranks ends it where one hangs.
+    A server waits for its workers as long as they live: if one hangs, whatever monitors the ranks ends the server.
 
     Args:
-        updates: Of every optimizer, over this rank's own copy of the parameters.
-        group: A gloo group for messages alone, over all ranks.
-        roles: Who of them works, and who serves.
-        tags: Of requests and answers, of nobody else on this group.
-        max_staleness: As workers have it.
-        timeout_s: Bound on every wait of a worker.
-        gone: Gives the workers that were seen to be gone, by others than this server, and why.
-        lose: Told of each that is.
-        is_shared: Whether the others get the data of each that is.
+        updates: Updates of every optimizer, over this rank's own copy of the parameters.
+        group: gloo group over all ranks, used for messages only.
+        roles: Which of its ranks work, and which serve.
+        tags: Tags of requests and replies, which nothing else uses on this group.
+        max_staleness: As on the workers.
+        timeout_s: Timeout of every wait of a worker.
+        gone: Returns the workers that were seen to be gone by others than this server, with the reasons.
+        lose: Called with each worker that is gone, and the reason.
+        is_shared: Whether the remaining workers take over the data of each that is gone.
 
     Returns:
-        What the workers have left behind, None if nothing.
+        The outcome that the workers have sent; None if there is none.
 
     Raises:
         RuntimeError: If a worker is gone or failed, or has other parameters than this rank.
@@ -82,7 +82,7 @@ def serve(
             server.check()
             server.lose_late()
             told.look()
-            # Here, so that whoever looks for ranks that wait for each other finds this one among them.
+            # Sleep in this thread, where a search for ranks that wait for each other finds this one.
             time.sleep(_LOOK_S)
         server.check()
         told.look(is_over=True)
@@ -93,14 +93,14 @@ def serve(
 
 
 class _Told:
-    """Lets a server know who is gone, and everybody else whom it has lost.
+    """Passes workers that are gone to a server, and workers that the server has lost to all others.
 
     Args:
         server: The server.
-        gone: As :func:`serve` has it.
-        lose: As :func:`serve` has it.
-        rank: Of this server, if it tells people.
-        is_shared: As :func:`serve` has it.
+        gone: As for :func:`serve`.
+        lose: As for :func:`serve`.
+        rank: Rank of this server, if it prints messages.
+        is_shared: As for :func:`serve`.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class _Told:
         self._told: set[int] = set()
 
     def look(self, *, is_over: bool = False) -> None:
-        """Look who is gone now. Called every moment, and at the end."""
+        """Check which workers are gone now. Called periodically, and at the end."""
         gone = self._gone()
         for worker, why in gone.items():
             if worker in self._server.may_go:
                 self._server.lose(worker, why)
         for loss in self._server.losses:
             since = self._seen.setdefault(loss.worker, time.monotonic())
-            # Whoever has started it knows how it ended, a moment later.
+            # The process that started the worker has the exit reason a moment later.
             if loss.worker in self._told or not (
                 is_over or loss.worker in gone or time.monotonic() - since > _HEARSAY_S
             ):
@@ -133,14 +133,14 @@ class _Told:
             self._lose(loss.worker, loss.why)
             if self._rank is not None:
                 text = loss.describe(gone.get(loss.worker), is_shared=self._is_shared)
-                # Whether or not anybody can read it: servers go on.
+                # Servers continue even if nothing can be printed.
                 with suppress(OSError, ValueError):
                     print(f"[rank {self._rank}] {text}", file=sys.stderr, flush=True)
 
 
 @torch.no_grad()
 def _take(updates: ServedUpdates, rank: int, begin: dict[str, Any]) -> None:
-    """Let an optimizer, and the parameters that this rank serves, be as a worker has them."""
+    """Set an optimizer, and the parameters that this rank serves, from a worker's."""
     optimizer = updates.optimizer
     params = [param for param, owner in zip(updates.params, updates.owners, strict=True) if owner == rank]
     values: list[Tensor] = begin["values"]

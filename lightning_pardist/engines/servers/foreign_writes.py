@@ -1,4 +1,4 @@
-"""What a user changes on a worker behind the servers' backs: values, settings and state that they would not know of."""
+"""User changes on a worker that bypass the servers: values, settings and state that servers would not receive."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ForeignWrites:
-    """Notes what a worker has of an optimizer, and refuses what anybody else has made of it.
+    """Records a worker's view of an optimizer, and raises an error if user code has changed it.
 
-    Values are compared, not counts of writes: ``.data`` is written to without one, and weights may be put in place of
-    others and taken back.
+    Values are compared rather than counts of writes: ``.data`` is written to without one, and weights may be swapped
+    for others and swapped back.
 
     Args:
-        optimizer: The worker's, with what the servers begin with.
+        optimizer: The worker's optimizer, in the state with which the servers start.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -30,21 +30,21 @@ class ForeignWrites:
         self._values: dict[nn.Parameter, Tensor] = {}
         self._settings = _settings(optimizer)
         self._states: dict[Any, Any] = {}
-        #: Stand for the state that servers have and no meeting has shown.
+        #: Placeholders for state that servers have and that no meeting has fetched.
         self._places: dict[nn.Parameter, dict[str, Any]] | None = None
         self.note(_params(optimizer))
         self.note_states()
 
     def note(self, params: Sequence[nn.Parameter]) -> None:
-        """These parameters have the servers' values now."""
+        """Record that these parameters have the servers' values now."""
         self._values.update({param: fingerprint(param) for param in params})
 
     def note_states(self) -> None:
-        """The optimizer shows a server's state now."""
+        """Record that the optimizer shows a server's state now."""
         self._states = {param: state for param, state in self._optimizer.state.items() if state}
 
     def put_places(self) -> None:
-        """Training goes on: from here on it shows as well if state is cleared that only a server has."""
+        """Put placeholders for state that only a server has, so that clearing it is detected in training."""
         if self._places is None:
             state = self._optimizer.state
             self._places = {param: {} for param in _params(self._optimizer) if not state.get(param)}
@@ -52,17 +52,17 @@ class ForeignWrites:
                 state[param] = place
 
     def take_places(self) -> None:
-        """The optimizer's state is about to be read, or shown."""
+        """Remove the placeholders before the optimizer's state is read, or shown."""
         places, self._places = self._places or {}, None
         for param, place in places.items():
             if self._optimizer.state.get(param) is place and not place:
                 del self._optimizer.state[param]
 
     def check(self) -> None:
-        """Refuse changes since then. Not collective.
+        """Check that nothing was changed since the last record. Not collective.
 
         Raises:
-            RuntimeError: With what was changed, and what to do instead.
+            RuntimeError: If something was, with what it is and what to do instead.
         """
         name = type(self._optimizer).__name__
         params = _params(self._optimizer)
@@ -89,10 +89,10 @@ class ForeignWrites:
         self.check_values(params)
 
     def check_values(self, params: Sequence[nn.Parameter]) -> None:
-        """Refuse other values than those noted.
+        """Check that parameters have the recorded values.
 
         Raises:
-            RuntimeError: If there are any.
+            RuntimeError: If any has other values.
         """
         if not params:
             return
@@ -107,9 +107,9 @@ class ForeignWrites:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number that is as good as never the same for other bits, or for the same in another order; a 64-bit integer.
+    """Return a 64-bit integer that is almost surely different for other bits, or for the same bits in another order.
 
-    A change of one element always shows: its factor is odd.
+    A change of one element always changes the result, as its factor is odd.
     """
     values = tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
@@ -127,7 +127,7 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Each group's settings, with the form in place of numbers, which may change."""
+    """Return each group's settings, with placeholders for numbers, which may change."""
     return [{key: _form(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 

@@ -1,4 +1,4 @@
-"""Connections of a server with the workers of other ranks: a thread for each."""
+"""Connections of a server with the workers of other ranks, one thread per worker."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from lightning_pardist.engines.servers.plain_values import pack_plain, unpack_pl
 from lightning_pardist.engines.servers.server import ANYWHERE, Changes, LeftOutError, ParameterServer, Place
 from lightning_pardist.engines.servers.share import Share
 
-#: For as long as both sides live.
+#: Timeout of a connection that may last as long as both sides live.
 _DAYS_S = 30 * 86400.0
-#: In which the mean is taken of what no optimizer updates.
+#: Dtypes in which tensors that no optimizer updates are averaged.
 REST_DTYPES = (torch.float32, torch.float64)
 
 
 class WorkerThreads:
-    """Answers the workers of other ranks, each in a thread of its own.
+    """Serves the workers of other ranks, each in its own thread.
 
-    A worker has one request under way at a time, so that a server holds one message of each at most.
+    A worker has one request in flight at a time, so a server holds at most one message per worker.
 
     Args:
-        server: Who answers.
-        group: A gloo group for messages alone.
-        tags: Of requests and answers.
-        timeout_s: Bound on the arrival of an answer, for which the worker waits; that of one whom the others can do
-            without has none, since gloo ends all connections where time is up on one of them.
+        server: Server that handles the requests.
+        group: gloo group used for messages only.
+        tags: Tags of requests and replies.
+        timeout_s: Timeout for the arrival of a reply, for which the worker waits. Replies to workers that may be lost
+            have none, since gloo closes all connections when one of them times out.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WorkerThreads:
         self._server = server
         server.on_wait = self._let_wait
         self._waiting: dict[int, Line] = {}
-        #: What a worker has left behind for servers that do nothing else.
+        #: What a worker has sent as the outcome for dedicated servers.
         self.outcome: Tensor | None = None
         self._threads = {
             worker: threading.Thread(
@@ -68,12 +68,12 @@ class WorkerThreads:
         }
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the threads."""
         for thread in self._threads.values():
             thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for all workers to leave, ``timeout_s`` seconds in all; returns whether they have, or are gone."""
+        """Wait at most ``timeout_s`` seconds for all workers to leave; return whether all have left or are gone."""
         deadline = time.monotonic() + timeout_s
         lost = self._server.lost
         threads = [thread for worker, thread in self._threads.items() if worker not in lost]
@@ -82,12 +82,12 @@ class WorkerThreads:
         return not any(thread.is_alive() for thread in threads)
 
     def _let_wait(self, worker: int) -> None:
-        # Whoever waits for the answer knows by it that there will be one.
+        # Notifies a worker that waits for a reply that it will come.
         if worker in self._waiting:
             self._waiting[worker].send(Message(Kind.WAIT))
 
     def join_lost(self, timeout_s: float) -> None:
-        """Wait for threads of workers that are gone, whose processes may take a moment to be ended."""
+        """Wait for the threads of workers that are gone, whose processes may take a moment to end."""
         deadline = time.monotonic() + timeout_s
         for worker in self._server.lost:
             if worker in self._threads:
@@ -115,7 +115,7 @@ class WorkerThreads:
                 answers.send(failed(error))
                 answers.flush()
         except RuntimeError as error:
-            # The connection is gone, and with it the worker.
+            # The connection is closed, so the worker is gone.
             if worker in self._server.may_go and is_broken_line(error):
                 self._server.lose(worker, "its connection was closed")
             else:
@@ -158,13 +158,13 @@ def _position(message: Message) -> tuple[int, int, int] | None:
 
 
 def failed(error: BaseException) -> Message:
-    """Says why a side of a line goes no further."""
+    """Return a message with the reason why one side of a connection has failed."""
     text = f"{type(error).__name__}: {error}".encode()
     return Message(Kind.FAILED, payload=torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
 
 def reason_of(message: Message) -> str:
-    """What :func:`failed` said."""
+    """Return the reason in a message of :func:`failed`."""
     return "" if message.payload is None else bytes(message.payload.tolist()).decode()
 
 
@@ -173,13 +173,13 @@ def _packed(changes: Changes) -> Tensor:
 
 
 def pack_update(numbers: Sequence[float], grads: Sequence[Tensor | None]) -> Tensor:
-    """A worker's gradients and settings as the bytes of a message."""
+    """Pack a worker's gradients and settings into the bytes of a message."""
     count = torch.tensor([len(numbers)])
     return pack_parts([count, torch.tensor(numbers, dtype=torch.float64)], grads)
 
 
 def unpack_update(packed: Tensor | None, share: Share) -> tuple[list[float], list[Tensor | None]]:
-    """What :func:`pack_update` packed."""
+    """Unpack what :func:`pack_update` packed."""
     found = Unpacked(packed)
     count = int(found.take([1], torch.int64))
     numbers: list[float] = found.take([count], torch.float64).tolist()
@@ -187,13 +187,13 @@ def unpack_update(packed: Tensor | None, share: Share) -> tuple[list[float], lis
 
 
 class RemoteServer:
-    """A server on another rank, as a worker sees it.
+    """A worker's connection to a server on another rank.
 
     Args:
-        group: A gloo group for messages alone.
-        rank: The server's.
-        tags: Of requests and answers.
-        timeout_s: Bound on waiting for an answer, or for a word that there will be one.
+        group: gloo group used for messages only.
+        rank: Rank of the server.
+        tags: Tags of requests and replies.
+        timeout_s: Timeout of waiting for a reply, or for a notice that it will come.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, tags: tuple[int, int], timeout_s: float) -> None:
@@ -202,7 +202,7 @@ class RemoteServer:
         self._timeout_s = timeout_s
 
     def ask(self, message: Message) -> int:
-        """Begin to send a request; returns its bytes."""
+        """Start to send a request; return its size in bytes."""
         return self._requests.send(message)
 
     def answer(self, likes: Sequence[Tensor], write: Callable[[Changes], None]) -> tuple[int, int]:
@@ -210,10 +210,10 @@ class RemoteServer:
 
         Args:
             likes: The share's parameters.
-            write: Given what has changed.
+            write: Called with the changes.
 
         Returns:
-            Staleness of the update that was asked for, and bytes received.
+            Staleness of the requested update, and bytes received.
 
         Raises:
             RuntimeError: If the server is gone, or failed, with its reason.
@@ -230,7 +230,7 @@ class RemoteServer:
         return message
 
     def gone(self) -> dict[int, tuple[int, int]]:
-        """In front of everything else of a meeting, workers that are gone, each with its epoch and its batches in it.
+        """Receive the workers that are gone, each with its epoch and batches in it: the first reply at a meeting.
 
         Raises:
             RuntimeError: If the server is gone, or failed, with its reason.
@@ -239,7 +239,7 @@ class RemoteServer:
         return found
 
     def rest(self, dtype: torch.dtype) -> Tensor:
-        """In front of the new values of a meeting, the mean of what workers have brought, flat.
+        """Receive the mean of the tensors sent by workers, flat: precedes the new values of a meeting.
 
         Raises:
             RuntimeError: If the server is gone, or failed, with its reason.
@@ -248,11 +248,11 @@ class RemoteServer:
         return torch.empty(0, dtype=dtype) if payload is None else payload.view(dtype)
 
     def begin(self, index: int, state: Any) -> None:
-        """Give a server that does nothing else what it begins with, of an optimizer."""
+        """Send the initial state of an optimizer to a dedicated server."""
         self._requests.send(Message(Kind.BEGIN, index, payload=pack_plain(state)))
 
     def state(self) -> dict[str, Any]:
-        """Behind the new values of a meeting, the state that was asked for.
+        """Receive the requested state of an optimizer: follows the new values of a meeting.
 
         Raises:
             RuntimeError: If the server is gone, or failed, with its reason.
@@ -261,18 +261,18 @@ class RemoteServer:
         return found
 
     def tell(self, outcome: Tensor) -> None:
-        """Leave behind what a server that does nothing else goes on with when training has ended."""
+        """Send the outcome with which a dedicated server continues after training."""
         self._requests.send(Message(Kind.OUTCOME, payload=outcome))
 
     def leave(self, failure: BaseException | None, timeout_s: float) -> None:
-        """No further request comes.
+        """Notify the server that no further request follows.
 
         Args:
-            failure: Why, if this worker has not come to its end: its server fails with it.
-            timeout_s: Bound on telling the server so.
+            failure: Error by which this worker ended, if any: its server fails with it.
+            timeout_s: Timeout of the notification.
 
         Raises:
-            RuntimeError: If the server is gone, or does not listen.
+            RuntimeError: If the server is gone, or does not receive.
         """
         self._requests.flush(timeout_s)
         self._requests.send(Message(Kind.LEAVE) if failure is None else failed(failure))

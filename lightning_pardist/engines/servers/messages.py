@@ -1,8 +1,8 @@
-"""What workers and servers send each other: a header of fixed length, and tensors in one run of bytes.
+"""Messages between workers and servers: a header of fixed length, and tensors in one run of bytes.
 
-A message is a header of eight 64-bit integers (:class:`Kind`, index of the optimizer, bytes that follow, numbers) and,
-if there are any, that many bytes. Both sides know the shapes and dtypes of a share's parameters, so bytes begin with
-what they cannot know: for each parameter whether it comes whole, in rows or not at all. Nothing is pickled.
+A message is a header of eight 64-bit integers (:class:`Kind`, index of the optimizer, number of bytes that follow,
+numbers) and, if there are any, that many bytes. Both sides have the shapes and dtypes of a share's parameters, so the
+bytes start with what varies: whether each parameter is sent whole, as rows or not at all. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor
 from lightning_pardist.collectives import as_bytes
 
 _HEADER = 8
-#: Tensors begin at multiples of this many bytes, so that they can be viewed in any dtype.
+#: Tensors start at multiples of this many bytes, so that they can be viewed in any dtype.
 _ALIGN = 16
-#: In place of a number of rows.
+#: Markers in place of a number of rows.
 WHOLE, ABSENT = -1, -2
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """Kind of a message."""
 
     UPDATE = 1
     TICK = 2
@@ -45,7 +45,7 @@ class Kind(enum.IntEnum):
     GONE = 12
 
 
-#: On an exception: it is of a line, whose other side is gone, or did not listen in time.
+#: Attribute of exceptions raised by a :class:`Line`: its peer is gone, or did not receive in time.
 _BROKEN = "_pardist_broken_line"
 
 
@@ -54,9 +54,9 @@ class Message:
     """One message.
 
     Attributes:
-        kind: What it is.
-        optimizer: Index of the optimizer whose parameters it is about.
-        numbers: Up to five integers, see who sends them.
+        kind: Kind of the message.
+        optimizer: Index of the optimizer whose parameters it concerns.
+        numbers: Up to five integers, whose meaning depends on the kind.
         payload: Bytes that follow the header.
     """
 
@@ -76,18 +76,18 @@ def _marked() -> Iterator[None]:
 
 
 def is_broken_line(error: BaseException) -> bool:
-    """Whether a :class:`Line` has raised an exception: the other side is gone, or did not listen in time."""
+    """Return whether an exception was raised by a :class:`Line`: its peer is gone, or did not receive in time."""
     return _BROKEN in error.__dict__
 
 
 class Line:
-    """Messages of one kind of conversation between this rank and another; gloo keeps their order.
+    """Messages under one tag between this rank and another; gloo keeps their order.
 
     Args:
-        group: A gloo group that nothing else but messages uses.
-        peer: The other's rank in it.
-        tag: The same on both sides, of nobody else between the two in this direction.
-        timeout_s: Bound on waiting until what was sent has arrived: the other side waits for it.
+        group: gloo group used for messages only.
+        peer: The other rank's number in the group.
+        tag: The same on both sides, and used by nothing else between the two in this direction.
+        timeout_s: Timeout of waiting until sent messages have arrived; the peer waits for them.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, tag: int, timeout_s: float) -> None:
@@ -96,10 +96,10 @@ class Line:
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, message: Message) -> int:
-        """Begin to send; what was sent before is complete then. Returns the bytes.
+        """Start to send a message, after earlier ones are complete. Returns the number of bytes.
 
         Raises:
-            RuntimeError: If the connection is closed, or time is up.
+            RuntimeError: If the connection is closed, or the timeout expires.
         """
         self.flush()
         payload = message.payload
@@ -114,14 +114,14 @@ class Line:
         return size + header.numel() * header.element_size()
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until everything is sent, for so many seconds at most, by default the line's.
+        """Wait until everything is sent, at most for a timeout, by default the line's.
 
         Raises:
-            RuntimeError: If the connection is closed, or time is up.
+            RuntimeError: If the connection is closed, or the timeout expires.
         """
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         while self._sending:
-            # Memory stays alive for as long as it may be read.
+            # The buffer stays alive as long as it may be read.
             with _marked():
                 self._sending[0][0].wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             self._sending.pop(0)
@@ -130,10 +130,10 @@ class Line:
         """Wait for the next message.
 
         Args:
-            timeout_s: Seconds at most; as long as the connection lives if None.
+            timeout_s: Timeout in seconds; as long as the connection lives if None.
 
         Raises:
-            RuntimeError: If the connection is closed, or time is up.
+            RuntimeError: If the connection is closed, or the timeout expires.
         """
         header = torch.empty(_HEADER, dtype=torch.int64)
         self._receive(header, timeout_s)
@@ -154,7 +154,7 @@ class Line:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """The memory of some tensors behind each other, in host memory."""
+    """Pack tensors one after the other into one buffer in host memory."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
@@ -167,14 +167,14 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Unpacked:
-    """Takes tensors out of what :func:`pack` made, one after the other, sharing its memory."""
+    """Reads tensors from a buffer of :func:`pack`, one after the other, sharing its memory."""
 
     def __init__(self, packed: Tensor | None) -> None:
         self._packed = torch.empty(0, dtype=torch.uint8) if packed is None else packed
         self._at = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next tensor."""
+        """Return the next tensor."""
         size = math.prod(shape) * dtype.itemsize
         data = self._packed[self._at : self._at + size]
         self._at += _aligned(size)
@@ -182,11 +182,11 @@ class Unpacked:
 
 
 def pack_parts(first: Sequence[Tensor], parts: Sequence[Tensor | None]) -> Tensor:
-    """Pack tensors of which some are sparse or left out.
+    """Pack tensors, some of which may be sparse or left out.
 
     Args:
-        first: What comes before them.
-        parts: Dense ones, sparse ones of rows (as ``nn.Embedding(sparse=True)`` makes gradients), or None.
+        first: Tensors that precede them.
+        parts: Dense tensors, row-sparse ones (such as gradients of ``nn.Embedding(sparse=True)``), or None.
     """
     sizes, tensors = [], []
     for part in parts:
@@ -203,7 +203,7 @@ def pack_parts(first: Sequence[Tensor], parts: Sequence[Tensor | None]) -> Tenso
 
 
 def unpack_parts(packed: Unpacked, likes: Sequence[Tensor]) -> list[Tensor | None]:
-    """What :func:`pack_parts` packed behind ``first``, for parameters like these."""
+    """Unpack what :func:`pack_parts` packed after ``first``, for parameters like these."""
     found: list[Tensor | None] = []
     for size, like in zip(packed.take([len(likes)], torch.int64).tolist(), likes, strict=True):
         if size == ABSENT:

@@ -1,6 +1,6 @@
-"""State of optimizers, and whatever else is made of numbers, words and tensors, as the bytes of a message.
+"""Serialisation of optimizer state, and other values of numbers, strings and tensors, to the bytes of a message.
 
-The form is JSON, in which tensors are places in what follows it. Nothing is pickled.
+The format is JSON, with placeholders for tensors, whose data follows. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _SCALARS = (type(None), bool, int, float, str)
 
 
 def pack_plain(value: Any) -> Tensor:
-    """Bytes of a value of scalars, words, lists, tuples, dictionaries and tensors.
+    """Pack a value of scalars, strings, lists, tuples, dictionaries and tensors into bytes.
 
     Raises:
-        TypeError: If anything else is in it, with its class.
+        TypeError: If it contains anything else; the message names the class.
     """
     tensors: list[Tensor] = []
     text = json.dumps(_encoded(value, tensors)).encode()
@@ -28,7 +28,7 @@ def pack_plain(value: Any) -> Tensor:
 
 
 def unpack_plain(packed: Tensor | None) -> Any:
-    """What :func:`pack_plain` packed, its tensors in host memory of their own."""
+    """Unpack what :func:`pack_plain` packed; tensors are copied to host memory of their own."""
     found = Unpacked(packed)
     length = int(found.take([1], torch.int64))
     text = bytes(found.take([length], torch.uint8).numpy()).decode()
@@ -36,7 +36,7 @@ def unpack_plain(packed: Tensor | None) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether :func:`pack_plain` takes a value."""
+    """Return whether :func:`pack_plain` accepts a value."""
     try:
         _encoded(value, [])
     except TypeError:
@@ -55,7 +55,7 @@ def _encoded(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, dict):
         return {"dict": [[_encoded(key, tensors), _encoded(item, tensors)] for key, item in value.items()]}
     if isinstance(value, (int, float, str)):
-        # Numbers of numpy and enumerations of words, say.
+        # Such as numpy scalars and string enumerations.
         return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
     raise TypeError(
         f"a {type(value).__name__} cannot be sent between ranks as a message, which holds tensors, numbers, words,"

@@ -1,4 +1,4 @@
-"""Repeats in one process what workers and servers did, in the order that the servers wrote down."""
+"""Repeats in one process what workers and servers did, in the order that the servers logged."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def replay(
     *,
     update_scope: ScopeSetting = "auto",
 ) -> None:
-    """Train as a run with asynchronous parameter servers did; parameters and state are its servers' afterwards.
+    """Repeat a run with asynchronous parameter servers; parameters and state equal its servers' afterwards.
 
     Args:
-        folder: What ``update_log`` was set to, or the folder of one run in it. All servers' files are there.
-        optimizers: As the module configured them, over parameters with the values that the run began with.
-        gradients: Given a worker, the number of its turn (from 1, over all optimizers) and the index of the
-            optimizer; leaves in ``.grad`` what the worker's batch of that turn gives, with parameters as they are then.
-        update_scope: As the run had it.
+        folder: The folder that ``update_log`` was set to, or the folder of one run in it, with all servers' files.
+        optimizers: As the module configured them, over parameters with the values at the start of the run.
+        gradients: Called with a worker, the number of its turn (from 1, over all optimizers) and the index of the
+            optimizer; sets ``.grad`` to the gradients of the worker's batch of that turn, at the current parameters.
+        update_scope: As in the run.
 
     Raises:
         FileNotFoundError: If there is no log.
-        RuntimeError: If the logs do not fit together, because a file is missing or cut off.
+        RuntimeError: If the logs are inconsistent, because a file is missing or cut off.
     """
     _Replay(read_logs(folder), optimizers, gradients, update_scope).run()
 
@@ -56,14 +56,14 @@ class _Replay:
             ]
             for log in logs
         }
-        #: What each worker has of each parameter.
+        #: Each worker's copy of each parameter.
         self._copies = {
             worker: [[param.detach().clone() for param in params] for params in self._params]
             for worker in logs[0].workers
         }
-        #: Gradients of a worker's present turn.
+        #: Gradients of workers' current turns.
         self._made: dict[tuple[int, int], list[Tensor | None]] = {}
-        #: Pulls of each worker's turn that are still to come before its next one.
+        #: Number of pulls in each worker's turn that are still to be repeated before its next turn.
         self._pulls = {
             (worker, turn): sum(
                 entry.did == "pull" and (entry.worker, entry.turn) == (worker, turn)
@@ -75,7 +75,7 @@ class _Replay:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Go through all logs side by side, each in its order."""
+        """Repeat the entries of all logs, each log in its order."""
         at = dict.fromkeys(self._shares, 0)
         while True:
             moved = False
@@ -96,7 +96,7 @@ class _Replay:
                 share.publish()
 
     def _do(self, server: int, entry: Entry) -> bool:
-        """Repeat an entry, unless what it needs has not been done on another server yet."""
+        """Repeat an entry, unless it depends on one of another server that is still to come; return whether it did."""
         if entry.did == "lost":
             return True
         share, turn = self._shares[server][entry.optimizer], (entry.worker, entry.turn)

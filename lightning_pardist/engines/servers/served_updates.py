@@ -1,4 +1,4 @@
-"""A worker: its optimizers send gradients to the servers in place of stepping, and get new values."""
+"""Workers: their optimizers send gradients to the servers instead of stepping, and receive new values."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from lightning_pardist.engines.servers.update_log import UpdateLog
 
 
 class ServedUpdates(WholeUpdates):
-    """An optimizer whose parameters are updated by servers, each of which has the state of its own.
+    """An optimizer whose parameters are updated by servers, each of which holds the state of its share.
 
     Args:
-        optimizer: The user's; holds whole parameters on every rank.
-        group: The workers; on a rank that only serves, itself.
-        roles: Who serves.
-        rank: This rank, among those of the roles.
+        optimizer: The user's optimizer, over whole parameters on every rank.
+        group: Process group of the workers; on a rank that only serves, of this rank alone.
+        roles: Which ranks serve.
+        rank: This rank, in the numbering of the roles.
         setting: What an update depends on; found by a trial if ``"auto"``.
 
     Raises:
@@ -74,7 +74,7 @@ class ServedUpdates(WholeUpdates):
 
     @override
     def owns(self, number: int) -> bool:
-        """Whether this rank serves the parameter with this number, or keeps its state for a rank that only serves."""
+        """Return whether this rank serves the parameter with this index, or keeps its state for a dedicated server."""
         return self._keepers[number] == self._place
 
     @property
@@ -84,7 +84,7 @@ class ServedUpdates(WholeUpdates):
 
     @override
     def describe(self) -> str:
-        """How evenly parameters are spread."""
+        """Describe the optimizer's scope, and how evenly parameters are spread over servers."""
         uneven = max(self.loads) * len(self.loads) / max(sum(self.loads), 1.0)
         return (
             f"{type(self.optimizer).__name__} {self.found.describe()}: by one of {len(self.loads)} servers, which has"
@@ -93,34 +93,34 @@ class ServedUpdates(WholeUpdates):
 
 
 class Worker:
-    """One rank's part in training with parameter servers: a worker, and a server beside that where it is one.
+    """One rank's part in training with parameter servers: a worker, and a server too if the rank has both roles.
 
-    Optimizers' ``step`` is replaced: gradients go to the servers, which update and send what has changed. A worker
-    sends ``Psi`` and gets as much in each step, less what its own server has; sparse gradients go as rows.
+    Replaces the optimizers' ``step``: gradients are sent to the servers, which update and send what has changed. A
+    worker sends ``Psi`` and receives as much in each step, less its own server's share; sparse gradients are sent as
+    rows.
 
     Args:
-        updates: Of every optimizer. They hold what has been loaded, alike on all ranks.
-        group: A gloo group for messages alone, over all ranks.
-        roles: Who of them works, and who serves.
-        tags: Of requests and answers, of nobody else on this group.
-        max_staleness: Updates that a worker may be ahead of the slowest; any number if None. With 0 workers have
-            averaged their gradients, and one of them sends them.
-        timeout_s: Bound on every wait.
-        log_to: Folder for the order of updates; none is kept if None.
-        has_gradients: Asked in each step: False where there was no sample since the last one, whatever ``.grad`` is
-            (zeros, say, which would decay weights).
-        position: Where in its share of the data the worker is, see
+        updates: Updates of every optimizer, with loaded state, the same on all ranks.
+        group: gloo group over all ranks, used for messages only.
+        roles: Which of its ranks work, and which serve.
+        tags: Tags of requests and replies, which nothing else uses on this group.
+        max_staleness: Updates by which a worker may be ahead of the slowest; unbounded if None. With 0, gradients are
+            averaged over workers beforehand, and one worker sends them.
+        timeout_s: Timeout of every wait.
+        log_to: Folder for the log of updates; none is written if None.
+        has_gradients: Called in each step; False if there was no sample since the last one, regardless of ``.grad``
+            (which may hold zeros that would decay weights).
+        position: Returns the worker's position in its share of the data, see
             :class:`~lightning_pardist.engines.servers.server.Loss`.
-        rest: Gives tensors that no optimizer updates, of which the first server, which only serves, takes the mean at
-            meetings.
+        rest: Returns tensors that no optimizer updates, which the first server, a dedicated one, averages at meetings.
 
     Attributes:
-        staleness: Of the latest update; None before the first.
-        gone: Workers that were gone at the latest meeting at a place, each with the epoch of its latest turn and the
-            batches of its share that were behind it then, as the first server has it.
-        shows_state: Whether optimizers have the state of a meeting, which training has not gone on from.
-        sent_bytes: To servers on other ranks, so far.
-        received_bytes: From them.
+        staleness: Staleness of the latest update; None before the first.
+        gone: Workers that were gone at the latest meeting with a place, each with the epoch of its latest turn and the
+            batches of its share that it had done by then, as recorded by the first server.
+        shows_state: Whether optimizers have the state of a meeting after which training has not continued.
+        sent_bytes: Bytes sent to servers on other ranks so far.
+        received_bytes: Bytes received from servers on other ranks so far.
     """
 
     def __init__(
@@ -157,18 +157,18 @@ class Worker:
             )
             self._threads = WorkerThreads(self.server, group, tags, timeout_s)
         self._remote = [RemoteServer(group, rank, tags, timeout_s) for rank in servers if rank != self.rank]
-        #: Servers elsewhere whose state this worker keeps for checkpoints.
+        #: Servers on other ranks whose state this worker keeps for checkpoints.
         self._kept = [server for server in self._remote if roles.keeper(server.rank) == self.rank]
         self._log_to = None if log_to is None else os.fspath(log_to)
         self._is_synchronous = max_staleness == 0
         self.shows_state = True
         self._staleness: dict[int, Counter[int]] = {}
         self._watches = [ForeignWrites(each.optimizer) for each in updates]
-        #: Whether this worker has had a turn since the last meeting.
+        #: Whether this worker has taken a turn since the last meeting.
         self._has_moved = True
 
     def start(self) -> None:
-        """Serve, and let optimizers send gradients from now on. Not collective.
+        """Start to serve, and make optimizers send gradients from now on. Not collective.
 
         Raises:
             RuntimeError: If an optimizer's state cannot be sent to a rank that only serves.
@@ -209,7 +209,7 @@ class Worker:
             ) from error
 
     def _forget_kept(self) -> None:
-        """Let go of the state of other ranks: it is theirs again, and would take the memory of two."""
+        """Drop the state of servers on other ranks, which hold it again; two copies would take twice the memory."""
         if not self.shows_state:
             return
         self.shows_state = False
@@ -224,14 +224,14 @@ class Worker:
 
     @torch.no_grad()
     def step(self, index: int) -> None:
-        """Send an optimizer's gradients, and wait for one's turn and new values.
+        """Send an optimizer's gradients, and wait for this worker's turn and new values.
 
         Args:
-            index: The optimizer's.
+            index: Index of the optimizer.
 
         Raises:
             RuntimeError: If parameters were written to otherwise, or a server is gone or failed.
-            TimeoutError: If the slowest worker does not come on.
+            TimeoutError: If the slowest worker does not progress.
         """
         self._watches[index].check()
         self._stepped.add(index)
@@ -255,7 +255,7 @@ class Worker:
         self.staleness = max(staleness, self._take(index))
 
     def complete(self, index: int) -> None:
-        """A step of an optimizer is over; one that was skipped (by a gradient scaler, say) is a turn all the same."""
+        """End a step of an optimizer; one that was skipped (by a gradient scaler, say) counts as a turn too."""
         if index not in self._stepped:
             self._has_moved = True
             self._tick(index)
@@ -270,7 +270,7 @@ class Worker:
         self._take(index)
 
     def _take(self, index: int) -> int:
-        """Wait for new values of an optimizer's parameters; returns the largest staleness that a server saw."""
+        """Wait for new values of an optimizer's parameters; return the largest staleness on any remote server."""
         if self.server is not None:
             self.server.take_turn(self.rank, index, self._writer(index, self.rank))
         found = [self._answer(index, server) for server in self._remote]
@@ -287,7 +287,7 @@ class Worker:
 
     def _writer(self, index: int, server: int) -> Callable[[Changes], None]:
         params, watch = self._of(index, server), self._watches[index]
-        # At a meeting that follows another one, weights may stand in for others, which the user will put back.
+        # At a meeting right after another one, parameters may hold other weights, which the user will swap back.
         is_checked = self._has_moved
 
         def write(changes: Changes) -> None:
@@ -305,15 +305,15 @@ class Worker:
     def meet(self, place: Place = ANYWHERE, *, with_state: bool = True) -> None:
         """Wait for all workers; afterwards parameters are the servers', and optimizers show the state of this rank's.
 
-        Collective over all workers. Updates go on when this rank calls :meth:`go_on`, or takes its next step.
+        Collective over all workers. Updates continue when this rank calls :meth:`go_on`, or takes its next step.
 
         Args:
-            place: Which meeting this is, where workers find that out by themselves.
-            with_state: Whether that includes the state that this rank keeps for ranks that only serve.
+            place: Identifies the meeting, if workers determine their meetings independently.
+            with_state: Whether the state that this rank keeps for dedicated servers is included.
 
         Raises:
             RuntimeError: If something was changed without the servers, or a server is gone or failed.
-            TimeoutError: If some do not come.
+            TimeoutError: If some workers do not arrive.
         """
         if self._has_moved:
             for watch in self._watches:
@@ -332,7 +332,7 @@ class Worker:
         if self.server is not None:
             self.server.meet(self.rank)
         if place != ANYWHERE:
-            # Servers may differ in what they have seen of a worker that is gone: the first one's word counts.
+            # Servers may have recorded a different position of a worker that is gone: the first one's counts.
             told = [server.gone() for server in self._remote]
             self.gone = told[0]
         if rest:
@@ -354,7 +354,7 @@ class Worker:
         self.shows_state = self.shows_state or with_state
 
     def _show(self, index: int, server: RemoteServer) -> None:
-        """Let an optimizer show the state of a rank that only serves."""
+        """Make an optimizer show the state of a dedicated server."""
         found, optimizer = server.state(), self._updates[index].optimizer
         params = self._of(index, server.rank)
         optimizer.state.update({params[place]: state for place, state in found["state"].items()})
@@ -363,7 +363,7 @@ class Worker:
         self._staleness[server.rank] = Counter(found["staleness"])
 
     def go_on(self) -> None:
-        """Updates may be made again behind a meeting. Not collective."""
+        """Allow updates again after a meeting. Not collective."""
         self._forget_kept()
         for watch in self._watches:
             watch.put_places()
@@ -371,16 +371,16 @@ class Worker:
             self.server.release(self.rank)
 
     def histogram(self) -> Counter[int]:
-        """How many updates of this rank's server, or of the first that it keeps state for, were how stale."""
+        """Return the number of updates per staleness on this rank's server, or on the first whose state it keeps."""
         if self.server is None:
             return next(iter(self._staleness.values()), Counter())
         return Counter(self.server.staleness)
 
     def tell(self, outcome: Callable[[], Any]) -> None:
-        """Leave behind what ranks that only serve go on with when training has ended. Not collective.
+        """Send the outcome with which dedicated servers continue after training. Not collective.
 
         Args:
-            outcome: Gives it, if there are such ranks; see
+            outcome: Returns it; called if there are such servers. See
                 :func:`~lightning_pardist.engines.servers.plain_values.pack_plain`.
         """
         told = [server for server in self._remote if self._roles.is_dedicated(server.rank)]
@@ -390,12 +390,12 @@ class Worker:
                 server.tell(packed)
 
     def stop(self, timeout_s: float, failure: BaseException | None = None) -> None:
-        """Leave, and wait until all others have. Not collective: a rank that is gone is not waited for any longer.
+        """Leave, and wait until all other workers have left. Not collective: ranks that are gone are not waited for.
 
         Args:
-            timeout_s: Bound on all of it.
-            failure: Why, if this worker has not come to its end: all servers fail with it, and no meeting goes on as
-                if it were done.
+            timeout_s: Timeout of the whole call.
+            failure: Error by which this worker ended, if any: all servers fail with it, so that no meeting continues as
+                if the worker had finished.
         """
         deadline = time.monotonic() + timeout_s
         for each in self._updates:
@@ -408,7 +408,7 @@ class Worker:
             self.server.leave(self.rank)
             self.server.release(self.rank)
         for server in self._remote:
-            # One that is gone already, or fails as well, is not told.
+            # A server that is gone already, or fails as well, is not notified.
             with suppress(RuntimeError):
                 server.leave(failure, max(0.0, deadline - time.monotonic()))
         if self._threads is not None:
@@ -426,14 +426,14 @@ def make_server(
     timeout_s: float,
     log_to: str | os.PathLike[str] | None,
 ) -> ParameterServer:
-    """The server on this rank, with what its optimizers hold. The arguments are those of :class:`Worker`."""
+    """Create this rank's server from what its optimizers hold. The arguments are those of :class:`Worker`."""
     owners, log = [each.owners for each in updates], None
     if log_to is not None:
         log = UpdateLog(log_to, server=rank, owners=owners, workers=roles.workers)
     return ParameterServer(
         [Share(each.optimizer, [owner == rank for owner in each.owners], each.found) for each in updates],
         workers=roles.workers,
-        # In the synchronous form a worker goes on when all have had their turn.
+        # In synchronous training a worker continues when all have had their turn.
         max_staleness=1 if max_staleness == 0 else max_staleness,
         timeout_s=timeout_s,
         log=log,
@@ -442,7 +442,7 @@ def make_server(
 
 
 def _replace_step(optimizer: Optimizer, send: Callable[[], None]) -> None:
-    """Let ``optimizer.step()`` run its closure and the hooks around a step, and ``send`` in place of the update."""
+    """Replace ``optimizer.step()``: it runs its closure and the step hooks, and ``send`` instead of the update."""
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         if kwargs:

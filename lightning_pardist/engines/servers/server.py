@@ -1,4 +1,4 @@
-"""One server: its shares of the parameters, and when which worker may go on."""
+"""A parameter server: its shares of the parameters, and the order in which workers continue."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_pardist.engines.servers.share import Share
 from lightning_pardist.engines.servers.update_log import Did, Entry, UpdateLog
 
 Changes = list[Tensor | None]
-#: A worker that others wait for is looked at so often within the bound on its silence.
+#: Number of checks on a worker that others wait for, within the timeout of its silence.
 _LOOKS = 4
 
 
 class LeftOutError(RuntimeError):
-    """A worker that was given up asks for something."""
+    """Raised for a request of a worker that was given up."""
 
 
 @dataclass
@@ -30,11 +30,11 @@ class Loss:
     """A worker that is gone.
 
     Attributes:
-        worker: Its rank.
-        updates: That it has made.
-        position: Its epoch at the last of them, the batches of its share that are behind it, and how many there are;
-            None before the first.
-        why: What has been seen of it.
+        worker: Rank of the worker.
+        updates: Number of updates that it has made.
+        position: At its latest turn, its epoch, the number of batches of its share that it had done, and the number of
+            all batches of the share; None before the first.
+        why: Reason that was observed.
     """
 
     worker: int
@@ -43,16 +43,16 @@ class Loss:
     why: str
 
     def describe(self, why: str | None = None, *, is_shared: bool = False) -> str:
-        """What this means, in a sentence.
+        """Describe the consequences in a sentence.
 
         Args:
-            why: What somebody else has seen of it, if anybody has.
-            is_shared: Whether the others get its share of the data.
+            why: Reason that was observed elsewhere, if any.
+            is_shared: Whether the remaining workers take over its share of the data.
         """
         text = f"Worker {self.worker} has gone after {self.updates} updates ({(why or self.why).rstrip('.')});"
         text += " the others go on without it, and "
         if is_shared:
-            # How much that is they know when they meet: what others have left may have come to it.
+            # The number of batches is known at the next meeting: batches of other lost workers may be among them.
             return f"{text}get what it has left of its share of the data."
         text += "its share of the data is not trained on"
         if self.position is None:
@@ -62,7 +62,7 @@ class Loss:
 
 
 class Purpose(enum.IntEnum):
-    """Why workers meet."""
+    """Purpose of a meeting of workers."""
 
     ANY = 0
     EVALUATION = 1
@@ -73,12 +73,12 @@ class Purpose(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Place:
-    """A meeting, as each worker knows it by itself.
+    """Identity of a meeting, which each worker computes independently.
 
     Attributes:
-        purpose: Why.
-        epoch: Of the worker.
-        count: How many of that purpose it has been at in this epoch.
+        purpose: Purpose of the meeting.
+        epoch: Epoch of the worker.
+        count: Number of meetings of that purpose that the worker has attended in this epoch.
     """
 
     purpose: int = Purpose.ANY
@@ -94,25 +94,25 @@ ANYWHERE = Place()
 
 
 class ParameterServer:
-    """Updates its shares by workers' gradients, one at a time (Li et al., OSDI 2014). Every method is thread-safe.
+    """Updates its shares with workers' gradients, one at a time (Li et al., OSDI 2014). Every method is thread-safe.
 
-    A worker sends its gradients, waits for its turn (:class:`WorkerClocks`) and takes what has changed since it last
-    did. Updates are whole: none begins while another one, or a worker's look at the values, goes on (Hogwild, Recht
-    et al., NIPS 2011, has no such locks).
+    A worker sends its gradients, waits for its turn (:class:`WorkerClocks`) and receives what has changed since its
+    last turn. Updates are atomic: none starts while another update, or a worker's read of the values, is in progress
+    (Hogwild, Recht et al., NIPS 2011, has no such locks).
 
     Args:
-        shares: One for each optimizer, empty ones included.
+        shares: One per optimizer, empty ones included.
         workers: Ranks of the workers.
-        max_staleness: Updates that a worker may be ahead of the slowest, 1 or more; any number if None.
-        timeout_s: Bound on every wait for other workers.
-        log: Where the order of updates is written.
-        may_go: Workers without which the others go on, when they are gone, or others wait for one that asks for
-            nothing for ``timeout_s``. For those that ask now and then others wait without a bound.
+        max_staleness: Updates by which a worker may be ahead of the slowest, 1 or more; unbounded if None.
+        timeout_s: Timeout of every wait for other workers.
+        log: Log of the order of updates.
+        may_go: Workers without which the others continue, if they are gone, or if others wait for one that sends no
+            request for ``timeout_s``. Others wait without a timeout for one that keeps sending requests.
 
     Attributes:
-        losses: Those that are gone, in their order.
-        on_wait: Called now and then for a worker that waits, in the thread that does so for it.
-        staleness: How many updates were how stale: made by others since the values that the gradients are of.
+        losses: Workers that are gone, in order of their loss.
+        on_wait: Called periodically for a worker that waits, in the thread that waits for it.
+        staleness: Number of updates per staleness: updates by others since the gradients' parameter values.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class ParameterServer:
         self.workers = list(workers)
         self.staleness: Counter[int] = Counter()
         self._max_ahead = max_staleness
-        # One for all optimizers: of two workers, each could wait in another optimizer's clock for the other one.
+        # One clock for all optimizers: with several, two workers could wait for each other.
         self._clocks = WorkerClocks(workers, max_staleness)
         self._held = [dict.fromkeys(workers, 0) for _ in shares]
-        #: Each worker's turn in which it got the values that it holds.
+        #: Per optimizer, the turn in which each worker received the values that it holds.
         self._held_since = [dict.fromkeys(workers, 0) for _ in shares]
         self._turns = dict.fromkeys(workers, 0)
         self._updates = dict.fromkeys(workers, 0)
@@ -140,7 +140,7 @@ class ParameterServer:
         self.may_go = frozenset(may_go)
         self.losses: list[Loss] = []
         self.on_wait: Callable[[int], None] = lambda worker: None
-        #: When each worker was heard last.
+        #: Time of each worker's latest request.
         self._heard = dict.fromkeys(workers, time.monotonic())
         self._timeout_s = timeout_s
         self._log = log
@@ -148,13 +148,13 @@ class ParameterServer:
         self._waiting: dict[int, Place] = {}
         self._left: set[int] = set()
         self._meetings = 0
-        #: Who still reads what there was at the last meeting.
+        #: Workers that still read the values of the last meeting.
         self._reading: set[int] = set()
-        #: Who was gone at the last meeting.
+        #: Workers that were gone at the last meeting.
         self._gone: list[Loss] = []
-        #: Since when the first worker, which writes for all, is done.
+        #: Time at which the first worker, which writes for all, left; None before.
         self._ended: float | None = None
-        #: What workers have of tensors that no optimizer updates, and their mean at the last meeting.
+        #: Workers' tensors that no optimizer updates, and their mean at the last meeting.
         self._rests: dict[int, Tensor] = {}
         self._rest: Tensor | None = None
         self._failure: BaseException | None = None
@@ -169,17 +169,17 @@ class ParameterServer:
         numbers: Sequence[float],
         position: tuple[int, int, int] | None = None,
     ) -> int:
-        """Update by a worker's gradients.
+        """Update a share with a worker's gradients.
 
         Args:
-            worker: Its rank.
+            worker: Rank of the worker.
             optimizer: Index of the share.
-            grads: Of the share's parameters, None where there is none.
+            grads: Gradients of the share's parameters, None where there is none.
             numbers: Settings of the optimizer's groups on the worker.
             position: See :class:`Loss`.
 
         Returns:
-            Updates that others have made since the worker got the values that the gradients are of.
+            Number of updates by others since the worker received the values that its gradients were computed from.
 
         Raises:
             RuntimeError: If the worker is further ahead than allowed, or the server has failed.
@@ -207,10 +207,10 @@ class ParameterServer:
             return staleness
 
     def _most_stale(self, worker: int, optimizer: int) -> int | None:
-        """By how many updates of others a worker's can be stale, if all keep to the clocks; None for any number.
+        """Return the largest staleness of a worker's update if all keep to the clocks; None if unbounded.
 
-        They were at most ``max_staleness`` turns behind it when it got its values, and are as many ahead of it now.
-        Turns of its own that lie between, of other optimizers, are theirs as well.
+        The others were at most ``max_staleness`` turns behind the worker when it received its values, and are at most
+        as many ahead of it now. Its own turns of other optimizers in between count for the others as well.
         """
         if self._max_ahead is None:
             return None
@@ -218,7 +218,7 @@ class ParameterServer:
         return (2 * self._max_ahead + between) * (len(self.workers) - 1)
 
     def tick(self, worker: int, optimizer: int, position: tuple[int, int, int] | None = None) -> None:
-        """A worker's turn without gradients."""
+        """Count a worker's turn without gradients."""
         with self._changed:
             self._hear(worker)
             self._require(worker)
@@ -230,18 +230,18 @@ class ParameterServer:
             self._changed.notify_all()
 
     def take_turn(self, worker: int, optimizer: int, read: Callable[[Changes], Tensor | None]) -> Tensor | None:
-        """Wait until a worker may go on, and let it have what it lacks.
+        """Wait until a worker may continue, and pass it the changes that it lacks.
 
         Args:
-            worker: Its rank.
+            worker: Rank of the worker.
             optimizer: Index of the share.
-            read: Given what has changed; must copy it.
+            read: Called with the changes; must copy them.
 
         Returns:
-            What ``read`` returned.
+            The result of ``read``.
 
         Raises:
-            TimeoutError: If the slowest worker does not come on.
+            TimeoutError: If the slowest worker does not progress.
         """
         with self._changed:
             self._wait(worker, lambda: self._clocks.may_go_on(worker), "the slowest worker", self._clocks.slowest)
@@ -259,18 +259,18 @@ class ParameterServer:
     # --- meetings -------------------------------------------------------------------------------------------------
 
     def meet(self, worker: int, rest: Tensor | None = None, place: Place = ANYWHERE) -> None:
-        """Wait until all workers are here: every update has been made.
+        """Wait until all workers have arrived, when every update has been made.
 
-        Nobody makes another one until each of them has called :meth:`release`, so that it may read values and state.
+        No other update runs until each worker has called :meth:`release`, so that it may read values and state.
 
         Args:
-            worker: Its rank.
-            rest: What it has of tensors that no optimizer updates, of which :attr:`rest` is the mean afterwards.
-            place: Which meeting it is.
+            worker: Rank of the worker.
+            rest: The worker's tensors that no optimizer updates; :attr:`rest` is the workers' mean afterwards.
+            place: Identity of the meeting.
 
         Raises:
             RuntimeError: If another worker is at another meeting.
-            TimeoutError: If some do not come.
+            TimeoutError: If some workers do not arrive.
         """
         with self._changed:
             self._hear(worker)
@@ -298,24 +298,24 @@ class ParameterServer:
 
     @property
     def rest(self) -> Tensor | None:
-        """Behind :meth:`meet`, the mean of what workers have brought there."""
+        """Mean of the tensors that workers passed to :meth:`meet`, at the last meeting."""
         with self._changed:
             return self._rest
 
     @property
     def gone(self) -> list[Loss]:
-        """Behind :meth:`meet`, who was gone when it came about: the same for everybody who was there."""
+        """Workers that were gone at the last meeting: the same for all that attended it."""
         with self._changed:
             return list(self._gone)
 
     def take_all(self, worker: int, optimizer: int, read: Callable[[Changes], Tensor | None]) -> Tensor | None:
-        """As :meth:`take_turn`, behind :meth:`meet`."""
+        """Pass a worker the changes that it lacks, after :meth:`meet`; :meth:`take_turn` without waiting."""
         with self._changed:
             self._hear(worker)
             return self._pull(worker, optimizer, read)
 
     def leave(self, worker: int) -> None:
-        """A worker makes no further updates, and nobody waits for it."""
+        """Remove a worker, which makes no further updates and is not waited for."""
         with self._changed:
             self._left.add(worker)
             if worker == self.workers[0]:
@@ -324,11 +324,11 @@ class ParameterServer:
             self._settle()
 
     def lose(self, worker: int, why: str) -> None:
-        """A worker is gone: nobody waits for it, and what it still sends does not count.
+        """Record that a worker is gone: others do not wait for it, and its later requests are rejected.
 
         Args:
-            worker: Its rank, one of :attr:`may_go`; who has left cannot be lost.
-            why: What was seen.
+            worker: Rank of the worker, one of :attr:`may_go`; one that has left cannot be lost.
+            why: Reason that was observed.
         """
         with self._changed:
             self._lose(worker, why)
@@ -343,7 +343,7 @@ class ParameterServer:
         self.leave(worker)
 
     def lose_late(self) -> None:
-        """Lose who asks for nothing any more where nobody waits for it: the first worker has come to its end."""
+        """Lose workers that send no more requests after the first worker has left, as no other waits for them."""
         with self._changed:
             if self._ended is not None:
                 silent = self._silent(set(self.workers) - set(self._waiting) - self._left, self._ended)
@@ -354,7 +354,7 @@ class ParameterServer:
         self._heard[worker] = time.monotonic()
 
     def _silent(self, workers: Iterable[int], since: float) -> set[int]:
-        """Those of some workers that have asked for nothing for too long, of the time since a moment."""
+        """Return which workers have sent no request within the timeout, counted from a moment at the earliest."""
         latest = time.monotonic() - self._timeout_s
         return {each for each in workers if max(self._heard[each], since) <= latest}
 
@@ -381,7 +381,7 @@ class ParameterServer:
             self._waiting.clear()
             self._rest = None
             if self._rests:
-                # In one order, so that numbers do not depend on who came first.
+                # In rank order, so that the result does not depend on the order of arrival.
                 parts = [self._rests[worker] for worker in sorted(self._rests)]
                 self._rest = torch.stack(parts).mean(0)
                 self._rests.clear()
@@ -393,7 +393,7 @@ class ParameterServer:
         self._changed.notify_all()
 
     def release(self, worker: int) -> None:
-        """A worker has what it wants of a meeting, and goes on training."""
+        """End a worker's reading at a meeting; it continues training."""
         with self._changed:
             self._reading.discard(worker)
             self._changed.notify_all()
@@ -401,23 +401,23 @@ class ParameterServer:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def fail(self, failure: BaseException) -> None:
-        """End every wait by this failure."""
+        """End every wait with this failure."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise if the server has failed.
+        """Raise an error if the server has failed.
 
         Raises:
-            RuntimeError: With the reason.
+            RuntimeError: If it has, with the reason.
         """
         with self._changed:
             if self._failure is not None:
                 raise RuntimeError(f"The parameter server has failed: {self._failure}") from self._failure
 
     def close(self) -> None:
-        """The run has ended."""
+        """End the run: release all readers and close the log."""
         with self._changed:
             self._reading.clear()
             self._changed.notify_all()
@@ -425,7 +425,7 @@ class ParameterServer:
                 self._log.close()
 
     def _wait(self, worker: int, until: Callable[[], bool], whom: str, late: Callable[[], Iterable[int]]) -> None:
-        """Let a worker wait: for ``whom``, in words, and ``late``."""
+        """Make a worker wait for ``until``; ``whom`` describes, and ``late`` returns, the workers that it waits for."""
         began, patience_s = time.monotonic(), self._timeout_s / (_LOOKS if self.may_go else 1)
 
         def is_over() -> bool:
@@ -439,7 +439,7 @@ class ParameterServer:
                 break
             for each in silent:
                 self._lose(each, f"the others waited {self._timeout_s:g} s for it in vain, timeout_s")
-            # Others may go on while this is sent.
+            # Others may continue while this is sent.
             self._changed.release()
             try:
                 self.on_wait(worker)

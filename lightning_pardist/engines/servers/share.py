@@ -1,4 +1,4 @@
-"""The parameters of one optimizer that one server holds, and their update."""
+"""One server's share of an optimizer's parameters, and its update."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from lightning_pardist.engines.common.update_scope import FoundScope, group_sett
 
 
 class GroupNumbers:
-    """The numbers among the settings of an optimizer's groups (``lr``, ``betas``), which schedulers change.
+    """Numeric settings of an optimizer's groups (``lr``, ``betas``), which schedulers change.
 
-    A worker's schedulers change its own optimizer; the server updates with the numbers of the worker whose gradient it
-    is. What nobody has changed since the start is the server's own: optimizers may count or estimate in their groups.
+    A worker's schedulers change its own optimizer; the server updates with the numbers of the worker that sent the
+    gradient. Numbers that no worker has changed since the start are the server's own: optimizers may count or estimate
+    in their groups.
 
     Args:
-        optimizer: The worker's or a server's; alike on all ranks now.
+        optimizer: Optimizer of a worker or a server; at this time the same on all ranks.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -39,23 +40,23 @@ class GroupNumbers:
         self._scheduled = [False] * len(self._start)
 
     def read(self) -> list[float]:
-        """The numbers as they are."""
+        """Return the current numbers."""
         groups = self._optimizer.param_groups
         return [number for index, key, _ in self._places for number in _numbers_in(groups[index][key])]
 
     def to_send(self) -> list[float]:
-        """The numbers as the user or schedulers have set them; those at the start where only a server has."""
+        """Return the numbers as set by the user or schedulers; those at the start where only a server changed them."""
         return [
             start if value == published else value
             for value, published, start in zip(self.read(), self._published, self._start, strict=True)
         ]
 
     def of_server(self) -> list[float | None]:
-        """On a server, the numbers that are its own; None in place of those that workers set."""
+        """Return, on a server, the numbers that are its own; None for those that workers set."""
         return [None if scheduled else own for scheduled, own in zip(self._scheduled, self.read(), strict=True)]
 
     def apply(self, numbers: Sequence[float]) -> None:
-        """Let the groups have a worker's numbers, of those that any worker has changed since the start."""
+        """Set a worker's numbers in the groups, for those that any worker has changed since the start."""
         changed = (number != start for number, start in zip(numbers, self._start, strict=True))
         self._scheduled = [old or new for old, new in zip(self._scheduled, changed, strict=True)]
         own = self.read()
@@ -63,7 +64,7 @@ class GroupNumbers:
         self._write([number if scheduled else mine for scheduled, number, mine in picked])
 
     def publish(self, numbers: Sequence[float | None]) -> None:
-        """Show, on the worker, what :meth:`of_server` gave, where nobody has set anything else here."""
+        """Show the result of :meth:`of_server` on a worker, for numbers that were not set on the worker."""
         now = self.read()
         before = zip(now, self._start, self._published, strict=True)
         untouched = [own in (start, published) for own, start, published in before]
@@ -80,40 +81,40 @@ class GroupNumbers:
 
 
 class Share:
-    """What one server holds of one optimizer's parameters: values, optimizer and state, in host memory.
+    """One server's part of one optimizer: parameter values, optimizer and state, in host memory.
 
     Args:
-        optimizer: The user's; it is copied, with the state of the share's parameters.
-        mine: By number, whether a parameter is the share's.
-        found: What the optimizer's update depends on.
+        optimizer: The user's optimizer; it is copied, with the state of the share's parameters.
+        mine: For each parameter in order, whether it belongs to the share.
+        found: Scope of the optimizer's update.
     """
 
     def __init__(self, optimizer: Optimizer, mine: Sequence[bool], found: FoundScope) -> None:
         self._user, self._found = optimizer, found
         numbers = iter(range(len(mine)))
         chosen = [[p for p in group["params"] if mine[next(numbers)]] for group in optimizer.param_groups]
-        #: The user's own parameters of the share.
+        #: The user's own parameters that belong to the share.
         self.originals: list[nn.Parameter] = [param for params in chosen for param in params]
         values = [[marked(param.detach().cpu(), marks_of(param)) for param in params] for params in chosen]
         self.optimizer = twin_of_groups(optimizer, group_settings(optimizer), values)
         self.params: list[nn.Parameter] = [p for group in self.optimizer.param_groups for p in group["params"]]
         for param, original in zip(self.params, self.originals, strict=True):
             param.requires_grad_(original.requires_grad)
-            # The copy has no tensors among them, which do not fit parameters of other shapes.
+            # twin_of_groups leaves out marks that are tensors with dims, which fit this parameter but not others.
             marked(param, {name: _on_host(own_copy(mark)) for name, mark in marks_of(original).items()})
             if original in optimizer.state:
                 self.optimizer.state[param] = {key: _on_host(value) for key, value in optimizer.state[original].items()}
         restore_shared(self.optimizer, shared_state(optimizer))
         self.numbers = GroupNumbers(self.optimizer)
-        #: Updates made so far.
+        #: Number of updates made so far.
         self.version = 0
         self._changed_at = [0] * len(self.params)
-        #: Of parameters with sparse gradients, the version at which each row was changed last.
+        #: For parameters with sparse gradients, the version at which each row was changed last.
         self._rows_changed_at: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def update(self, grads: Sequence[Tensor | None], numbers: Sequence[float]) -> None:
-        """One step of the optimizer with a worker's gradients and settings."""
+        """Run one step of the optimizer with a worker's gradients and settings."""
         self.numbers.apply(numbers)
         before = {}
         for index, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
@@ -122,7 +123,7 @@ class Share:
                 before[index] = param.detach().clone()
         try:
             if self._found.steps_on_none or any(grad is not None for grad in grads):
-                # Beside the thread of a worker, which may compile its step.
+                # In parallel, the thread of a worker may compile its step.
                 with apart_from_compiling():
                     own_step(self.optimizer)(self.optimizer)
         finally:
@@ -137,13 +138,13 @@ class Share:
         self._changed_at[index] = self.version
         if before is not None:
             rows = self._rows_changed_at.setdefault(index, torch.full([len(param)], self.version - 1))
-            # All rows with another value: state may move some that have no gradient.
+            # All rows with changed values: optimizer state may change rows that have no gradient.
             rows[(before != param).reshape(len(param), -1).any(1)] = self.version
         elif index in self._rows_changed_at:
             self._rows_changed_at[index].fill_(self.version)
 
     def changes_since(self, version: int) -> list[Tensor | None]:
-        """What a worker lacks that has had the values of a version: whole parameters, rows as sparse tensors, or None.
+        """Return the changes since a version: whole parameters, rows as sparse tensors, or None.
 
         Values are not copied.
         """
@@ -164,7 +165,7 @@ class Share:
         return found
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the share; tensors are not copied."""
+        """Return what a checkpoint stores of the share; tensors are not copied."""
         return {
             "state": {
                 place: dict(self.optimizer.state[param])
@@ -176,7 +177,7 @@ class Share:
         }
 
     def publish(self) -> None:
-        """Let the user's optimizer show the share's state, without copies: nobody may update until it was read."""
+        """Show the share's state in the user's optimizer, without copies: no update may run until it was read."""
         for param, original in zip(self.params, self.originals, strict=True):
             if param in self.optimizer.state:
                 self._user.state[original] = self.optimizer.state[param]
@@ -185,7 +186,7 @@ class Share:
 
 @torch.no_grad()
 def write_changes(params: Sequence[Tensor], changes: Sequence[Tensor | None]) -> None:
-    """Bring a worker's parameters to what :meth:`Share.changes_since` gave."""
+    """Write the result of :meth:`Share.changes_since` to a worker's parameters."""
     for param, change in zip(params, changes, strict=True):
         if change is None:
             continue

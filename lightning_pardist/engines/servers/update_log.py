@@ -1,4 +1,4 @@
-"""The order in which a server did what it did, as lines of JSON, from which one process can repeat it."""
+"""Log of what a server did, in order, as lines of JSON, from which one process can repeat it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-#: An update by a worker's gradients, a turn without any, the moment at which a worker gets the newest values, and that
-#: from which the others go on without it.
+#: An update with a worker's gradients, a turn without any, a worker's receipt of the newest values, and the loss of a
+#: worker, without which the others continue.
 Did = Literal["update", "tick", "pull", "lost"]
 _RUN = "run"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that a server did.
+    """One action of a server.
 
     Attributes:
-        did: What.
-        worker: For whom.
-        turn: The how manieth turn of the worker it belongs to, from 1; a meeting belongs to the turn before.
+        did: Kind of the action.
+        worker: Rank of the worker.
+        turn: Number of the worker's turn that it belongs to, from 1; a meeting belongs to the turn before.
         optimizer: Index of the optimizer.
-        ahead: Updates that the worker was ahead of the slowest.
-        staleness: Updates by others since the values that the gradients are of.
-        numbers: Settings of the optimizer's groups, as the worker's schedulers had left them.
+        ahead: Updates by which the worker was ahead of the slowest.
+        staleness: Updates by others since the values that the gradients were computed from.
+        numbers: Settings of the optimizer's groups, as set by the worker's schedulers.
     """
 
     did: Did
@@ -39,7 +39,7 @@ class Entry:
 
 
 def next_run(folder: str | os.PathLike[str]) -> Path:
-    """Where in a folder the logs of a further run go, beside those of earlier ones: a restarted job has several."""
+    """Return the folder for the logs of a further run, beside earlier ones: a restarted job has several."""
     runs = [int(path.name.removeprefix(_RUN)) for path in _runs_in(Path(folder))]
     return Path(folder) / f"{_RUN}{max(runs, default=-1) + 1}"
 
@@ -52,8 +52,8 @@ class UpdateLog:
     """Writes the entries of one server, in order. Not thread-safe by itself.
 
     Args:
-        folder: Of the logs of all servers of the run.
-        server: This one's rank.
+        folder: Folder with the logs of all servers of the run.
+        server: Rank of this server.
         owners: For each optimizer, the rank that holds each of its parameters.
         workers: Ranks of the workers.
     """
@@ -72,16 +72,16 @@ class UpdateLog:
         self._write({"server": server, "owners": [list(each) for each in owners], "workers": list(workers)})
 
     def add(self, entry: Entry) -> None:
-        """Note what was done."""
+        """Write one entry."""
         self._write({name: value for name, value in asdict(entry).items() if value != ()})
 
     def flush(self) -> None:
-        """Let everything so far be in the file."""
+        """Write all buffered entries to the file."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """The run has ended."""
+        """Close the file at the end of the run."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -93,13 +93,13 @@ class UpdateLog:
 
 @dataclass(frozen=True)
 class ServerLog:
-    """What one server wrote.
+    """Log of one server.
 
     Attributes:
-        server: Its rank.
+        server: Rank of the server.
         owners: For each optimizer, the rank that holds each of its parameters.
         workers: Ranks of the workers.
-        entries: In order.
+        entries: Entries in order.
     """
 
     server: int
@@ -109,14 +109,14 @@ class ServerLog:
 
 
 def read_logs(folder: str | os.PathLike[str]) -> list[ServerLog]:
-    """The logs of all servers of a run.
+    """Read the logs of all servers of a run.
 
     Args:
-        folder: What ``update_log`` was set to, if one run was made with it, or one of the folders ``run0``, ``run1``
-            in it.
+        folder: The folder that ``update_log`` was set to, if it contains one run, or one of the folders ``run0``,
+            ``run1`` in it.
 
     Raises:
-        FileNotFoundError: If there are none.
+        FileNotFoundError: If there are no logs.
         RuntimeError: If there are several runs.
     """
     path = Path(folder)

@@ -10,25 +10,25 @@ from lightning_pardist.engines.offload import HostCopies, StateFile
 
 
 def low_precision(dtype: torch.dtype) -> bool:
-    """Whether parameters of this dtype are updated in fp32 masters."""
+    """Return whether parameters of this dtype are updated in fp32 masters."""
     return dtype in (torch.float16, torch.bfloat16)
 
 
 def follow(master: Tensor, own: Tensor) -> None:
-    """Update an fp32 master with values changed from outside since it was rounded to ``own``."""
+    """Copy to an fp32 master the values of ``own`` that were changed since the master was rounded to it."""
     torch.where(own == master.to(own.dtype), master, own.to(master.dtype), out=master)
 
 
 class HostSlice:
-    """A slice's masters and gradients in host memory, for a bucket on ``own``'s device.
+    """Host memory for a slice's masters and gradients, for a bucket on ``own``'s device.
 
-    Where that is the host itself and the slice is fp32, the slice is its own master, and nothing is copied.
+    If the slice is on the host itself and not in half precision, it is its own master, and nothing is copied.
 
     Args:
         own: This rank's slice of the bucket's parameters, flat.
-        copies: To and from the bucket's device.
-        store: Where masters live; in memory if None.
-        window_bytes: With a store, how much of the masters is resident while they are copied.
+        copies: Copies to and from the bucket's device.
+        store: File in which masters are kept; in memory if None.
+        window_bytes: With a store, bytes of the masters that are resident while they are copied.
     """
 
     #: Whether masters are on another device than the slice.
@@ -51,13 +51,13 @@ class HostSlice:
                 self.master[begin:end].copy_(own[begin:end])
                 self._evict(begin, end)
         self.is_apart = self.master is not own
-        #: Of the slice as it was published last, where that is on another device.
+        #: Bit sums of the slice as it was published last, if it is on another device.
         self._sums = bit_sums(own) if self.is_away else None
         self._published: torch.Event | None = None
         self._landing: torch.Event | None = None
 
     def take_changes(self) -> None:
-        """Let masters follow a slice that was changed by hand. Waits for the device, as the step that follows does."""
+        """Update the masters from a slice that the user changed. Waits for the device, as the following step does."""
         if not self.is_apart or (self._sums is not None and torch.equal(bit_sums(self._own), self._sums)):
             return
         for begin, end in self._windows():
@@ -65,26 +65,26 @@ class HostSlice:
             self._evict(begin, end)
 
     def publish(self) -> None:
-        """Begin to copy the updated masters to the slice."""
+        """Start to copy the updated masters to the slice."""
         if not self.is_apart:
             return
         for begin, end in self._windows():
             master, own = self.master[begin:end], self._own[begin:end]
             if self.is_away and master.dtype != own.dtype:
-                # Rounded by torch, it would go through memory that the device cannot read by itself.
+                # A copy that rounds would go through unpinned memory, which the device cannot read directly.
                 master = self._copies.buffer(len(master), own.dtype).copy_(master)
             self._published = self._copies.start(master, own)
             self._evict(begin, end)
 
     def wait_published(self) -> None:
-        """Let what follows on the device come after the copies of :meth:`publish`."""
+        """Make the device's current stream wait for the copies of :meth:`publish`."""
         if self._published is not None:
             self._published.wait()
             self._published = None
             self._sums = bit_sums(self._own)
 
     def receive(self, reduced: Tensor) -> Tensor:
-        """Gradients in the masters' dtype, on the host; there once :meth:`wait_received` returns."""
+        """Return gradients in the masters' dtype on the host; complete once :meth:`wait_received` returns."""
         if not self.is_away:
             return reduced.to(self.master.dtype)
         received = self._copies.buffer(reduced.numel(), self.master.dtype)
@@ -92,7 +92,7 @@ class HostSlice:
         return received
 
     def wait_received(self) -> None:
-        """Wait for gradients that are on their way."""
+        """Wait for gradients that are still being copied."""
         if self._landing is not None:
             self._landing.synchronize()
             self._landing = None

@@ -25,32 +25,32 @@ class GradientSource(Protocol):
     """Interface to the holder of a lazy gradient's values."""
 
     def read_gradients(self) -> None:
-        """Set ``whole`` of the gradients that are kept together. Collective over the data axis."""
+        """Gather the gradients that are kept together and set their ``whole``. Collective over the data axis."""
         ...
 
     def zero(self, slot: int) -> None:
-        """Zero gradient ``slot`` where it is kept. Not collective."""
+        """Zero gradient ``slot`` in the memory where it is kept. Not collective."""
         ...
 
 
 class LazyGradient(Tensor):
     """Tensor subclass in ``param.grad`` for a gradient sliced over the data axis.
 
-    Shape, dtype and whether it is there are known without any exchange. The first use of its values gathers them, which
-    is collective over the data axis: every rank has to look, as with the gradients of ZeRO-3. From then on it is an
-    ordinary tensor, ``whole``, in all that is done with it, in place too; its source takes the values back before
-    anything else needs them.
+    Shape, dtype and existence are known without communication. The first use of the values gathers them, which is
+    collective over the data axis: every rank has to read them, as with the gradients of ZeRO-3. From then on all
+    operations, in-place ones included, use the plain tensor ``whole``; the source takes its values back before anything
+    else needs them.
 
     Args:
-        like: Gives shape, strides, dtype and device.
-        source: Asked for values.
-        slot: Which gradient of the source's it is.
+        like: Tensor with the gradient's shape, strides, dtype and device.
+        source: Holder of the values.
+        slot: Index of this gradient in the source.
 
     Attributes:
         source: None once the gradient was dropped.
-        whole: The values, once somebody has looked at them.
-        added: What a backward pass that nobody announced has added on this rank, not reduced yet.
-        is_replaced: Whether such a pass has put what it added into ``param.grad`` itself (``create_graph=True``).
+        whole: The values, once they were read.
+        added: What a backward pass outside of the engine's ``backward`` has added on this rank, not reduced yet.
+        is_replaced: Whether that pass has put its own tensor into ``param.grad`` (``create_graph=True``).
     """
 
     source: GradientSource | None
@@ -61,7 +61,7 @@ class LazyGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, source: GradientSource, slot: int) -> LazyGradient:
-        """A tensor without memory."""
+        """Create the tensor, without memory."""
         made: LazyGradient = make_wrapper(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, storage_size=0
         )
@@ -76,7 +76,7 @@ class LazyGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[Any, Any] | None = None,
     ) -> Any:
-        """What Python code does: to the values themselves, unless it asks for no values."""
+        """Apply an operation of Python code to the values, unless it needs none."""
         if func in _WITHOUT_VALUES:
             with below_subclasses():
                 return func(*args, **(kwargs or {}))
@@ -100,7 +100,7 @@ class LazyGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[Any, Any] | None = None,
     ) -> Any:
-        """What torch itself does."""
+        """Apply an operation that torch itself runs to the values."""
         return _run(func, args, kwargs)
 
 
@@ -112,7 +112,7 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[Any, Any]
 
 
 def _accumulated(gradient: LazyGradient, more: Tensor, *, in_place: bool) -> Tensor:
-    """Autograd adds to a gradient that is reduced: what it adds is not, and nothing may be gathered here."""
+    """Keep apart what autograd adds to a reduced gradient: it is not reduced, and nothing may be gathered here."""
     if not in_place:
         gradient.is_replaced = True
         return more.clone()
@@ -145,7 +145,7 @@ def _getter(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-#: Answered by the stand-in: torch's compiler and ``zero_grad`` ask for these, and nothing is gathered for them.
+#: Handled without values: torch's compiler and ``zero_grad`` use these, and nothing is gathered for them.
 _WITHOUT_VALUES = {
     *(
         _getter(name)
@@ -172,5 +172,5 @@ _WITHOUT_VALUES = {
         )
     ),
 }
-#: Of a gradient that has no history these change nothing.
+#: No-ops on a gradient without autograd history.
 _UNCHANGED = {Tensor.requires_grad_, Tensor.detach_}

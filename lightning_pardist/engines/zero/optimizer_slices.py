@@ -1,4 +1,4 @@
-"""Converts optimizer state between slices and the form of one process."""
+"""Conversion of optimizer state between slices and the single-process form."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def gather_optimizer_state(
     *,
     group: dist.ProcessGroup,
 ) -> dict[str, Any]:
-    """Assemble the state dict of one process. Collective over ``group``.
+    """Assemble the single-process state dict. Collective over ``group``.
 
     Args:
-        optimizer: Its state is keyed by slices.
+        optimizer: Optimizer whose state is keyed by slices.
         originals: The user's parameters, group by group.
         pieces: Each parameter's parts in this rank's slice.
-        buckets: All buckets, alike on every rank.
+        buckets: All buckets, the same on every rank.
         group: The data axis' process group.
 
     Returns:
-        On the first rank the whole state in host memory, elsewhere parameter groups without state. Where parameters
-        are split over tensor ranks, so is their state, as DTensors.
+        The whole state in host memory on the first rank; parameter groups without state on the others. State of
+        parameters that are split over tensor ranks is split too, as DTensors.
     """
     number = {param: index for index, param in enumerate(param for params in originals for param in params)}
     keep = group.rank() == 0
     state: dict[int, dict[str, Any]] = {index: {} for index in number.values()}
-    # Which entries exist is known only where a part of the parameter is.
+    # The entries of a parameter's state are known only on ranks that hold a part of it.
     entries: dict[int, dict[str, Any]] = {}
     for param, index in number.items():
         for piece in pieces.get(param, ()):
@@ -87,13 +87,13 @@ def gather_optimizer_state(
 def slice_optimizer_state(
     optimizer: Optimizer, originals: Sequence[Sequence[nn.Parameter]], pieces: Pieces, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The part of a one-process state dict that belongs to this rank's slices. Not collective.
+    """Return the part of a single-process state dict that belongs to this rank's slices. Not collective.
 
     Args:
-        optimizer: Its parameter groups hold slices.
+        optimizer: Optimizer whose parameter groups hold slices.
         originals: The user's parameters, group by group.
         pieces: Each parameter's parts in this rank's slice.
-        state: What ``optimizer.state_dict()`` of one process gave, or this tensor rank's part of it.
+        state: Result of ``optimizer.state_dict()`` in a single process, or this tensor rank's part of it.
 
     Returns:
         A state dict for ``optimizer``.
@@ -126,17 +126,17 @@ def slice_optimizer_state(
 
 
 def slice_entry(entry: dict[str, Any], param: nn.Parameter, piece: Piece) -> dict[str, Any]:
-    """State of one parameter, cut in place where it is whole: made by the optimizer in its constructor (Adagrad does).
+    """Cut one parameter's state to this rank's slice in place, if the constructor created it whole (as Adagrad's does).
 
     Args:
         entry: State by key.
-        param: Whose.
-        piece: What lies in this rank's slice of it.
+        param: Parameter that the state belongs to.
+        piece: The parameter's part in this rank's slice.
     """
     shape, shard = own_part(param).shape, piece.shard
     for key, value in entry.items():
         whole = own_part(value) if isinstance(value, Tensor) else None
-        # A slice that has all of a vector has its shape, and is none of a tensor that is split besides.
+        # State of a vector that is entirely in the slice is cut already, unless it is a DTensor over tensor ranks.
         if whole is not None and whole.shape == shape and (shape != shard.shape or whole is not value):
             dtype = shard.dtype if whole.is_floating_point() else whole.dtype
             entry[key] = _part_of(whole, param, piece).to(shard.device, dtype)
@@ -144,9 +144,9 @@ def slice_entry(entry: dict[str, Any], param: nn.Parameter, piece: Piece) -> dic
 
 
 def _gather_key(optimizer: Optimizer, bucket: ShardedBucket, key: str, group: dist.ProcessGroup) -> Tensor | None:
-    """A bucket's state on the group's first rank; the others hold no more than they send."""
+    """Gather one state entry of a bucket to the group's first rank; the others allocate only what they send."""
     values = [optimizer.state.get(piece.shard, {}).get(key) for piece in bucket.pieces]
-    # Offloaded, or after training, the state is on the host; also a rank without any must gather where the others do.
+    # Offloaded state, and state after training, is on the host. A rank without state must gather with the others.
     own = torch.zeros(bucket.shard_numel, dtype=bucket.master_dtype, device=bucket.device)
     for piece, value in zip(bucket.pieces, values, strict=True):
         if value is not None:
@@ -160,12 +160,12 @@ def _gather_key(optimizer: Optimizer, bucket: ShardedBucket, key: str, group: di
 
 
 def _is_elementwise(value: Any, shard: Tensor) -> bool:
-    # A scalar `step` beside a slice of one element has no dims, the slice has one.
+    # A scalar `step` of a slice with one element has no dims, the slice has one.
     return isinstance(value, Tensor) and value.shape == shard.shape
 
 
 def _on_host(value: Any) -> Any:
-    """The number of this rank's device may be another's on the rank that receives it."""
+    """Move a tensor to the host, as this rank's device index may be another device on the receiving rank."""
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 

@@ -20,23 +20,23 @@ from lightning_pardist.engines.ddp.transport import Narrower, Transport, mean_sc
 from lightning_pardist.engines.zero.host_slice import HostSlice
 from lightning_pardist.engines.zero.sharded_bucket import ShardedBucket
 
-#: Buckets that may be on their way at once: what they receive into is memory beyond the states that ZeRO counts.
+#: Maximum number of buckets in flight: their receive buffers are memory beyond what ZeRO accounts for.
 _IN_FLIGHT = 2
 
 
 class ReduceScatter(Transport):
-    """The mean of each slice on the rank that owns it. Sends ``Psi (N-1)/N`` per rank.
+    """Reduces the mean of each slice to the rank that owns it. Sends ``Psi (N-1)/N`` per rank.
 
-    gloo's own reduce-scatter sends as much as an all-reduce. There, every rank sends its peers their slices and sums
-    what it receives, see :func:`~lightning_pardist.engines.common.slice_exchange.scatter_slices`.
+    gloo's own reduce-scatter sends as much as an all-reduce. On gloo, every rank instead sends its peers their slices
+    and sums what it receives, see :func:`~lightning_pardist.engines.common.slice_exchange.scatter_slices`.
 
     Args:
         group: The data axis' process group.
         keep_full: Whether full gradients are kept between steps (ZeRO-1).
         make_host: See :class:`~lightning_pardist.engines.zero.sharded_bucket.ShardedBucket`.
-        gather: See there.
-        reduce: Codes that gradients travel as; numbers as they are if None.
-        remainders: What codes leave behind is added to the next gradients.
+        gather: See ``codes`` there.
+        reduce: Codes for gradients; uncompressed if None.
+        remainders: Compression errors, which are added to the next gradients.
         narrower: See :class:`~lightning_pardist.engines.ddp.transport.Transport`.
     """
 

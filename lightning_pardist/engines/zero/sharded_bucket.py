@@ -23,14 +23,14 @@ from lightning_pardist.local_tensors import own_part, set_own_part, wrapped_like
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that lies in this rank's slice.
+    """The part of one parameter in this rank's slice.
 
     Attributes:
-        param: The parameter, whole.
+        param: The whole parameter.
         start: First element of the part, in the parameter's flat order in the bucket.
-        stop: Behind the last element.
-        offset: Where the part begins in the slice.
-        shard: What the optimizer updates, flat, shape ``[stop - start]``.
+        stop: End of the part, exclusive.
+        offset: Offset of the part in the slice.
+        shard: Flat parameter that the optimizer updates, shape ``[stop - start]``.
     """
 
     param: nn.Parameter
@@ -43,28 +43,27 @@ class Piece:
 class ShardedBucket(Bucket):
     """Parameters as views of one flat buffer, of which this rank's optimizer updates one slice.
 
-    The slices are even to the element, whatever the shapes: no rank holds more than ``1/N`` of the optimizer's state,
-    plus padding of less than ``N`` elements a bucket. Of parameters that are split over tensor ranks the bucket holds
-    this rank's parts. Parameters in half precision are updated in fp32 masters, which
-    exist for the slice only.
+    Slices are even to the element, whatever the shapes: no rank holds more than ``1/N`` of the optimizer's state, plus
+    padding of less than ``N`` elements per bucket. For parameters that are split over tensor ranks, the bucket holds
+    this rank's parts. Parameters in half precision are updated in fp32 masters, which exist for the slice only.
 
-    Where parameters travel in few bits, the slice that is updated is apart from the buffer: all ranks compute with what
-    codes say of it, its owner too, and go on from the exact one. The exact values are put into the buffer for
-    evaluation and checkpoints (:meth:`gather_exact`).
+    If gathers of parameters are compressed, the updated slice is separate from the buffer: all ranks, the owner
+    included, compute with the decoded values, while updates continue from the exact ones. The exact values are gathered
+    into the buffer for evaluation and checkpoints (:meth:`gather_exact`).
 
     Args:
         params: Parameters of one dtype and device; their ``data`` becomes views of the flat buffer.
         group: The data axis' process group.
         keep_full: Whether the whole gradient buffer is kept between steps (ZeRO-1), or only the slice (ZeRO-2).
-        make_host: Makes what keeps the slice's masters and gradients on the host, if the optimizer steps there.
-        codes: How parameters travel; as they are if None.
-        number: No other bucket of the engine has, or has had, the same.
+        make_host: Creates the host memory for the slice's masters and gradients, if the optimizer steps there.
+        codes: Compression of parameter gathers; none if None.
+        number: Unique among all present and past buckets of the engine.
 
     Attributes:
         shard_numel: Elements of a slice, padding included.
-        pieces: What lies in this rank's slice.
+        pieces: Parts of parameters in this rank's slice.
         master: What the optimizer updates, shape ``[shard_numel]``: the slice itself, or its fp32 copy.
-        shows_codes: Whether parameters have the values that codes say, and not the exact ones.
+        shows_codes: Whether parameters have the decoded values rather than the exact ones.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class ShardedBucket(Bucket):
         self._held = [False] * len(self.params)
         self._lazy: list[LazyGradient | None] = [None] * len(self.params)
         self._shown = [False] * len(self.params)
-        #: Whose ``.grad`` is this rank's own, to be reduced with a later backward.
+        #: Indices of parameters whose ``.grad`` is this rank's own, to be reduced with a later backward.
         self._unsent: set[int] = set()
         self._shard_in_full = False
         self.reset()
@@ -121,7 +120,7 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def gather(self) -> dist.Work:
-        """Send this rank's updated slice and receive the others'. Collective over the group; returns at once."""
+        """Start to all-gather the updated slices. Collective over the group; returns at once."""
         if self.host is not None:
             self._publish(self.host)
             self.host.wait_published()
@@ -135,12 +134,12 @@ class ShardedBucket(Bucket):
 
     @property
     def has_masters(self) -> bool:
-        """Whether what is updated has more digits than the parameters on the ranks."""
+        """Whether updates have higher precision than the parameters on the ranks."""
         return self._codes is not None or self.master_dtype != self._dtype
 
     @torch.no_grad()
     def show_codes(self) -> None:
-        """Let parameters have the values that ranks would have received, which each can tell. Not collective."""
+        """Set parameters to the decoded values of a gather, which every rank can compute. Not collective."""
         if self._codes is None or self.shows_codes:
             return
         self.take_changes()
@@ -150,31 +149,31 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def gather_exact(self) -> dist.Work:
-        """Let parameters have the exact values, after :meth:`take_changes`. Collective; returns at once."""
+        """Gather exact values into the parameters, after :meth:`take_changes`. Collective; returns at once."""
         self.flat_params[self._own].copy_(self._exact)
         self.shows_codes = False
         return gather_slices(self.flat_params, group=self.group)
 
     @torch.no_grad()
     def is_changed(self) -> bool:
-        """Whether somebody has given parameters of this rank's slice other values since the last step."""
+        """Return whether user code replaced parameters' memory or changed this rank's slice since the last step."""
         homes = zip(self.params, self._homes, strict=True)
         if any(home.numel() and own_part(param).data_ptr() != home.data_ptr() for param, home in homes):
             return True
         return not bool(_alike(self.flat_params[self._own], self._visible()).all())
 
     def _visible(self) -> Tensor:
-        """This rank's slice as parameters have it, unless somebody changes them."""
+        """Return this rank's slice as the parameters show it unless user code changes them."""
         if self._codes is None or not self.shows_codes:
             return self._exact
         return coded(self._exact.view(1, -1), self._codes)[0]
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Note what the user did to parameters since the last step: new memory (``p.data = ...``), new values.
+        """Take over user changes of parameters since the last step: new memory (``p.data = ...``) or new values.
 
-        Values that are updated in place are in the buffer already; only masters, which have more digits, do not follow
-        by themselves. Not collective.
+        In-place changes are in the buffer already; only masters, with their higher precision, have to be updated. Not
+        collective.
         """
         for param, home in zip(self.params, self._homes, strict=True):
             part = own_part(param)
@@ -191,7 +190,7 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def note_stepped(self, shards: Collection[nn.Parameter]) -> None:
-        """Some shards are updated: once all are, their copy back to the device begins, while others are updated."""
+        """Record updated shards; once all are, start to copy them to the device while others are updated."""
         self._unstepped -= {id(shard) for shard in shards}
         if self.host is not None and not self._unstepped:
             self._publish(self.host)
@@ -207,7 +206,7 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def release_memory(self) -> None:
-        """Let the flat buffers go: parameters and slices get memory of their own, and gradients are forgotten."""
+        """Release the flat buffers: parameters and slices get memory of their own, and gradients are dropped."""
         for index in range(len(self.params)):
             self.drop(index)
         for param in self.params:
@@ -223,7 +222,7 @@ class ShardedBucket(Bucket):
         self._full, self._views, self._shard = None, [], None
 
     def slice_of(self, param: nn.Parameter, flat: Tensor) -> Tensor:
-        """The values of ``param`` in ``flat``, shape ``[padded numel]``, in the shape of the rank's part of it."""
+        """Return the values of ``param`` in ``flat``, shape ``[padded numel]``, shaped like this rank's part of it."""
         offset = 0
         for candidate, numel in zip(self.params, self.numels, strict=True):
             if candidate is param:
@@ -232,7 +231,7 @@ class ShardedBucket(Bucket):
         raise KeyError("the parameter is not in this bucket")
 
     def elements_by_rank(self, param: nn.Parameter) -> dict[int, int]:
-        """How many elements of a parameter lie in each rank's slice, of those that have any."""
+        """Return the number of a parameter's elements in each rank's slice, for ranks that have any."""
         index = next(at for at, candidate in enumerate(self.params) if candidate is param)
         start, found = sum(self.numels[:index]), {}
         stop = start + self.numels[index]
@@ -257,7 +256,7 @@ class ShardedBucket(Bucket):
         pieces, offset = [], 0
         for param, numel in zip(self.params, self.numels, strict=True):
             if numel == 0:
-                # Without elements, but its optimizer counts steps; the first rank keeps the count.
+                # An empty parameter still has a step count in its optimizer; the first rank keeps it.
                 if self._own.start == 0:
                     shard = marked(nn.Parameter(self.master[:0]), marks_of(param))
                     pieces.append(Piece(param, 0, 0, 0, shard))
@@ -274,9 +273,9 @@ class ShardedBucket(Bucket):
 
     @property
     def views(self) -> list[Tensor]:
-        """The parameters' gradients in the full buffer, which is made when the first of them comes."""
+        """Views of the parameters' gradients in the full buffer, which is allocated on first use."""
         if self._shard is not None and self._shard_in_full:
-            # Reduced, and not used by a step yet: what is coming must not overwrite it.
+            # Reduced, but not used by a step yet: incoming gradients must not overwrite it.
             self._shard_in_full = False
             if any(piece.shard.grad is not None for piece in self.pieces):
                 self._shard = self._shard.clone()
@@ -284,7 +283,7 @@ class ShardedBucket(Bucket):
                     if piece.shard.grad is not None:
                         piece.shard.grad = self._region(piece, self._shard)
         if self._full is None:
-            # fill() sees to views that no gradient comes for; nobody sees to what is behind them.
+            # fill() handles views without a gradient; the padding after them is zeroed here.
             self._full = torch.empty_like(self.flat_params)
             self._full[self.numel :].zero_()
             self._views = self._views_of(self._full)
@@ -297,19 +296,19 @@ class ShardedBucket(Bucket):
 
     @property
     def full_gradients(self) -> Tensor:
-        """All gradients of this rank, flat and padded, shape ``[world_size * shard_numel]``."""
+        """This rank's gradients, flat and padded, shape ``[world_size * shard_numel]``."""
         if self._full is None:
             return torch.zeros_like(self.flat_params)
         return self._full
 
     @property
     def sum_into(self) -> Tensor | None:
-        """Where this rank's slice may be added up in place, because it stays there; nowhere if None."""
+        """Memory in which this rank's slice may be summed in place, because it stays there; otherwise None."""
         stays = self.keep_full and self._full is not None and self.master.dtype == self._dtype
         return self._full[self._own] if stays and self._full is not None else None
 
     def take(self, reduced: Tensor) -> None:
-        """Receive the mean of this rank's slice, shape ``[shard_numel]``, and let the full gradients go."""
+        """Receive the mean of this rank's slice, shape ``[shard_numel]``, and free full gradients that are not kept."""
         fresh = self._is_fresh
         if self._shard is not None and not fresh:
             for piece in self.pieces:
@@ -335,11 +334,11 @@ class ShardedBucket(Bucket):
             param.grad = None
         self._unsent.clear()
         if not self.keep_full or self.master.dtype != self._dtype:
-            # What half precision gradients were reduced to is fp32, and lies elsewhere.
+            # Gradients in half precision were reduced to fp32, in other memory.
             self._full, self._views = None, []
 
     def release(self) -> None:
-        """Hand the slice's gradients to the shards; a parameter that no rank used keeps what it had."""
+        """Set the shards' gradients from the slice; a parameter that no rank used keeps its previous one."""
         if self._shard is None:
             raise RuntimeError("release() comes after take()")
         if self.host is not None:
@@ -355,7 +354,7 @@ class ShardedBucket(Bucket):
         self.show()
 
     def held_bytes(self) -> int:
-        """Bytes of gradients on this rank at this moment."""
+        """Return the bytes of gradients that this rank holds now."""
         wholes = (lazy.whole for lazy in self._lazy if lazy is not None)
         return storage_bytes(tensor for tensor in (self._full, self._shard, *wholes) if tensor is not None)
 
@@ -365,7 +364,7 @@ class ShardedBucket(Bucket):
         return any(self._held)
 
     def drop(self, index: int) -> None:
-        """Forget parameter ``index``'s reduced gradient. Not collective."""
+        """Drop the reduced gradient of parameter ``index``. Not collective."""
         param, lazy = self.params[index], self._lazy[index]
         if lazy is not None:
             if self._is_in_place(index):
@@ -378,7 +377,7 @@ class ShardedBucket(Bucket):
             self._unstepped.discard(id(piece.shard))
 
     def drop_zeroed(self, params: Collection[nn.Parameter] | None = None) -> None:
-        """Follow a ``zero_grad`` of some parameters, or all, which has left nothing in ``.grad``, or zeros."""
+        """Drop reduced gradients of some parameters, or all, whose ``.grad`` was set to None by ``zero_grad``."""
         for index, param in enumerate(self.params):
             if param.grad is None and (params is None or param in params):
                 self.drop(index)
@@ -393,7 +392,7 @@ class ShardedBucket(Bucket):
     # --- whole gradients, as users see them ---------------------------------------------------------------------
 
     def show(self) -> None:
-        """Let ``.grad`` stand for reduced gradients; where this rank's own is, that is seen. Not collective."""
+        """Put reduced gradients into ``.grad``, unless it holds this rank's own gradient. Not collective."""
         for index, (param, held) in enumerate(zip(self.params, self._held, strict=True)):
             if param.grad is not None:
                 if not self._shown[index]:
@@ -402,7 +401,7 @@ class ShardedBucket(Bucket):
                 self._show(index)
 
     def settle(self) -> None:
-        """Take over what was done to gradients: changed in place, replaced, given or dropped. Not collective."""
+        """Take over user changes of gradients: changed in place, replaced, assigned or dropped. Not collective."""
         for index, param in enumerate(self.params):
             grad = param.grad
             if self._shown[index]:
@@ -418,7 +417,7 @@ class ShardedBucket(Bucket):
                 self._give(index, own_part(grad))
 
     def hide(self) -> None:
-        """Settle, and leave ``.grad`` to autograd until :meth:`show`. Not collective."""
+        """Take over user changes, and leave ``.grad`` to autograd until :meth:`show`. Not collective."""
         self.settle()
         for index, param in enumerate(self.params):
             if self._shown[index]:
@@ -426,7 +425,7 @@ class ShardedBucket(Bucket):
         self.forget_wholes()
 
     def forget_wholes(self) -> None:
-        """The slices' gradients are going to change: who looks again is to see that. Not collective."""
+        """Forget gathered gradients before the slices change; the next read gathers them again. Not collective."""
         for lazy in self._lazy:
             if lazy is not None:
                 lazy.whole = None
@@ -434,7 +433,7 @@ class ShardedBucket(Bucket):
     @torch.inference_mode(False)
     @torch.no_grad()
     def read_gradients(self) -> None:
-        """Gather the bucket's gradients, but those that were gathered already. Collective over the group."""
+        """Gather the bucket's gradients, keeping those that were gathered already. Collective over the group."""
         flat = torch.zeros_like(self.flat_params)
         for piece in self.pieces:
             if piece.shard.grad is not None:
@@ -445,7 +444,7 @@ class ShardedBucket(Bucket):
                 lazy.whole = view
 
     def zero(self, slot: int) -> None:
-        """Zero the reduced gradient of the parameter with this number. Not collective."""
+        """Zero the reduced gradient of the parameter with this index. Not collective."""
         piece = self._piece_of.get(self.params[slot])
         if piece is not None and piece.shard.grad is not None:
             piece.shard.grad.zero_()
@@ -473,7 +472,7 @@ class ShardedBucket(Bucket):
         return grad is not None and own_part(grad) is self._lazy[index]
 
     def _give(self, index: int, values: Tensor) -> None:
-        """Values that somebody has put in the place of a gradient. Who holds the one before keeps that."""
+        """Replace a gradient by values that the user assigned; the previous tensor keeps its values."""
         self.drop(index)
         self._write(index, values)
         self._show(index)
@@ -486,7 +485,7 @@ class ShardedBucket(Bucket):
             self._write(index, lazy.whole)
 
     def _take_up(self, index: int) -> None:
-        """Leave in ``.grad`` what a backward that nobody announced has added on this rank to a gradient shown there."""
+        """Leave in ``.grad`` what a backward outside of the engine's added on this rank to a reduced gradient."""
         lazy = self._lazy[index]
         if lazy is None or not self._shown[index]:
             return
@@ -497,7 +496,7 @@ class ShardedBucket(Bucket):
             self._take_back(index)
             param.grad = None if lazy.added is None else wrapped_like(lazy.added, param)
         else:
-            # Given by the user, the same on all ranks, and added to: the mean over ranks is right for the sum of both.
+            # Assigned by the user, the same on all ranks, then added to: the mean over ranks is right for the sum.
             self.drop(index)
         self._shown[index] = False
         lazy.whole, lazy.added, lazy.is_replaced = None, None, False
@@ -513,7 +512,7 @@ class ShardedBucket(Bucket):
         grad = piece.shard.grad
         if grad is None:
             if self._shard is None or self._is_fresh:
-                # What was here may be a part of the full buffer, where gradients accumulate by now.
+                # The previous slice may be a part of the full buffer, where gradients accumulate by now.
                 self._shard = torch.zeros(self.shard_numel, dtype=self.master_dtype, device=self.master.device)
                 self._shard_in_full = False
             piece.shard.grad = self._region(piece, self._shard)
@@ -526,5 +525,5 @@ class ShardedBucket(Bucket):
 
 
 def _alike(values: Tensor, others: Tensor) -> Tensor:
-    """Where two tensors have the same number, or none: a block with one that is not finite has none in codes."""
+    """Return where two tensors are equal or both NaN: a block with a non-finite value decodes to NaN."""
     return (values == others) | (values.isnan() & others.isnan())

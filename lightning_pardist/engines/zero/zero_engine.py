@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2: the optimizer updates one slice on each rank; parameters stay ordinary, whole tensors."""
+"""ZeRO-1 and ZeRO-2: the optimizer updates one slice on each rank; parameters stay plain, whole tensors."""
 
 from __future__ import annotations
 
@@ -39,51 +39,50 @@ from lightning_pardist.local_tensors import own_part
 
 
 class ZeroEngine:
-    """Gradients reduced to the rank that owns a slice, the slice updated there, parameters gathered after the step.
+    """Reduces gradients to the rank that owns a slice, updates the slice there, and gathers parameters after the step.
 
     Sends ``2 Psi (N-1)/N`` per rank and step, as data parallelism does: half of it gradients, half parameters. Holds
-    ``2 Psi + 2 Psi/N`` (stage 1) or ``Psi + 3 Psi/N`` (stage 2) in fp32 with Adam. Stage 1 sends gradients once an
-    optimizer step; stage 2 sends them with every backward, because it keeps only slices of them.
+    ``2 Psi + 2 Psi/N`` (stage 1) or ``Psi + 3 Psi/N`` (stage 2) in fp32 with Adam. Stage 1 reduces gradients once per
+    optimizer step; stage 2 reduces them with every backward, because it keeps only slices of them.
 
-    Between steps ``param.grad`` stands for the whole gradient, which is gathered if somebody looks at its values, see
-    :class:`~lightning_pardist.engines.zero.lazy_gradient.LazyGradient`; what is done to it is done to the slices.
+    Between steps ``param.grad`` represents the whole gradient, which is gathered when its values are read, see
+    :class:`~lightning_pardist.engines.zero.lazy_gradient.LazyGradient`; changes to it are applied to the slices.
 
-    Within a step, the optimizer's groups and state hold the parts of parameters in this rank's slice, flat; at any
-    other time they hold the module's own parameters, so that whoever freezes, adds or looks up parameters finds them.
-    On one rank nothing is changed, unless the optimizer steps on the host.
+    Within a step, the optimizer's groups and state hold the flat parts of parameters in this rank's slice; at any
+    other time they hold the module's own parameters, for code that freezes, adds or looks up parameters. With one rank
+    nothing is changed, unless the optimizer steps on the host.
 
-    An optimizer that updates one tensor at a time has each updated, whole, by one rank
-    (:class:`~lightning_pardist.engines.common.owner_updates.OwnerUpdates`), which sends up to ``2 Psi/N`` more.
-    One that updates all of them together steps on whole parameters and gradients on every rank, as under DDP, also of
-    those that a tensor axis splits or other stages of a pipeline hold. With ``offload`` state of both rests on the
-    host, and is brought to the parameters' device for the update.
+    For an optimizer that updates one tensor at a time, each tensor is updated whole by one rank
+    (:class:`~lightning_pardist.engines.common.owner_updates.OwnerUpdates`), which sends up to ``2 Psi/N`` more. An
+    optimizer that updates all tensors together steps on whole parameters and gradients on every rank, as in DDP,
+    including those that a tensor axis splits or other pipeline stages hold. With ``offload`` the state of both is kept
+    on the host, and is copied to the parameters' device for the update.
 
-    With ``gather`` and ``reduce`` what travels is rounded to codes (ZeRO++, arXiv 2306.10209), and sums and updates are
-    not: slices that are updated stay exact, apart from the parameters that ranks compute with (``Psi/N`` more), and
-    what is left of gradients is kept for the next ones (a byte a parameter).
+    With ``gather`` and ``reduce`` communication is compressed (ZeRO++, arXiv 2306.10209), but sums and updates are not:
+    updated slices stay exact, separate from the parameters that ranks compute with (``Psi/N`` more), and compression
+    errors of gradients are kept for the next ones (one byte per parameter).
 
     Args:
-        module: Its parameters become views of flat buffers; values must agree over the group.
-        optimizers: Over parameters of ``module``, before their first step.
+        module: Module whose parameters become views of flat buffers; values must be equal over the group.
+        optimizers: Optimizers over parameters of ``module``, before their first step.
         group: The data axis' process group.
         zero_stage: 1 or 2.
         bucket_size_mb: Size of a bucket.
-        overlap: Whether gradients are sent while backward runs.
-        offload: Where optimizer state lives and steps are taken; on the parameters' device if None. A rank by itself
-            uses slices too, then.
-        update_group: Makes the group of ranks that update whole tensors together, given what an update depends on:
-            those that hold parameters, where a tensor axis splits them as well, or all stages. Collective over the
-            world.
+        overlap: Whether gradients are reduced while backward runs.
+        offload: Where optimizer state is kept and steps run; on the parameters' device if None. With offload, a single
+            rank uses slices too.
+        update_group: Creates the group of ranks that update whole tensors together, given the update's scope: those
+            that hold parameters, tensor ranks that split them included, or all stages. Collective over the world.
         update_scope: What an element's update depends on; found by a trial if ``"auto"``.
-        gather: Codes that parameters travel as; numbers as they are if None.
-        reduce: Codes that gradients travel as.
-        error_feedback: Whether what codes leave behind of gradients is added to the next ones.
+        gather: Codes for parameters in gathers; uncompressed if None.
+        reduce: Codes for gradients in reductions; uncompressed if None.
+        error_feedback: Whether compression errors of gradients are added to the next ones.
         narrower: Parameters that fewer ranks hold, see :class:`~lightning_pardist.engines.ddp.transport.Transport`.
 
     Raises:
         ValueError: If the stage is neither 1 nor 2, or an optimizer cannot be tried, or it updates all tensors together
-            and parameters travel as codes or state is kept in files.
-        RuntimeError: If there is no room for offloaded state.
+            and parameters are compressed or state is kept in files.
+        RuntimeError: If there is not enough room for offloaded state.
     """
 
     def __init__(
@@ -160,48 +159,48 @@ class ZeroEngine:
         return self.reducer.has_gradients or any(bucket.has_gradients for bucket in self._buckets)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients accumulate inside: whole and unsent in stage 1, sliced and sent in stage 2."""
+        """Context manager to accumulate gradients: whole and not reduced in stage 1, reduced to slices in stage 2."""
         return self.reducer.no_sync() if self.zero_stage == 1 else _nothing()
 
     @contextmanager
     def backward(self, loss: Tensor, *, overlap: bool = True) -> Iterator[None]:
-        """Around the call that runs backward from ``loss``. Collective over the group, unless under :meth:`no_sync`."""
+        """Context manager around the backward from ``loss``. Collective over the group, unless in :meth:`no_sync`."""
         self._bind()
         with self._hidden(), self.reducer.backward(loss, overlap=overlap):
             self._bind()
             yield
 
     def reduce(self) -> None:
-        """Reduce what is not reduced yet. Collective over the group."""
+        """Reduce gradients that are not reduced yet. Collective over the group."""
         self.reducer.reduce()
 
     @contextmanager
     def defer_reduction(self) -> Iterator[None]:
-        """Backward passes inside leave their gradients in ``.grad``; :meth:`reduce` takes them up."""
+        """Context manager in which backward passes leave their gradients in ``.grad``, for a later :meth:`reduce`."""
         with self._hidden(), self.reducer.defer_reduction():
             yield
 
     def step_done(self) -> None:
-        """The optimizer has stepped."""
+        """Record that the optimizer has stepped."""
         self.reducer.step_done()
 
     def held_bytes(self) -> int:
-        """Bytes of gradients on this rank."""
+        """Return the bytes of gradients on this rank, compression errors included."""
         return self.reducer.held_bytes() + (0 if self._remainders is None else self._remainders.held_bytes())
 
-    # --- parameters in codes ------------------------------------------------------------------------------------
+    # --- compressed parameters ----------------------------------------------------------------------------------
 
     def show_codes(self) -> None:
-        """A training step comes next: compute with what ranks receive, whatever was seen before. Not collective."""
+        """Set parameters to the decoded values that ranks receive, before a training step. Not collective."""
         for bucket in self._buckets:
             bucket.show_codes()
 
     def show_exact(self, *, for_a_look: bool = False) -> None:
-        """Let parameters have their exact values, until the next step. Collective over the group.
+        """Set parameters to their exact values until the next step. Collective over the group.
 
         Args:
-            for_a_look: Leave them, if somebody has put other values there since the last step (averaged weights that
-                are to be validated), which are taken for the parameters' own otherwise.
+            for_a_look: Whether to leave them alone if user code has assigned other values since the last step (averaged
+                weights that are to be validated), which are otherwise taken as the parameters' own.
         """
         buckets = [bucket for bucket in self._buckets if bucket.shows_codes]
         if not buckets:
@@ -217,14 +216,14 @@ class ZeroEngine:
             work.wait()
 
     def forget_remainders(self) -> None:
-        """A checkpoint is saved: what it does not have is no longer here either. Not collective."""
+        """Drop compression errors when a checkpoint is saved, which does not contain them. Not collective."""
         if self._remainders is not None:
             self._remainders.clear()
 
     def detach(self) -> None:
         """Remove every hook and give parameters memory of their own. Not collective.
 
-        The optimizers keep their slices, so that :meth:`optimizer_state` still answers (a checkpoint after training).
+        The optimizers keep their slices, so :meth:`optimizer_state` still works (for a checkpoint after training).
         """
         for undo in self._undo:
             undo()
@@ -238,14 +237,14 @@ class ZeroEngine:
     def grad_power(
         self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
     ) -> Tensor:
-        """Sum of powers of the gradients of some parameters, over all slices. Collective over the group."""
+        """Return the sum of powers of some parameters' gradients over all slices. Collective over the group."""
         params = list(params)
         for bucket in self._buckets_with(params):
             bucket.settle()
         grads = [grad for param in params if counts is None or counts(param) for grad in self._grads_of(param)]
-        # A rank's slices may lack the widest dtype that there is.
+        # This rank's slices may not contain the widest dtype.
         widest = functools.reduce(torch.promote_types, (param.dtype.to_real() for param in params), torch.float32)
-        # One rank has no buckets, and its device would be waited for.
+        # A single rank has no buckets, and a total on the CPU would make it wait for its device.
         here = (param.device for param in params if not param.is_meta)
         device = self._device if self._buckets else next(here, self._device)
         total = sum_of_powers(grads, norm_type, device=device).to(widest)
@@ -255,7 +254,7 @@ class ZeroEngine:
         return total
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
-        """What this rank keeps of the gradients of some parameters. Not collective."""
+        """Return this rank's parts of some parameters' gradients. Not collective."""
         params = list(params)
         for bucket in self._buckets_with(params):
             bucket.settle()
@@ -263,7 +262,7 @@ class ZeroEngine:
         return [grad for param in params for grad in self._grads_of(param)]
 
     def zero_grad(self) -> None:
-        """Follow the module's own ``zero_grad``, which was called just before."""
+        """Drop reduced gradients after the module's own ``zero_grad``, which was called just before."""
         for bucket in self._buckets:
             bucket.drop_zeroed()
 
@@ -273,7 +272,7 @@ class ZeroEngine:
     # --- optimizer state ----------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict that this optimizer would have on one process. Collective over the group.
+        """Return the state dict that this optimizer would have in a single process. Collective over the group.
 
         Returns:
             On the group's first rank, with whole tensors in host memory; without state on the others.
@@ -291,7 +290,7 @@ class ZeroEngine:
         return state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take this rank's part of a state dict of one process. Not collective.
+        """Load this rank's part of a single-process state dict. Not collective.
 
         Raises:
             ValueError: If the state's parameter groups do not fit the optimizer's.
@@ -321,7 +320,7 @@ class ZeroEngine:
         return 0 if self._offload is None else int(self._offload.window_mb * 2**20)
 
     def _make_host_step(self, optimizer: Optimizer) -> HostStep:
-        # Windows bound what is resident; on a device they also let copies back begin before the last update.
+        # Windows bound the resident state; on a device they also let copies back start before the last update.
         in_windows = self._store is not None or self._device.type != "cpu"
         with self.slices(optimizer):
             return HostStep(
@@ -336,7 +335,7 @@ class ZeroEngine:
             bucket.note_stepped(shards)
 
     def slots(self, optimizer: Optimizer) -> Slots:
-        """Slices of parameters, none where they are other ranks', and whole ones that have no gradients yet."""
+        """Return slots of slices, marked as absent on other ranks, and whole slots of parameters without a bucket."""
         if (updates := updates_of(optimizer)) is not None:
             return updates.slots()
         if optimizer not in self._sliced:
@@ -344,7 +343,7 @@ class ZeroEngine:
         return [[self._slot(param) for param in group["params"]] for group in optimizer.param_groups]
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Bring state to the host if that is where steps are taken. Not collective."""
+        """Move state to the host if steps run there. Not collective."""
         if host_step := self._host_steps.get(optimizer):
             with self.slices(optimizer):
                 for shard in [key for key in optimizer.state if isinstance(key, Tensor)]:
@@ -362,7 +361,7 @@ class ZeroEngine:
 
     @contextmanager
     def slices(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, an optimizer's groups and state hold this rank's slices in place of parameters. Not collective."""
+        """Context manager in which an optimizer's groups and state hold this rank's slices. Not collective."""
         if optimizer in self._showing:
             yield
             return
@@ -396,21 +395,21 @@ class ZeroEngine:
         return find_scope(optimizer, form="flat", setting=setting).scope == "elementwise"
 
     def _held(self, param: nn.Parameter) -> HeldTensor:
-        """Gradients are in slices, which new values are written to; values are whole here, unless masters have more."""
+        """Return how a parameter is held: gradients and new values in slices, values whole unless masters differ."""
         slot = self._slot(param)
         bucket = self._home.get(param)
         has_masters = bucket is not None and bucket.has_masters
         return HeldTensor(slot, slot if has_masters else TensorSlot(param), slot)
 
     def _held_by_rank(self, param: nn.Parameter) -> Mapping[int, int]:
-        """Elements of a parameter's gradient on each rank; none where it is not reduced yet, or by fewer ranks."""
+        """Return the number of a gradient's elements per rank; empty without a bucket, or with one of fewer ranks."""
         bucket = self._home.get(param)
         return {} if bucket is None or bucket.group is not self.group else bucket.elements_by_rank(param)
 
     def _step_on_wholes(
         self, optimizer: Optimizer, setting: ScopeSetting, group: Callable[[Scope], dist.ProcessGroup]
     ) -> None:
-        """Let an optimizer that is not elementwise have whole tensors. Collective over the world."""
+        """Make an optimizer that is not elementwise step on whole tensors. Collective over the world."""
         found = find_scope(optimizer, form="flat", setting=setting)
         device = next((own_part(param).device for param in _params(optimizer) if not param.is_meta), self._device)
         hosted = HostedState.of(self._offload, device, self._store)
@@ -448,7 +447,7 @@ class ZeroEngine:
             bucket.settle()
 
     def _wrap(self, optimizer: Optimizer, before: Mapping[str, Any]) -> Callable[[], None]:
-        """Let ``step`` update slices and gather parameters, and ``zero_grad`` reach slices; returns the way back."""
+        """Make ``step`` update slices and gather parameters, ``zero_grad`` clear slices; return an undo function."""
         inner_step, inner_zero_grad = optimizer.step, optimizer.zero_grad
         update: Callable[..., Any] = inner_step
         updates = updates_of(optimizer)
@@ -483,7 +482,7 @@ class ZeroEngine:
                 bucket.drop_zeroed(members)
 
         if optimizer in self._sliced or isinstance(updates, OwnerUpdates):
-            # Bound: schedulers look for the function behind the method.
+            # A bound method, as schedulers read its function.
             optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
@@ -502,7 +501,7 @@ class ZeroEngine:
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
-        """Around backward passes: ``.grad`` belongs to autograd inside, and shows reduced gradients again behind."""
+        """Context manager around backward passes: ``.grad`` is autograd's inside, and shows reduced gradients after."""
         for bucket in self._buckets:
             bucket.hide()
         try:
@@ -516,7 +515,7 @@ class ZeroEngine:
         return self._buckets[0].device if self._buckets else torch.device("cpu")
 
     def _bind(self) -> None:
-        """Take note of buckets that came later (unfrozen layers)."""
+        """Register buckets that were created later (for unfrozen layers)."""
         if len(self._buckets) == len(self.reducer.buckets):
             return
         self._buckets = [bucket for bucket in self.reducer.buckets if isinstance(bucket, ShardedBucket)]
@@ -528,9 +527,9 @@ class ZeroEngine:
                 self._pieces[piece.param].append(piece)
 
     def _shards_of(self, param: nn.Parameter) -> list[nn.Parameter]:
-        """The slice's part of a parameter, if there is one."""
+        """Return this rank's part of a parameter, if there is one."""
         pieces = self._pieces.get(param)
-        # Frozen parameters are in no bucket yet, and stand for themselves.
+        # Frozen parameters are in no bucket yet, and are returned themselves.
         return [param] if pieces is None else [piece.shard for piece in pieces]
 
 
@@ -539,7 +538,7 @@ def _params(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _same_ranks(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
-    """Whether groups have the same ranks by the same numbers."""
+    """Return whether two groups have the same ranks in the same order."""
     return group is other or dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)
 
 
