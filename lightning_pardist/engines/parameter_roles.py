@@ -249,7 +249,7 @@ def _is_thin(node: Node) -> bool:
 
 
 def _looks_up_rows(node: Node, table: TraceSlot) -> bool:
-    """Return whether a call selects rows of a table by index tensors; selecting whole matrices (experts) is not."""
+    """Return whether a call looks up rows of a table by index tensors, rather than whole matrices (experts)."""
     left = len(table.shape)
     if node.name == "getitem":
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)

@@ -156,7 +156,7 @@ class OuterServer:
             for island in list(self._islands.values()):
                 _hang_up(island)
 
-    # --- one rank of an island, in its thread ---------------------------------------------------------------------
+    # --- connection of one rank, in its own thread ----------------------------------------------------------------
 
     def _converse(self, connection: socket.socket) -> None:
         part: IslandPart | None = None
@@ -323,7 +323,7 @@ class OuterServer:
             self._end_round_if_due()
             self._changed.notify_all()
 
-    # --- with the lock --------------------------------------------------------------------------------------------
+    # --- called with the lock held --------------------------------------------------------------------------------
 
     def _wait(self, connection: socket.socket) -> None:
         """Send a ``WAIT`` message as a keep-alive, and wait for a change of state for at most a second.

@@ -28,7 +28,7 @@ def dry_run(
 ) -> Any:
     """Replay every stage of a plan in order, forward only. Not collective; costs about two forwards.
 
-    It finds failures that occur only when stubs replace units, before parameters are freed, on all ranks alike.
+    It finds failures that occur only when stubs replace units, at a point where all ranks still raise the same error.
 
     Args:
         module: The root module with all its parameters; its state is restored afterwards.

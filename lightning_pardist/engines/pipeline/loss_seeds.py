@@ -215,7 +215,7 @@ class LossSeeds:
         *found, correction, several, alike = numbers
         return Weighing(tuple(found), is_sum, correction, bool(several) and len(self._parts) > 1, bool(alike))
 
-    # --- before all counts are known ----------------------------------------------------------------------------
+    # --- factors before all counts are known --------------------------------------------------------------------
 
     def _factor(self, key: str, term: Term, index: int) -> Tensor:
         """Return the factor for the gradient of a term."""
@@ -243,7 +243,7 @@ class LossSeeds:
             dist.all_reduce(counted, group=self._group)
         return torch.where(counted[1] > 0, counted[0] / counted[1], 1.0)
 
-    # --- when they are ------------------------------------------------------------------------------------------
+    # --- factors after all counts are known ---------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Combine the counts of all micro-batches and ranks. Collective over the group."""
@@ -335,7 +335,7 @@ def _are_alike(losses: Sequence[list[Term]]) -> bool:
     others = {tuple(dict.fromkeys(term.kind for term in terms if term.kind != "mean")) for terms in varying}
     means = [Counter(term.what for term in terms if term.kind == "mean") for terms in varying]
     most: Counter[str] = reduce(operator.or_, means, Counter())
-    # A loss with fewer terms of a kind had no items for the missing ones.
+    # A loss with fewer means of an operation had no items for the missing ones.
     return len(others) <= 1 and most in [Counter(), *means] and all(each.items() <= most.items() for each in means)
 
 

@@ -313,7 +313,7 @@ class PipelineEngine:
             return runtime.run(work)
 
     def _mode(self, grad: bool) -> Hashable:
-        """Return a key of the module state that shapes and gradients depend on, equal on all ranks."""
+        """Return a key of the module state that determines shapes and gradients; user code keeps it equal on ranks."""
         trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
         return grad, self.module.training, hash(trained)
 

@@ -306,7 +306,7 @@ class _Recording:
         return grain
 
     def _take_buffer_owners(self, grain: Grain) -> Grain:
-        """Make modules outside units that update their buffers units themselves, so that one stage only runs them."""
+        """Make every module outside of units that updates its own buffers a unit: only one stage may run it."""
         written = self.tracker.buffers_written
         for name, module in self.root.named_modules():
             inside = any(name == unit or name.startswith(f"{unit}.") for unit in self.units)
