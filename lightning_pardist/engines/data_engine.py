@@ -17,7 +17,7 @@ class MicrobatchContext(Protocol):
     """Per-micro-batch state of a data engine whose micro-batches run interleaved (pipeline schedules)."""
 
     def agree(self, count: int) -> int:
-        """Return the common number of micro-batches, given this rank's maximum. Collective over the data axis."""
+        """Return the minimum of ``count``, the possible micro-batches, over ranks. Collective over the data axis."""
         ...
 
     def begin(self, turn: Hashable) -> None:
