@@ -1,4 +1,4 @@
-"""Interface of data-axis engines."""
+"""Interface of the engines that synchronise gradients over the data axis."""
 
 from __future__ import annotations
 
@@ -14,67 +14,68 @@ from lightning_pardist.engines.common.gradient_math import Counts
 
 
 class MicrobatchContext(Protocol):
-    """State kept apart for interleaved micro-batches."""
+    """Per-micro-batch state of a data engine whose micro-batches run interleaved (pipeline schedules)."""
 
     def agree(self, count: int) -> int:
-        """The number of micro-batches, given how many this rank can make. Collective over the data axis."""
+        """Return the minimum of ``count``, the possible micro-batches, over ranks. Collective over the data axis."""
         ...
 
     def begin(self, turn: Hashable) -> None:
-        """What runs from now on belongs to this micro-batch. Not collective."""
+        """Switch to the state of a micro-batch before its forward or backward runs. Not collective."""
         ...
 
     def finish(self) -> None:
-        """All have run: complete ``.grad``. Collective over the data axis."""
+        """Complete ``.grad`` after all micro-batches have run. Collective over the data axis."""
         ...
 
 
 class DataEngine(Protocol):
-    """Reduces gradients, and manages whatever else is sharded, over the data axis."""
+    """Engine that reduces gradients over the data axis and manages the state that is sharded over it."""
 
     @property
     def is_reduced(self) -> bool:
-        """Whether gradients were synchronised since :meth:`step_done` was called last."""
+        """Whether gradients have been synchronised since the last call of :meth:`step_done`."""
         ...
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the synchronised gradients are those of any rank, also if none of them is this rank's to keep."""
+        """Whether any rank holds synchronised gradients, even if this rank's shard holds none of them."""
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients accumulate and are not synchronised inside."""
+        """Accumulate gradients inside the context without synchronising them."""
         ...
 
     def backward(self, loss: Tensor, *, overlap: bool = True) -> AbstractContextManager[None]:
-        """Around the call that runs backward from ``loss``. Collective, unless under :meth:`no_sync`."""
+        """Wrap the call that runs backward from ``loss``. Collective, unless under :meth:`no_sync`."""
         ...
 
     def reduce(self) -> None:
-        """Synchronise what is not synchronised yet. Collective."""
+        """Synchronise the gradients that are not synchronised yet. Collective."""
         ...
 
     def step_done(self) -> None:
-        """The optimizer has stepped."""
+        """Mark the end of the optimizer step."""
         ...
 
     def defer_reduction(self) -> AbstractContextManager[MicrobatchContext | None]:
-        """Backward passes inside leave their gradients in ``.grad``; the engine learns of them in :meth:`reduce`.
+        """Leave the gradients of backward passes inside in ``.grad`` until :meth:`reduce` takes them up.
 
         Returns:
-            A context of who is to be told whose backward runs; of None if nobody needs to know.
+            A context manager that yields the :class:`MicrobatchContext` to switch before each forward and backward, or
+            None if the engine keeps no state per micro-batch.
         """
         ...
 
     def grad_power(
         self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
     ) -> Tensor:
-        """Sum of powers of the reduced gradients of some parameters over the data axis. Collective over it.
+        """Return the sum of powers of some parameters' reduced gradients. Collective over the data axis.
 
         Args:
             params: Parameters of the module.
-            norm_type: The power; ``inf`` for the largest magnitude in place of a sum.
-            counts: Whether a parameter is counted on this rank; all of them if None.
+            norm_type: The power; with ``inf``, the largest magnitude is returned instead of a sum.
+            counts: Predicate for whether a parameter is counted on this rank; None counts all of them.
 
         Returns:
             A scalar in fp32 or wider, equal over the data axis.
@@ -82,33 +83,33 @@ class DataEngine(Protocol):
         ...
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
-        """What this rank holds of the gradients of some parameters, to be changed in place. Not collective."""
+        """Return this rank's parts of some parameters' gradients, for in-place changes. Not collective."""
         ...
 
     def zero_grad(self) -> None:
-        """Forget gradients that the engine keeps outside the module's parameters."""
+        """Drop gradients that the engine keeps outside the module's parameters."""
         ...
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of one process, whole at least on the first rank. Collective."""
+        """Return the unsharded optimizer state dict, complete at least on the first rank. Collective."""
         ...
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take this rank's part of a state dict of one process."""
+        """Load this rank's part of an unsharded optimizer state dict."""
         ...
 
     def slots(self, optimizer: Optimizer) -> Slots:
-        """What an optimizer holds on this rank of the parameters that the user gave it, group by group."""
+        """Return, per parameter group, what an optimizer holds on this rank of the parameters the user gave it."""
         ...
 
     def settle(self, optimizer: Optimizer) -> None:
-        """State was put into an optimizer: bring it to where it is kept. Not collective."""
+        """Move state that was just loaded into an optimizer to where the engine keeps it. Not collective."""
         ...
 
     def held_bytes(self) -> int:
-        """Bytes that the engine holds on this rank beside parameters, gradients and optimizer state."""
+        """Return the bytes held on this rank besides parameters, gradients and optimizer state."""
         ...
 
     def detach(self) -> None:
-        """Remove every trace from the module. Not collective."""
+        """Remove the engine's hooks and attributes from the module. Not collective."""
         ...

@@ -1,4 +1,4 @@
-"""Means of islands' differences in few bits, with what rounding leaves behind added the next time."""
+"""Quantized averaging of the islands' parameter differences, with error feedback."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from lightning_pardist.engines.common.block_codes import Compression, SliceLayou
 
 
 class OuterExchange:
-    """The mean of some tensors over islands, again and again, of which each rank sends ``2 (K-1)/K`` in codes.
+    """Repeated quantized mean of a fixed set of tensors over K islands; each rank sends ``2 (K-1)/K`` of their size.
 
-    Each rank sends every other one a slice, sums up the slice that is its own, and sends that to all. What codes cannot
-    say of a difference stays behind and is added to the next one, on the island as well as by the rank that sums (error
-    feedback: 1-bit SGD, Seide et al. 2014; in two stages as 1-bit Adam has it, arXiv 2102.02888).
+    An all-to-all gives each rank its slice of every island's tensors; the rank averages the slice, and an all-gather
+    distributes the means. The quantization error of a message is kept and added to the next one, both for the islands'
+    differences and for the means (error feedback: 1-bit SGD, Seide et al. 2014; in two stages as in 1-bit Adam,
+    arXiv 2102.02888).
 
     Args:
-        sizes: Elements of each tensor.
+        sizes: Number of elements of each tensor.
         group: This rank and its counterparts on the other islands.
-        kind: Of codes; None sends numbers as they are.
-        like: A tensor of the dtype and device.
+        kind: Quantization of the messages; None sends full precision.
+        like: A tensor with the dtype and device of the values.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class OuterExchange:
         self._message = self._answer = torch.empty(0)
 
     def start(self, values: Tensor) -> None:
-        """Send slices of this island's tensors, flat; the caller goes on. Collective over the group."""
+        """Start the all-to-all of this island's flattened tensors; does not block. Collective over the group."""
         self._start(self.layout.rows(values), self.kind)
 
     def _start(self, rows: Tensor, kind: Compression | None) -> None:
@@ -55,9 +56,9 @@ class OuterExchange:
         self._work = dist.all_to_all_single(self._answer, self._message, group=self.group, async_op=True)
 
     def turn(self) -> None:
-        """Wait for the slices of all islands, and send their mean; the caller goes on. Collective over the group."""
+        """Wait for the all-to-all and start the all-gather of this rank's mean slice. Collective over the group."""
         self._work.wait()
-        # One after the other, so that it does not matter where in a message a number lies.
+        # Sequential sum: the rounding of an element does not depend on its position in the message.
         first, *others = self._decoded(self._answer).split(1)
         mean = first.clone()
         for other in others:
@@ -73,20 +74,20 @@ class OuterExchange:
         self._work = all_gather_flat(*flat, group=self.group, async_op=True)
 
     def finish(self) -> Tensor:
-        """The mean, flat, equal on all islands. Collective over the group."""
+        """Wait for the all-gather and return the flat mean, equal on all islands. Collective over the group."""
         self._work.wait()
         mean = self.layout.flat(self._decoded(self._answer))
         self._work, self._message, self._answer = None, torch.empty(0), torch.empty(0)
         return mean
 
     def exact(self, values: Tensor) -> Tensor:
-        """The mean in full precision, with what earlier ones have left behind. Collective over the group."""
+        """Return the mean in full precision, including earlier quantization errors. Collective over the group."""
         self._start(self.layout.rows(values), None)
         self.turn()
         return self.finish()
 
     def held_bytes(self) -> int:
-        """Bytes of what stays behind, on this rank."""
+        """Return the bytes of error-feedback buffers on this rank."""
         return (self._error.numel() + self._mean_error.numel()) * self._error.element_size()
 
     def _decoded(self, data: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fragments of a model that islands bring together in turns, while training goes on (Streaming DiLoCo)."""
+"""Model fragments that islands synchronise one after another, overlapped with training (Streaming DiLoCo)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightning_pardist.engines.outer_optimizer import OuterOptimizer
 
 
 class OuterFragment:
-    """Some parameters, and their differences on the way to the other islands.
+    """A subset of the parameters with its own asynchronous outer step over the islands.
 
     Args:
-        params: Parameters that ``outer`` has.
-        outer: Steps on the mean of differences.
+        params: Parameters managed by ``outer``.
+        outer: The outer optimizer, which steps on the mean difference.
         group: This rank and its counterparts on the other islands.
-        kind: Of codes.
-        mixing: Share of an island's own weights in what it goes on from.
+        kind: Quantization of the messages; None sends full precision.
+        mixing: Weight of an island's own parameters when the result of an outer step is merged into them.
 
     Attributes:
-        trained: Whether there has been a step since the last outer one; the caller sets it.
-        in_flight: Whether differences are on their way.
+        trained: Whether an inner step has run since the last outer step; set by the caller.
+        in_flight: Whether an exchange of differences is under way.
     """
 
     def __init__(
@@ -41,31 +41,31 @@ class OuterFragment:
         sizes = [_real(difference).numel() for difference in outer.differences(self.params)]
         self._exchange = OuterExchange(sizes, group=group, kind=kind, like=self._flat())
         self._turned = self.in_flight = self.trained = False
-        #: The differences that are on their way.
+        #: The flat differences of the exchange under way.
         self._sent = torch.empty(0)
 
     def start(self) -> None:
-        """Send what this island has changed since the fragment met last. Collective over the group."""
+        """Start to exchange this island's changes since the fragment's last outer step. Collective over the group."""
         self._sent = self._flat()
         self._exchange.start(self._sent)
         self.in_flight, self._turned = True, False
 
     def turn(self) -> None:
-        """Send the mean of this rank's slice. Collective over the group."""
+        """Average this rank's slice and start to distribute it. Collective over the group."""
         self._exchange.turn()
         self._turned = True
 
     def finish(self) -> None:
-        """Make the outer step, and take its result into this island's weights. Collective over the group."""
+        """Make the outer step, and merge its result into this island's parameters. Collective over the group."""
         self._outer.step_on(self._means(self._arrived()), mixing=self._mixing)
         self.trained = False
 
     def meet_exactly(self) -> None:
-        """Bring all differences together in full precision. Collective over the group.
+        """Average all differences in full precision and make the outer step. Collective over the group.
 
-        Afterwards all islands have the same, and nothing is left behind by rounding. What is on its way and what has
-        been trained since are one outer step; where nothing has been trained since the last one, what rounding has left
-        out of that step is added to it.
+        Afterwards all islands hold the same parameters, and the error-feedback buffers are zero. Differences in flight
+        and changes since they were sent make one outer step together; if no inner step has run since the last outer
+        step, the quantization error of that step is added to it instead.
         """
         if self.in_flight:
             sent = self._sent
@@ -77,7 +77,7 @@ class OuterFragment:
         self.trained = False
 
     def held_bytes(self) -> int:
-        """Bytes that are held on this rank beside the outer optimizer's."""
+        """Return the bytes held on this rank besides the outer optimizer's state."""
         return self._exchange.held_bytes()
 
     @torch.no_grad()
@@ -102,11 +102,11 @@ class OuterFragment:
 
 
 def fragments_of(params: Sequence[nn.Parameter], number: int) -> list[list[nn.Parameter]]:
-    """Runs of parameters of about the same size, in their order; fewer than asked for if there are fewer parameters."""
+    """Split parameters, in order, into at most ``number`` contiguous runs of about the same number of elements."""
     total, seen = sum(param.numel() for param in params), 0
     found: dict[int, list[nn.Parameter]] = {}
     for param in params:
-        # By where its middle lies.
+        # A parameter goes to the fragment that contains its midpoint.
         found.setdefault(min(number - 1, int(number * (seen + param.numel() / 2) / max(total, 1))), []).append(param)
         seen += param.numel()
     return list(found.values())

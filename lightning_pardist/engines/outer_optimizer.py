@@ -1,4 +1,4 @@
-"""The outer optimizer of DiLoCo: steps on what islands have changed between two meetings."""
+"""The outer optimizer of DiLoCo, which steps on the islands' mean parameter change between two synchronisations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightning_pardist.local_tensors import own_part
 
 
 class OuterOptimizer:
-    """SGD, with Nesterov momentum, on the mean of the islands' differences (DiLoCo, arXiv 2311.08105).
+    """SGD with Nesterov momentum on the mean of the islands' differences (DiLoCo, arXiv 2311.08105).
 
-    From the parameters ``anchor`` of the last meeting and the islands' mean ``now``, ``anchor - now`` serves as a
-    gradient. Anchors and momenta are kept in fp32 or wider for what this rank holds of each parameter.
+    The outer gradient is ``anchor - now``, with ``anchor`` the parameters after the last outer step and ``now`` the
+    islands' mean. Anchors and momenta are kept in fp32 or wider, for this rank's part of each parameter.
 
     Args:
         params: Parameters that islands train, plain or ``DTensor``s.
-        lr: Step size; 1 without momentum is plain averaging.
-        momentum: Of Nesterov's kind.
+        lr: Outer learning rate; 1 without momentum is plain averaging.
+        momentum: Nesterov momentum; 0 disables it.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float) -> None:
@@ -30,32 +30,32 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Measure differences from the parameters as they are now."""
+        """Set the anchors to the current parameters."""
         for param, anchor in self._anchors.items():
             anchor.copy_(own_part(param))
 
     def has(self, param: Tensor) -> bool:
-        """Whether a parameter is one of those."""
+        """Return whether a parameter is managed by this optimizer."""
         return param in self._anchors
 
     @torch.no_grad()
     def step(self, params: Iterable[nn.Parameter]) -> None:
-        """Make a step for some parameters, which hold the islands' mean, and put the result there."""
+        """Step on some parameters, which hold the islands' mean, and write the result to them."""
         stepping = [param for param in params if param in self._anchors]
         self.step_on(dict(zip(stepping, self.differences(stepping), strict=True)))
 
     @torch.no_grad()
     def differences(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
-        """What has been taken off some parameters since the last step, as this rank holds them."""
+        """Return ``anchor - now`` for this rank's parts of some parameters."""
         return [self._anchors[param] - own_part(param) for param in params]
 
     @torch.no_grad()
     def step_on(self, means: Mapping[nn.Parameter, Tensor], *, mixing: float = 0.0) -> None:
-        """Make a step for some parameters, and put the result there.
+        """Step on some parameters, and write the result to them.
 
         Args:
-            means: Of the islands' differences, by parameter.
-            mixing: Share that parameters keep of what they hold now.
+            means: Mean of the islands' differences, by parameter.
+            mixing: Weight of a parameter's current value when the result is written to it.
         """
         for param, mean in means.items():
             self._anchors[param].grad = mean
@@ -68,7 +68,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def complete(self, means: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add to the last step of some parameters what its gradients lacked, and put the result there."""
+        """Add to the last step of some parameters what its gradients lacked, and write the result to them."""
         settings = self._sgd.param_groups[0]
         for param, mean in means.items():
             anchor = self._anchors[param]
@@ -79,7 +79,7 @@ class OuterOptimizer:
             own_part(param).copy_(anchor)
 
     def momenta(self) -> dict[nn.Parameter, Tensor]:
-        """Momentum of each parameter, as this rank holds it; zeros where there has been no step."""
+        """Return the momentum of this rank's part of each parameter, initialised to zeros before its first step."""
         found = {}
         for param, anchor in self._anchors.items():
             state = self._sgd.state[anchor]

@@ -1,4 +1,4 @@
-"""What a step uses each parameter for: matrices between layers, tables and first layers, heads, vectors."""
+"""Classification of parameters by their use in a step: hidden matrix, embedding or first layer, head, vector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_pardist.engines.tensor.operator_trace import Node, OperatorTrace,
 
 Role = Literal["matrix", "embedding", "head", "vector", "unused"]
 
-#: Functions whose weights have a place: (position and name of a weight, of what it is multiplied with).
+#: Layer functions: per weight, (position, name) of the weight argument and of the argument it is multiplied with.
 _WEIGHT, _INPUT = (1, "weight"), (0, "input")
 _CELL = (((2, "w_ih"), (0, "input")), ((3, "w_hh"), (1, "hx")))
 _CONVOLUTIONS = tuple(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))
@@ -27,18 +27,18 @@ _LAYERS: dict[str, tuple[tuple[tuple[int, str], tuple[int, str]], ...]] = {
     "bilinear": (((2, "weight"), (0, "input1")), ((2, "weight"), (1, "input2"))),
 }
 _RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
-#: Products of any two operands; of those in the second row the first operand is added.
+#: Products of any two operands; those in :data:`_ADDED_FIRST` add their first operand instead of multiplying it.
 _PRODUCTS = frozenset(
     ["matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "tensordot", "einsum", "chain_matmul", "multi_dot"]
     + ["addmm", "baddbmm", "addbmm", "addmv", "_grouped_mm", "grouped_mm", "_scaled_mm"]
 )
 _ADDED_FIRST = frozenset(["addmm", "baddbmm", "addbmm", "addmv"])
-#: Position and name of the table.
+#: Lookup functions: (position, name) of the table argument.
 _LOOKUPS = {
     "embedding": _WEIGHT,
     "embedding_bag": _WEIGHT,
     **dict.fromkeys(("index_select", "gather", "take", "take_along_dim", "getitem"), _INPUT),
-    # Distances to a codebook, and learned keys and values of attention.
+    # Distances to a codebook.
     "cdist": (1, "x2"),
 }
 _OPAQUE = "(not a torch function)"
@@ -46,13 +46,13 @@ _OPAQUE = "(not a torch function)"
 
 @dataclass(frozen=True)
 class _Use:
-    """One use of parameters.
+    """One use of one or more parameters in an operator call.
 
     Attributes:
-        names: Of the parameters; several if they were put together before.
-        kind: How.
-        met: Whether what they meet comes from behind a layer.
-        out: The results.
+        names: Names of the parameters; several if they were combined before the call.
+        kind: How the call uses them.
+        met: Whether the data operand depends on an earlier layer's output.
+        out: Results of the call.
         followed: Whether another layer follows within the same call.
     """
 
@@ -64,16 +64,17 @@ class _Use:
 
 
 def find_roles(found: OperatorTrace) -> dict[str, Role]:
-    """The role of each parameter by name, tied ones under the first of their names.
+    """Return the role of each parameter by name; tied parameters appear under their first name.
 
-    ``"embedding"``: a table in which rows are looked up, learned inputs of a layer, or the weight of a layer that meets
-    the batch first. ``"matrix"``: a weight that multiplies what comes from a layer, and is followed by another.
-    ``"head"``: one that no layer follows. ``"vector"``: whatever is added or multiplied element by element (biases,
-    gains, positions), and weights with one row or column, also of each group of a convolution. ``"unused"``: the step
-    does not meet it. What is an embedding or a matrix anywhere, as a tied head, is so everywhere.
+    ``"embedding"``: a table whose rows are looked up, a learned input of a layer, or the weight of a layer whose input
+    is the batch. ``"matrix"``: a weight that multiplies an earlier layer's output and is followed by another layer.
+    ``"head"``: a weight that no layer follows. ``"vector"``: a parameter that is added or multiplied elementwise
+    (biases, gains, positions), and a weight with one row or column, also per group of a convolution. ``"unused"``: a
+    parameter that the step does not use. A parameter with several uses, for instance a tied head, is an embedding or a
+    matrix if any of its uses is.
 
     Args:
-        found: One step, traced.
+        found: The operator trace of one step.
     """
     uses = _Walk(found).uses()
     followed = _followed(found, uses)
@@ -86,7 +87,7 @@ def find_roles(found: OperatorTrace) -> dict[str, Role]:
     tables = {name for use in uses if use.kind == "lookup" for name in use.names}
     result: dict[str, Role] = {}
     for name, tensor in found.parameters.items():
-        # A first layer that is used again behind others is one of them; a table never.
+        # A first layer that is applied again after other layers counts as a matrix; a lookup table does not.
         ranked = order if name in tables else ("matrix", "embedding", "head", "vector")
         role: Role = next((role for role in ranked if role in roles[name]), "unused")
         thin = sum(size > 1 for size in tensor.shape) < 2
@@ -105,7 +106,7 @@ def _role(use: _Use, *, leads_on: bool) -> Role:
 
 
 def _followed(found: OperatorTrace, uses: list[_Use]) -> set[int]:
-    """Slots from which gradients come back from a layer behind them."""
+    """Return the indices of slots that a later layer depends on differentiably."""
     layers = {id(use.out[0]) for use in uses if use.kind == "product" and use.out}
     leading: set[int] = set()
     for node in reversed(found.nodes):
@@ -116,7 +117,7 @@ def _followed(found: OperatorTrace, uses: list[_Use]) -> set[int]:
 
 
 class _Walk:
-    """Follows parameters through views, casts and products among themselves to where they meet data."""
+    """Forward pass over a trace that follows parameters through views, casts and combinations to their uses on data."""
 
     def __init__(self, found: OperatorTrace) -> None:
         self._found = found
@@ -128,7 +129,7 @@ class _Walk:
         return [use for node in self._found.nodes for use in self._visit(node)]
 
     def _names(self, slot: Any) -> frozenset[str]:
-        """Parameters that a tensor is made of, and of nothing else but constants."""
+        """Return the parameters that a tensor was computed from; empty if it depends on data as well."""
         if not isinstance(slot, TraceSlot):
             return frozenset()
         if slot.index in self._of:
@@ -159,7 +160,7 @@ class _Walk:
         return uses
 
     def _special(self, node: Node, outs: tuple[TraceSlot, ...]) -> Iterator[_Use]:
-        """Products and lookups of parameters in a call; none if it treats elements alike, or makes another weight."""
+        """Yield a call's products and lookups of parameters; nothing if it is elementwise or only combines weights."""
         name = node.name
         if name in _LAYERS:
             for weight, given in _LAYERS[name]:
@@ -181,7 +182,7 @@ class _Walk:
         if names := self._names(weight):
             yield _Use(names, "elementwise" if thin else "product", met=self._has_met(given), out=outs)
         if learned := self._names(given):
-            # Queries that are learned: the layer's input, in place of a batch's.
+            # A learned input of the layer, such as learned queries.
             yield _Use(learned, "lookup")
 
     def _product(self, node: Node, outs: tuple[TraceSlot, ...]) -> Iterator[_Use]:
@@ -200,7 +201,7 @@ class _Walk:
 
     def _recurrent(self, node: Node, outs: tuple[TraceSlot, ...]) -> Iterator[_Use]:
         lists = [position for position, value in enumerate(node.args) if isinstance(value, (list, tuple))]
-        # An LSTM's states come as a pair before the weights.
+        # An LSTM takes its list of states (h, c) before the list of weights.
         at = lists[1 if node.name == "lstm" else 0]
         weights, layers, directions = node.args[at], node.args[at + 2], 1 + bool(node.args[at + 5])
         each = len(weights) // (layers * directions)
@@ -235,7 +236,7 @@ def _argument(node: Node, position: int, name: str) -> Any:
 
 
 def _is_thin(node: Node) -> bool:
-    """Whether each group of a convolution has one row or column (depthwise)."""
+    """Return whether each group of a convolution's weight has one row or column (depthwise)."""
     if node.name not in _CONVOLUTIONS:
         return False
     groups = _argument(node, 6, "groups") or 1
@@ -248,7 +249,7 @@ def _is_thin(node: Node) -> bool:
 
 
 def _looks_up_rows(node: Node, table: TraceSlot) -> bool:
-    """Whether rows are taken by numbers that are tensors; taking whole matrices (experts) leaves weights."""
+    """Return whether a call looks up rows of a table by index tensors, rather than whole matrices (experts)."""
     left = len(table.shape)
     if node.name == "getitem":
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -263,12 +264,12 @@ def _looks_up_rows(node: Node, table: TraceSlot) -> bool:
 
 
 def _is_custom(node: Node) -> bool:
-    """A custom autograd function: what it does inside is not seen, so that a matrix is taken for one of a product."""
+    """Return whether a call is a custom autograd function; it is not traced into, so a matrix counts as a product."""
     return getattr(node.func, "__name__", "") == "apply" and node.name != "apply"
 
 
 def _is_summed(node: Node, operand: int) -> bool:
-    """Whether an operand of an einsum has a dim that is summed over with another; so if it cannot be read."""
+    """Return whether an einsum contracts an operand's dim with another operand; True if the equation is not parsed."""
     equation = node.args[0]
     if not isinstance(equation, str) or "->" not in equation:
         return True

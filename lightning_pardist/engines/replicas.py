@@ -1,4 +1,4 @@
-"""Replicas of a module in one process, one a device, and threads that run them side by side."""
+"""Module replicas in one process, one per device, and the threads that run them in parallel."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ M = TypeVar("M", bound=nn.Module)
 def replicate(
     module: M, device: torch.device, *, made: Callable[[nn.Module], None] | None = None, checks_functions: bool = False
 ) -> M:
-    """A copy of a module for one more device, whose gradients reach the module's own parameters.
+    """Return a replica of a module on another device, whose gradients flow to the module's own parameters.
 
-    On the device of a parameter the copy has the parameter itself; elsewhere a tensor copied from it, through which
-    autograd goes back. Buffers are copies. Of other attributes the copy has the same objects, in lists, dicts and sets
-    of its own at any depth; methods, modules and parameters among them are the copy's.
+    A parameter that is on ``device`` is shared; any other becomes a differentiable copy of it. Buffers are copied.
+    Other attributes are shared, but their lists, dicts and sets are copied at any depth, with methods, modules and
+    parameters in them replaced by the replica's.
 
     Args:
-        module: Plain.
-        device: Where the copy computes.
-        made: Called with each submodule of the copy, before anything else sees it.
-        checks_functions: Whether to look for functions that would stay bound to the module.
+        module: The module, not wrapped.
+        device: Device of the replica.
+        made: Called with each submodule of the replica before it is used.
+        checks_functions: Whether to check for functions that would stay bound to the original module.
 
     Raises:
-        ValueError: If it is to, and an attribute is a function that holds the module in a closure, with its name.
+        ValueError: With ``checks_functions``, if an attribute is a function that captures the module in its closure or
+            defaults; the message names the attribute.
     """
     others: dict[int, Any] = {}
     shells: list[nn.Module] = []
@@ -49,7 +50,7 @@ def replicate(
             for name, tensor in tensors.items():
                 if tensor is not None and id(tensor) not in others:
                     others[id(tensor)] = _copied(tensor, device, is_buffer=tensors is own_buffers(each))
-                # Into the table itself: a tensor with a graph is no parameter, and takes its place all the same.
+                # Write to the dict itself: register_parameter() refuses a non-leaf tensor.
                 tensors[name] = None if tensor is None else others[id(tensor)]
         children = own_modules(each)
         children.update({name: child and others[id(child)] for name, child in children.items()})
@@ -65,15 +66,15 @@ def replicate(
 
 
 def _shell(module: nn.Module) -> nn.Module:
-    """A module with the same attributes, and tables of its own."""
+    """Return a shallow copy of a module with its own dicts of parameters, buffers and submodules."""
     try:
-        # By the protocol of copies, since modules may hold what is bound to themselves.
+        # copy.copy() respects a class's own copy protocol, for attributes that are bound to the module.
         shell = copy.copy(module)
     except Exception:
-        # Some have none: parametrized ones forbid it, as their classes cannot be pickled.
+        # Some modules cannot be copied, for instance parametrized ones, whose classes cannot be pickled.
         shell = type(module).__new__(type(module))
         shell.__dict__.update(module.__dict__)
-    # What a class leaves out of its pickles by None.
+    # Restore attributes that __getstate__ replaces by None.
     left_out = {key: value for key, value in module.__dict__.items() if shell.__dict__.get(key, value) is None}
     shell.__dict__.update(left_out)
     for table in TABLES:
@@ -88,23 +89,27 @@ def _copied(tensor: Tensor, device: torch.device, *, is_buffer: bool) -> Tensor:
 
 
 class _OfCopy:
-    """Attributes of a module as its copy has them.
+    """Mapping from a module's attribute values to those of its replica.
 
     Args:
-        others: What takes the place of modules and tensors, by their ids.
-        checks_functions: Whether functions that hold such are refused.
+        others: Replacements of modules and tensors, by ``id`` of the original.
+        checks_functions: Whether to refuse functions that capture one of the originals.
     """
 
     def __init__(self, others: dict[int, Any], checks_functions: bool) -> None:
         self._others, self._checks_functions = others, checks_functions
-        #: Containers that have been copied, which may hold each other.
+        #: Copied lists and dicts by ``id`` of the original, for shared and cyclic references.
         self._made: dict[int, Any] = {}
 
     def __call__(self, value: Any, name: str) -> Any:
-        """The attribute of the copy.
+        """Return the replica's value of an attribute.
+
+        Args:
+            value: The original's value.
+            name: Name of the attribute, for the error message.
 
         Raises:
-            ValueError: For a function that holds what is the module's own, with its name.
+            ValueError: If functions are checked and the value is one that captures a module or tensor to be replaced.
         """
         for known in (self._others, self._made):
             if id(value) in known:
@@ -155,7 +160,7 @@ class _OfCopy:
         return own
 
     def _is_held(self, value: Any, seen: set[int]) -> bool:
-        """Whether a value is the module's own or holds what is."""
+        """Return whether a value is, or refers to, an object that the replica replaces."""
         if id(value) in self._others:
             return self._others[id(value)] is not value
         if id(value) in seen:
@@ -165,7 +170,7 @@ class _OfCopy:
         if isinstance(value, MethodType):
             inside = [value.__self__]
         elif isinstance(value, FunctionType):
-            # A cell may be empty yet.
+            # Skip cells that are still empty.
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
             inside = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         elif isinstance(value, partial):
@@ -178,10 +183,10 @@ class _OfCopy:
 
 
 class ReplicaThreads:
-    """Threads that run functions side by side, under the modes of the thread that asks: gradients, autocast, context.
+    """Thread pool, one thread per device, that runs functions under the caller's grad mode, autocast and contextvars.
 
     Args:
-        devices: One a thread.
+        devices: Device of each thread.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -189,10 +194,10 @@ class ReplicaThreads:
         self._pool = ThreadPoolExecutor(len(self.devices), thread_name_prefix="replica")
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Call functions, one a device, and wait for all of them.
+        """Call functions in parallel, one per device, and wait for all of them.
 
         Raises:
-            Exception: Of the first function that raised, with a note of the replica.
+            Exception: The exception of the first function that failed, with a note that names the replica.
         """
         modes = [_Modes(device) for device in self.devices[: len(functions)]]
         futures: list[Future[T]] = [
@@ -202,18 +207,18 @@ class ReplicaThreads:
         failures = [future.exception() for future in futures]
         for index, failure in enumerate(failures):
             if failure is not None:
-                # From Python 3.11 on.
+                # Exception.add_note exists from Python 3.11 on.
                 getattr(failure, "add_note", str)(f"On replica {index} of {len(functions)} ({self.devices[index]}).")
                 raise failure
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the threads."""
+        """Shut the threads down."""
         self._pool.shutdown()
 
 
 class _Modes:
-    """What torch keeps for each thread, as it is in the thread that makes this."""
+    """Snapshot of torch's thread-local modes in the thread that constructs it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -235,15 +240,15 @@ class _Modes:
 
 
 class WeighedLoss(torch.autograd.Function):
-    """One loss out of the replicas': its value is given, and its gradient goes to each times a factor."""
+    """Joint loss of the replicas with a given value; its gradient is passed to each loss times a factor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, factors: tuple[Tensor, ...], *losses: Tensor) -> Tensor:
-        """The value; factors are on their losses' devices."""
+        """Return ``value``; each factor is on its loss's device."""
         ctx.factors = factors
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        """To each loss its share."""
+        """Return each loss's gradient: the joint gradient times the loss's factor."""
         return None, None, *(grad.to(factor.device, factor.dtype) * factor for factor in ctx.factors)

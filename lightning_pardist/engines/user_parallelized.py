@@ -1,8 +1,8 @@
-"""Data engine of modules that parallelized themselves: averages what they leave unsynchronized.
+"""Data engine for modules that parallelize themselves: averages the gradients that they leave unsynchronised.
 
 Modules written for Lightning's ``ModelParallelStrategy`` call ``parallelize_module`` and ``fully_shard`` themselves.
-What they did is read off their parameters: a ``DTensor`` says over which mesh it is split, a unit of ``fully_shard``
-which parameters it averages in backward.
+The result is read off their parameters: a ``DTensor`` contains its mesh and placements, and a ``fully_shard`` unit the
+parameters whose gradients it averages in backward.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from lightning_pardist.engines.common.gradient_math import Counts
 from lightning_pardist.engines.ddp.buffers import broadcast_tensors
 from lightning_pardist.local_tensors import own_part
 
-#: Gradients are averaged in flat pieces of at most this many bytes.
+#: Target size in bytes of the flat buffers in which gradients are averaged.
 _CHUNK_BYTES = 25 * 2**20
 
 
 def is_split(module: nn.Module) -> bool:
-    """Whether any parameter of a module is a ``DTensor``."""
+    """Return whether any parameter of a module is a ``DTensor``."""
     return any(isinstance(param, DTensor) for param in module.parameters())
 
 
 def sharded_by_units(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters that units of ``fully_shard`` gather and average."""
+    """Return the parameters that ``fully_shard`` units all-gather and whose gradients they reduce."""
     return {param.sharded for unit in states_in(module) for group in unit.groups for param in group.parameters}
 
 
 def check_units(module: nn.Module, *, data_size: int) -> None:
-    """Refuse units of ``fully_shard`` that do not average over the whole data axis. Not collective.
+    """Check that every ``fully_shard`` unit averages over the whole data axis. Not collective.
 
     Raises:
-        ValueError: With the unit, its number of ranks and that of the data axis.
+        ValueError: If one does not; the message contains the unit, its number of ranks and that of the data axis.
     """
     names = {child: name for name, child in module.named_modules()}
     for unit in states_in(module):
@@ -66,9 +66,9 @@ def check_units(module: nn.Module, *, data_size: int) -> None:
 
 @contextmanager
 def gathered(module: nn.Module) -> Generator[None, None, None]:
-    """Keep every ``fully_shard`` unit gathered inside, so that one rank may run the module alone.
+    """Keep every ``fully_shard`` unit unsharded inside, so that a single rank can run the module.
 
-    Entering and leaving is collective over the units' meshes.
+    Entering and leaving are collective over the units' meshes.
     """
     units = list(states_in(module))
     restore = [group.keep_unsharded_after_forward() for unit in units for group in unit.groups]
@@ -85,9 +85,10 @@ def gathered(module: nn.Module) -> Generator[None, None, None]:
 
 @torch.no_grad()
 def make_alike(module: nn.Module, *, world: dist.ProcessGroup, data_group: dist.ProcessGroup) -> None:
-    """Broadcast replicated values from the first rank. Collective over the world.
+    """Broadcast replicated parameters and buffers from the first rank. Collective over the world.
 
-    Shards are left as they are: their values are those of the ranks that made them.
+    Parameters of ``fully_shard`` units keep their values. Other ``DTensor``s are broadcast over the data group, and
+    over their own mesh as well if they are replicated on it: shards keep the values of the ranks that created them.
     """
     units = sharded_by_units(module)
     tensors = [*module.parameters(), *module.buffers()]
@@ -106,14 +107,14 @@ def make_alike(module: nn.Module, *, world: dist.ProcessGroup, data_group: dist.
 class UserParallelizedEngine:
     """The :class:`~.api.DataEngine` of a module that has split its own parameters.
 
-    Gradients of units of ``fully_shard`` are averaged by torch in backward. All others are averaged over the data axis
-    when backward has ended, in the form that the parameter has; what ranks hold alike is averaged on each.
+    torch averages the gradients of ``fully_shard`` units during backward. This engine averages all others over the data
+    axis after backward, with the placements of their parameters.
 
     Args:
-        module: After its ``configure_model``.
-        optimizers: Made from its parameters; torch's own, which know ``DTensor``s.
-        group: The data axis.
-        world: All ranks.
+        module: The module after its ``configure_model``.
+        optimizers: torch optimizers over its parameters, which support ``DTensor``s.
+        group: Process group of the data axis.
+        world: Process group of all ranks.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class UserParallelizedEngine:
         self._units = list(states_in(module))
         self._sharded = sharded_by_units(module)
         self._names: dict[Tensor, str] = {param: name for name, param in module.named_parameters()}
-        # The group of one rank ends with the run, after which a checkpoint may still be saved.
+        # A single rank needs no group: a checkpoint may be saved after the run, when process groups are destroyed.
         self._exchange = GroupCoordinator(world) if world.size() > 1 else SingleCoordinator()
         self._waits = False
         self._reduced = False
@@ -140,17 +141,17 @@ class UserParallelizedEngine:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether gradients were averaged since the last step."""
+        """Whether gradients have been averaged since the last optimizer step."""
         return self._reduced
 
     @property
     def has_gradients(self) -> bool:
-        """Whether this rank has any; averaged ones are every rank's."""
+        """Whether any parameter has a gradient; after averaging, the same on every rank of the data axis."""
         return any(param.grad is not None for param in self.module.parameters())
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Backward inside adds up gradients on this rank."""
+        """Accumulate gradients inside the context without synchronising them."""
         self._set_waits(True)
         try:
             yield
@@ -164,23 +165,26 @@ class UserParallelizedEngine:
 
     @contextmanager
     def backward(self, loss: Tensor, *, overlap: bool = True) -> Generator[None, None, None]:
-        """Average when it has ended, unless under :meth:`no_sync`. Collective over the data axis."""
+        """Average gradients when the backward inside has ended, unless under :meth:`no_sync`.
+
+        Collective over the data axis.
+        """
         yield
         if not self._waits:
             self.reduce()
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Average over the data axis what units do not average. Collective over it.
+        """Average the gradients that no ``fully_shard`` unit averages. Collective over the data axis.
 
-        A gradient that some ranks have and others do not counts as zero on the others.
+        A gradient that is missing on some ranks only counts as zero there.
         """
         self._reduced = True
         params = [param for param in self.module.parameters() if param.requires_grad]
         for param in params:
             grad = param.grad
             if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
-                # Sums that ranks of the mesh have not added up yet, or laid out as the operator left them.
+                # Partial, or with other placements than the parameter, as the backward operator left it.
                 param.grad = grad.redistribute(placements=param.placements)
         rest = [param for param in params if param not in self._sharded]
         if self.group.size() == 1 or not rest:
@@ -203,23 +207,23 @@ class UserParallelizedEngine:
                 grad.copy_(piece.view(grad.shape))
 
     def step_done(self) -> None:
-        """The next backward's gradients are not averaged yet."""
+        """Mark the end of the optimizer step: gradients count as not averaged from now on."""
         self._reduced = False
 
     def defer_reduction(self) -> AbstractContextManager[None]:
-        """There are no hooks of this engine's."""
+        """Return a null context: this engine reduces in :meth:`reduce` only, and has no backward hooks to defer."""
         return nullcontext()
 
     @torch.no_grad()
     def grad_power(
         self, params: Iterable[nn.Parameter], norm_type: float = 2.0, counts: Counts | None = None
     ) -> Tensor:
-        """Sum of powers of gradients, or their largest magnitude, of the whole job. Collective over the world.
+        """Return the sum of powers, or the largest magnitude, of the gradients of all ranks. Collective over the world.
 
-        Every rank adds its part divided by the number of ranks that hold the same one.
+        Every rank contributes its local part divided by the number of ranks that hold the same part.
         """
         params = list(params)
-        # Of the parameters and not of the gradients, which ranks may not all have.
+        # From the parameters, not the gradients: some gradients may be missing on some ranks.
         wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
         dtype = torch.float64 if wide else torch.float32
         total = torch.zeros((), dtype=dtype, device=_device(params))
@@ -227,7 +231,7 @@ class UserParallelizedEngine:
             if param.grad is None or (counts is not None and not counts(param)):
                 continue
             local = own_part(param.grad)
-            # The largest of none is not defined.
+            # The inf-norm of an empty tensor is undefined.
             if not local.numel():
                 continue
             if local.dtype.itemsize < 4:
@@ -242,22 +246,22 @@ class UserParallelizedEngine:
         return total
 
     def local_grads(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
-        """This rank's parts of the gradients. Not collective."""
+        """Return this rank's local parts of the gradients. Not collective."""
         return [own_part(param.grad) for param in params if param.grad is not None]
 
     def zero_grad(self) -> None:
-        """Nothing is kept outside of the parameters."""
+        """Do nothing: no gradients are kept outside the parameters."""
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of one process on the first rank, only its groups elsewhere. Collective over the world."""
+        """Return the unsharded state dict on the first rank, only its groups elsewhere. Collective over the world."""
         index = self.optimizers.index(optimizer)
         return assemble_optimizer(index, optimizer, self.slots(optimizer), self._names, self._exchange)
 
     @torch.no_grad()
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take this rank's part of a state dict of one process. Not collective.
+        """Load this rank's part of an unsharded state dict. Not collective.
 
         Raises:
             ValueError: If the parameter groups differ in number or size.
@@ -272,26 +276,26 @@ class UserParallelizedEngine:
                     optimizer.state[param] = {key: _laid_out(value, param) for key, value in values.items()}
 
     def slots(self, optimizer: Optimizer) -> Slots:
-        """Every parameter itself."""
+        """Return the parameters themselves, per parameter group."""
         return whole_slots(optimizer)
 
     @torch.no_grad()
     def settle(self, optimizer: Optimizer) -> None:
-        """Wrap loaded parts of state as their parameters are. Not collective."""
+        """Wrap loaded local state tensors as ``DTensor``s like their parameters. Not collective."""
         for param, values in optimizer.state.items():
             for key, value in values.items():
                 values[key] = _wrapped(value, param)
 
     def held_bytes(self) -> int:
-        """Nothing beside the parameters and their gradients."""
+        """Return 0: nothing is held besides the parameters and their gradients."""
         return 0
 
     def detach(self) -> None:
-        """There is nothing to remove."""
+        """Do nothing: the module has not been changed."""
 
 
 def _distinct(param: Tensor) -> int:
-    """Into how many different parts a parameter is split."""
+    """Return the number of distinct shards of a parameter."""
     if not isinstance(param, DTensor):
         return 1
     sizes = zip(param.placements, param.device_mesh.shape, strict=True)
@@ -299,7 +303,7 @@ def _distinct(param: Tensor) -> int:
 
 
 def _laid_out(value: Any, param: nn.Parameter) -> Any:
-    """This rank's part of whole state, as the optimizer would have made it."""
+    """Return this rank's part of an unsharded state value, with the layout that the optimizer would create."""
     if not isinstance(value, Tensor):
         return value
     if not isinstance(param, DTensor) or not value.dim() or value.shape != param.shape:

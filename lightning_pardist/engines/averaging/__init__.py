@@ -1,4 +1,4 @@
-"""Outer steps by a server that islands, each a job of its own, come to and leave."""
+"""Outer optimizer on a server that islands, each an independent job, can join and leave at any time."""
 
 from lightning_pardist.engines.averaging.client import Meeting, OuterClient
 from lightning_pardist.engines.averaging.messages import IslandPart, OuterSettings

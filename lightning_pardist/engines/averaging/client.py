@@ -1,4 +1,4 @@
-"""An island's side of the outer server."""
+"""Client of the outer server, one per rank of an island."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from lightning_pardist.engines.averaging.messages import IslandPart, Kind, Message, numbers, receive, send, text
 
-#: Seconds in which the server has to be reached, of an attempt, and between two of them.
+#: Connecting to the server, in seconds: total limit, timeout of one attempt, pause between attempts.
 _REACH_S, _ATTEMPT_S, _RETRY_S = 60.0, 10.0, 0.5
-#: Seconds of silence after which the server is given up: while an island waits there, it says so every second.
+#: Seconds without a message after which the server counts as gone; it sends a keep-alive every second during a wait.
 _SILENCE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What an island goes on from.
+    """Result of a synchronisation with the server, from which an island continues.
 
     Attributes:
-        values: The weights after the last outer step, flat.
-        generation: Outer steps so far.
-        islands: How many islands' differences the last one was made of; 0 if this island's were not among them.
+        values: The parameters after the last outer step, flat.
+        generation: Number of outer steps so far.
+        islands: Number of islands whose differences the last step averaged; 0 if this island's were not included.
     """
 
     values: Tensor
@@ -34,16 +34,16 @@ class Meeting:
 
 
 class OuterClient:
-    """One rank's connection to the outer server.
+    """One rank's connection to the outer server; requests block until the server replies.
 
     Args:
-        host: Of the server.
-        port: Of the server.
-        part: What the rank brings.
+        host: Host of the server.
+        port: Port of the server.
+        part: Description of this rank and its values, sent when joining.
 
     Raises:
-        ConnectionError: If the server cannot be reached, or has gone.
-        ValueError: If it does not take this island.
+        ConnectionError: If the server cannot be reached, or the connection is lost.
+        ValueError: If the server refuses this island.
     """
 
     def __init__(self, host: str, port: int, part: IslandPart) -> None:
@@ -54,11 +54,11 @@ class OuterClient:
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def join(self, values: Tensor, momentum: Callable[[], Tensor]) -> Meeting:
-        """Come to the others, or begin with what this rank has where there are none.
+        """Join the run and return its current parameters; the first island initialises the server with its own.
 
         Args:
-            values: What this rank has, flat.
-            momentum: Makes the outer optimizer's momentum of the numbers that it steps on, flat.
+            values: This rank's parameters, flat.
+            momentum: Returns the outer optimizer's momentum of the values that it steps on, flat.
         """
         answer = self._ask(Message(Kind.HELLO, payload=self._part.packed()))
         while answer.kind == Kind.BEGIN:
@@ -67,20 +67,20 @@ class OuterClient:
         return self._meeting(answer)
 
     def meet(self, differences: Tensor) -> Meeting:
-        """Bring what has been taken off since the last meeting, and wait for the outer step."""
+        """Send the differences since the last synchronisation, and wait for the outer step."""
         return self._meeting(self._ask(Message(Kind.MEET, self.generation, payload=differences)))
 
     def fetch(self) -> Meeting:
-        """The weights as they are now."""
+        """Return the server's current parameters."""
         return self._meeting(self._ask(Message(Kind.FETCH)))
 
     def momentum(self) -> tuple[Tensor, int]:
-        """The outer optimizer's momentum, flat, and after how many outer steps: as at the last meeting if it can be."""
+        """Return the outer optimizer's flat momentum and its generation, that of the last exchange if available."""
         answer = self._ask(Message(Kind.MOMENTUM, self.generation))
         return numbers(answer, self._part.dtype, self._part.stepped), answer.generation
 
     def leave(self) -> None:
-        """Come to the end: the others go on without waiting."""
+        """Leave the run and close the connection; the other islands continue without waiting for this one."""
         try:
             send(self._connection, Message(Kind.LEAVE))
         except OSError as error:
@@ -88,7 +88,7 @@ class OuterClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; without :meth:`leave`, the server takes the island for dead."""
+        """Close the connection; without a preceding :meth:`leave`, the server treats the island as failed."""
         self._connection.close()
 
     def _connect(self, host: str, port: int) -> socket.socket:

@@ -1,6 +1,6 @@
-"""What islands and the outer server send each other: headers of fixed length, and numbers in one run of bytes.
+"""Wire format between islands and the outer server: a fixed-length header followed by raw tensor bytes.
 
-Nothing is pickled. A header says how many bytes follow, and what is longer than was agreed on is not read.
+Nothing is pickled. The header contains the payload length, and a payload above the expected length is not read.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from lightning_pardist.collectives import as_bytes
 
-#: Magic, kind, islands that counted, generation, bytes that follow.
+#: Magic, kind, number of averaged islands, generation, payload bytes.
 _HEADER = struct.Struct("!4sBxxxIQQ")
 _MAGIC = b"pdo1"
 _HELLO = struct.Struct("!IIIIQQddB16s32s")
 _DTYPES = (torch.float32, torch.float64)
-#: Bytes that are sent at a time.
+#: Bytes per call of ``socket.send``.
 _PIECE_BYTES = 2**20
-#: Longest text of a refusal, in bytes.
+#: Maximum length of a refusal's text, in bytes.
 TEXT_BYTES = 2000
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """Message type."""
 
     HELLO = 1
     BEGIN = 2
@@ -42,13 +42,13 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """A message.
+    """A message of the outer server's protocol.
 
     Attributes:
-        kind: What it is.
-        generation: Outer steps so far: of the server, or those that a difference was measured after.
-        islands: With values, how many islands' differences they were made of.
-        payload: Bytes that follow the header.
+        kind: Message type.
+        generation: Number of outer steps: the server's, or the one that the sent differences are relative to.
+        islands: With ``VALUES``, the number of islands whose differences the last outer step averaged.
+        payload: Bytes after the header.
     """
 
     kind: Kind
@@ -59,13 +59,13 @@ class Message:
 
 @dataclass(frozen=True)
 class OuterSettings:
-    """What all islands of a run have in common.
+    """Settings that must be equal on all islands of a run.
 
     Attributes:
-        islands: Shares that the data is divided into, and so the most islands there may be.
-        ranks: Ranks of an island.
-        lr: Step size of the outer optimizer.
-        momentum: Its Nesterov momentum.
+        islands: Number of shards of the data, and so the maximum number of islands.
+        ranks: Ranks per island.
+        lr: Learning rate of the outer optimizer.
+        momentum: Nesterov momentum of the outer optimizer.
     """
 
     islands: int
@@ -76,16 +76,16 @@ class OuterSettings:
 
 @dataclass(frozen=True)
 class IslandPart:
-    """What one rank of an island brings to the server.
+    """Description of one rank of an island, sent to the server when it joins.
 
     Attributes:
-        settings: The run's.
-        island: Which share of the data is the island's, from 0.
-        rank: Of the island.
-        numel: Numbers that the rank averages.
-        stepped: How many of them, the first ones, outer steps are made for; of the rest the mean is taken.
-        dtype: Of those numbers, fp32 or fp64.
-        token: Of this start of the island, 16 bytes.
+        settings: Settings of the run.
+        island: Index of the island and of its data shard, from 0.
+        rank: Rank within the island.
+        numel: Number of values that the rank averages.
+        stepped: Number of leading values that the outer optimizer steps on; the remaining ones are averaged only.
+        dtype: Dtype of the values, fp32 or fp64.
+        token: Identifier of this start of the island, 16 bytes.
         layout: Digest of names and shapes, 32 bytes.
     """
 
@@ -99,7 +99,7 @@ class IslandPart:
     layout: bytes
 
     def packed(self) -> Tensor:
-        """As it is sent."""
+        """Return the payload of a ``HELLO`` message."""
         one = self.settings
         data = _HELLO.pack(
             one.islands,
@@ -118,10 +118,10 @@ class IslandPart:
 
     @classmethod
     def unpacked(cls, payload: Tensor | None) -> IslandPart:
-        """What was sent.
+        """Parse the payload of a ``HELLO`` message.
 
         Raises:
-            ValueError: If it is not that.
+            ValueError: If its length is wrong or its fields are inconsistent.
         """
         if payload is None or payload.numel() != _HELLO.size:
             raise ValueError("this is no island of the same version of lightning_pardist")
@@ -142,27 +142,27 @@ def send(connection: socket.socket, message: Message) -> None:
     """Send a message.
 
     Raises:
-        OSError: If the other side has gone, or takes nothing for as long as the connection's timeout.
+        OSError: If the peer has closed the connection, or accepts no data within the connection's timeout.
     """
     payload = memoryview(b"") if message.payload is None else as_bytes(message.payload).numpy().data
     header = _HEADER.pack(_MAGIC, message.kind, message.islands, message.generation, len(payload))
     for data in (memoryview(header), payload):
         sent = 0
         while sent < len(data):
-            # The timeout is for each piece: how long all of them take is a matter of the link.
+            # The timeout applies to each piece: the total time depends on the bandwidth.
             sent += connection.send(data[sent : sent + _PIECE_BYTES])
 
 
 def receive(connection: socket.socket, *, at_most: int) -> Message:
-    """The next message.
+    """Receive the next message.
 
     Args:
-        connection: To the other side.
-        at_most: Bytes that may follow the header.
+        connection: Connection to the peer.
+        at_most: Maximum length of the payload, in bytes; a text of up to :data:`TEXT_BYTES` is always accepted.
 
     Raises:
-        OSError: If the other side has gone, or sends nothing for as long as the connection's timeout.
-        ValueError: If it sends something else.
+        OSError: If the peer has closed the connection, or sends no data within the connection's timeout.
+        ValueError: If the header is invalid or announces a longer payload.
     """
     head = _HEADER.unpack(_exactly(connection, _HEADER.size).numpy().tobytes())
     magic, kind, islands, generation, length = head
@@ -175,10 +175,10 @@ def receive(connection: socket.socket, *, at_most: int) -> Message:
 
 
 def numbers(message: Message, dtype: torch.dtype, numel: int) -> Tensor:
-    """The numbers in a message, flat.
+    """Return a message's payload as a flat tensor.
 
     Raises:
-        ValueError: If they are not as many.
+        ValueError: If the payload does not have ``numel`` elements of ``dtype``.
     """
     found = torch.empty(0, dtype=dtype) if message.payload is None else message.payload
     if found.numel() * found.element_size() != numel * dtype.itemsize:
@@ -187,12 +187,12 @@ def numbers(message: Message, dtype: torch.dtype, numel: int) -> Tensor:
 
 
 def text(message: Message) -> str:
-    """The words in a message."""
+    """Return a message's payload as text."""
     return "" if message.payload is None else message.payload.numpy().tobytes().decode(errors="replace")
 
 
 def refusal(why: str) -> Message:
-    """A message that says why there will be no further ones."""
+    """Return a ``REFUSED`` message with the reason, truncated to :data:`TEXT_BYTES`."""
     data = bytearray(why.encode()[:TEXT_BYTES])
     return Message(Kind.REFUSED, payload=torch.frombuffer(data, dtype=torch.uint8) if data else None)
 

@@ -1,8 +1,8 @@
-"""The outer server: holds the weights that islands share, and makes an outer step of the differences that come in time.
+"""The outer server: holds the islands' shared parameters, and makes an outer step from the differences of each round.
 
-A round is what happens between two outer steps. It ends when every island that is there has brought its differences, or
-so many seconds after the first one has: who comes later is given the weights as they are by then. Islands are jobs of
-their own, so that one that dies is only a connection that closes.
+A round is the time between two outer steps. It ends when every connected island has sent its differences, or a timeout
+after the first island has: a late island receives the current parameters instead. Islands are independent jobs, so a
+failed island is only a closed connection.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from lightning_pardist.engines.averaging.messages import (
 )
 
 _log = logging.getLogger(__name__)
-#: Seconds in which a program that connects has to say who it is, and an island's numbers have to be on their way.
+#: Seconds within which a new connection must send its ``HELLO``, and a reply must make progress.
 _PATIENCE_S = 60.0
-#: Seconds of silence after which the system asks whether the other host is still there, and how often it asks.
+#: TCP keep-alive: idle seconds before the first probe and between probes, and number of probes.
 _KEEPALIVE_S, _KEEPALIVE_COUNT = 10, 3
 
 
 @dataclass(eq=False)
 class _Island:
-    """An island that is there.
+    """A connected island.
 
     Attributes:
-        token: Of its start.
-        connections: By rank.
-        ready: Ranks that have been given weights.
-        brought: By rank, the differences of this round.
-        counted: Whether they were part of the last outer step.
+        token: Identifier of the island's start.
+        connections: Connection of each rank.
+        ready: Ranks that have received the parameters, or are about to.
+        brought: Differences of the current round, by rank.
+        counted: Whether the island's differences were part of the last outer step.
     """
 
     token: bytes
@@ -57,7 +57,7 @@ class _Island:
 
 
 class _Part:
-    """What one rank of every island holds: the weights after the last outer step, and the outer optimizer's state."""
+    """Parameters after the last outer step and outer optimizer state, for one rank index of all islands."""
 
     def __init__(self, part: IslandPart, values: Tensor, momentum: Tensor) -> None:
         self.like = part
@@ -67,25 +67,25 @@ class _Part:
         self._sgd = torch.optim.SGD([self._stepped], lr=one.lr, momentum=one.momentum, nesterov=one.momentum > 0)
         if one.momentum:
             self._sgd.state[self._stepped]["momentum_buffer"] = momentum
-        #: As it was before the last step.
+        #: Momentum before the last step.
         self.momentum_before: Tensor | None = None
 
     @property
     def momentum(self) -> Tensor:
-        """Of each number that outer steps are made for."""
+        """Momentum of the values that the outer optimizer steps on."""
         found: Tensor | None = self._sgd.state[self._stepped].get("momentum_buffer")
         return torch.zeros_like(self._stepped.data) if found is None else found
 
     @torch.no_grad()
     def step(self, differences: list[Tensor]) -> None:
-        """Make an outer step on the mean of what has been taken off."""
+        """Make an outer step on the mean of the islands' differences."""
         mean = differences[0].clone()
         for other in differences[1:]:
             mean += other
         mean /= len(differences)
         if self.like.settings.momentum:
             self.momentum_before = self.momentum.clone()
-        # What is being sent to somebody stays as it is.
+        # A copy: another thread may still be sending the old values.
         self.values = self.values.clone()
         self._stepped.data = self.values[: self.like.stepped]
         self._stepped.grad = mean[: self.like.stepped]
@@ -95,22 +95,22 @@ class _Part:
 
 
 class OuterServer:
-    """Makes outer steps for islands that come and go.
+    """Server that makes outer steps for islands, which may join and leave at any time.
 
-    The first island to come brings the weights. Whoever comes later is given those of the last outer step, at the end
-    of the round that is going on, so that it is in step with the others. When the last island has come to its end, the
-    next one may begin something else; islands that die leave the weights there for those that come back.
+    The first island initialises the parameters. An island that joins later receives those of the last outer step at the
+    end of the current round, in step with the others. When the last island has left regularly, the state is dropped and
+    the next island may start another run; if an island has failed, the state is kept for its restart.
 
     Args:
         host: Address to listen on.
-        port: Port to listen on; 0 for any that is free.
-        timeout_s: Seconds from the first island's differences to the end of a round without the others.
+        port: Port to listen on; 0 for any free one.
+        timeout_s: Seconds after the first island's differences at which a round ends without the missing islands.
 
     Raises:
-        OSError: If the port is taken, or the address is none of this host's.
+        OSError: If the port is in use, or the address is not one of this host's.
 
     Attributes:
-        generation: Outer steps so far.
+        generation: Number of outer steps so far.
     """
 
     def __init__(self, host: str, port: int, *, timeout_s: float = 60.0) -> None:
@@ -119,36 +119,36 @@ class OuterServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        #: Guards everything below; waited on for the next round.
+        #: Guards everything below; notified on every change of state.
         self._changed = threading.Condition()
         self._settings: OuterSettings | None = None
         self._islands: dict[int, _Island] = {}
         self._parts: dict[int, _Part] = {}
         self._founder: _Island | None = None
         self._last_count = 0
-        #: Islands that died and have not come back.
+        #: Islands that have failed and not reconnected.
         self._missed: set[int] = set()
         self._closed = False
         self._ends_at: float | None = None
 
     def serve(self) -> None:
-        """Serve until :meth:`close`. Each connection has a thread."""
+        """Accept connections until :meth:`close`, each handled by its own thread."""
         while True:
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
                 if self._closed:
                     return
-                # Somebody who has gone before, or more connections than a process may have.
+                # A connection that was aborted before accept(), or too many open files.
                 _log.warning("a connection could not be accepted: %s", error)
                 time.sleep(0.1)
                 continue
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def close(self) -> None:
-        """Stop: islands that are there find the connection closed."""
+        """Stop the server and shut down the connections of all islands."""
         self._closed = True
-        # A thread that waits in accept() would hold the port.
+        # A thread blocked in accept() would keep the port in use.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -156,7 +156,7 @@ class OuterServer:
             for island in list(self._islands.values()):
                 _hang_up(island)
 
-    # --- one rank of an island, in its thread ---------------------------------------------------------------------
+    # --- connection of one rank, in its own thread ----------------------------------------------------------------
 
     def _converse(self, connection: socket.socket) -> None:
         part: IslandPart | None = None
@@ -203,7 +203,7 @@ class OuterServer:
             return island
 
     def _give_weights(self, part: IslandPart, island: _Island, connection: socket.socket) -> None:
-        """Bring a rank to where the others are; the first island's ranks say where that is."""
+        """Send a rank the current parameters; from the first island's ranks, receive them first."""
         while self._brings(part, island, connection):
             send(connection, Message(Kind.BEGIN))
             momentum = part.stepped if part.settings.momentum else 0
@@ -230,15 +230,15 @@ class OuterServer:
         send(connection, values_now)
 
     def _brings(self, part: IslandPart, island: _Island, connection: socket.socket) -> bool:
-        """Wait until the weights are there, or this rank is to bring its part of them; whether it is.
+        """Wait until the parameters are initialised; return True earlier if this rank has to initialise its part.
 
         Raises:
-            ValueError: If those that are there are of another module.
+            ValueError: If the server's parameters belong to another module.
         """
         with self._changed:
             while self._is_there(part, island) and len(self._parts) < part.settings.ranks:
                 if self._founder is None:
-                    # Parts of an island that died before it had brought all of them are of another start.
+                    # Drop the parts of an island that failed before it had initialised all of them.
                     self._parts.clear()
                     self._founder = island
                 if self._founder is island and part.rank not in self._parts:
@@ -251,8 +251,8 @@ class OuterServer:
         return False
 
     def _answer(self, part: IslandPart, island: _Island, connection: socket.socket) -> bool:
-        """Answer one message; whether there will be another one."""
-        # Between two rounds a rank trains for as long as it likes: whether its host is there, the system asks.
+        """Handle one request; return whether the connection stays open."""
+        # No timeout between requests, since a rank trains for an arbitrary time; TCP keep-alive detects a lost host.
         connection.settimeout(None)
         asked = receive(connection, at_most=part.numel * part.dtype.itemsize)
         connection.settimeout(_PATIENCE_S)
@@ -264,7 +264,7 @@ class OuterServer:
         elif asked.kind == Kind.MOMENTUM:
             with self._changed:
                 held, now = self._parts[part.rank], self.generation
-                # Of the step that the island goes on from, if there has been one more since at most.
+                # The momentum at the island's generation, if at most one outer step has been made since.
                 before = asked.generation == now - 1 and held.momentum_before is not None
                 momentum = held.momentum_before if before else held.momentum.clone()
                 answer = Message(Kind.MOMENTUM, asked.generation if before else now, payload=momentum)
@@ -313,7 +313,7 @@ class OuterServer:
             self._changed.notify_all()
 
     def _lose(self, part: IslandPart, island: _Island) -> None:
-        """A connection is over: without one of its ranks an island has no complete differences."""
+        """Handle a lost connection: remove the whole island, whose differences are incomplete without this rank."""
         with self._changed:
             if part.rank not in island.connections or not self._is_there(part, island):
                 return
@@ -323,13 +323,13 @@ class OuterServer:
             self._end_round_if_due()
             self._changed.notify_all()
 
-    # --- with the lock --------------------------------------------------------------------------------------------
+    # --- called with the lock held --------------------------------------------------------------------------------
 
     def _wait(self, connection: socket.socket) -> None:
-        """Wait for a change for at most a second, and let the other side know that it is waited.
+        """Send a ``WAIT`` message as a keep-alive, and wait for a change of state for at most a second.
 
         Raises:
-            OSError: If it has gone.
+            OSError: If the peer has closed the connection.
         """
         _require_open(connection)
         send(connection, Message(Kind.WAIT))
@@ -355,14 +355,14 @@ class OuterServer:
         return self._settings is not None and len(island.brought) == self._settings.ranks
 
     def _end_round_if_due(self) -> None:
-        """Make the outer step if all that are there have brought their differences, or time is up."""
+        """Make the outer step if all connected islands have sent their differences, or the round has timed out."""
         complete = {number: island for number, island in self._islands.items() if self._is_complete(island)}
         late = {number for number, island in self._islands.items() if island.ready and number not in complete}
         if self.generation == 0 and self._settings is not None:
-            # All that there will be are on their way.
+            # The first round also waits for islands that have not connected yet.
             late |= set(range(self._settings.islands)) - set(complete)
         if not complete:
-            # Whoever came first has gone.
+            # The islands that had sent their differences have disconnected.
             self._ends_at = None
             return
         if late and (self._ends_at is None or time.monotonic() < self._ends_at):
@@ -371,10 +371,10 @@ class OuterServer:
             _log.info("outer step %d without island %s", self.generation + 1, ", ".join(map(str, sorted(late))))
         try:
             for rank, held in self._parts.items():
-                # In their order, so that it does not matter who came first.
+                # In order of island, so that the sum does not depend on the order of arrival.
                 held.step([complete[number].brought[rank] for number in sorted(complete)])
         except Exception:
-            # Some parts may have made the step, and others not: nobody may go on from these.
+            # Only some parts may have stepped: the state is inconsistent and must not be used.
             _log.exception("an outer step failed: the server ends")
             self.close()
             raise
@@ -387,10 +387,10 @@ class OuterServer:
 
 
 def _require_open(connection: socket.socket) -> None:
-    """Notice in a wait that whoever asked has gone.
+    """Check that the peer has not closed the connection.
 
     Raises:
-        ConnectionResetError: If so.
+        ConnectionResetError: If it has.
     """
     poller = select.poll()
     poller.register(connection, select.POLLIN)
@@ -400,7 +400,7 @@ def _require_open(connection: socket.socket) -> None:
 
 def _hang_up(island: _Island) -> None:
     for connection in island.connections.values():
-        # Whoever reads from it finds its end.
+        # Unblocks threads that read from the connection.
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -413,6 +413,6 @@ def _keep_alive(connection: socket.socket) -> None:
         ("TCP_KEEPINTVL", _KEEPALIVE_S),
         ("TCP_KEEPCNT", _KEEPALIVE_COUNT),
     ):
-        # Not every system has them.
+        # Not available on every platform.
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -2,13 +2,13 @@
 
 Life cycle, the same on every rank of a pipeline::
 
-    recorded = record_step(module, step, sample_microbatch)       # one run, nothing left behind
-    made = plan_stages(recorded, num_stages)                        # print(made.describe())
-    dry_run(module, step, sample_microbatch, made)           # refuses what only stubs would find
+    recorded = record_step(module, step, sample_microbatch)  # one run; the module's state is restored
+    made = plan_stages(recorded, num_stages)                 # print(made.describe())
+    dry_run(module, step, sample_microbatch, made)           # finds failures that only occur with stubs
     engine = PipelineEngine(module, made, group=group, options=PipelineOptions(schedule="1f1b", num_microbatches=8))
-    engine.free()                                            # other stages' parameters go to the meta device
+    engine.free()                                            # other stages' parameters move to the meta device
     optimizer = ...
-    result = engine.train_step(step, batch)                  # gradients in .grad, loss known everywhere
+    result = engine.train_step(step, batch)                  # gradients in .grad, loss on every rank
 """
 
 from lightning_pardist.engines.pipeline.clock import TimedAction, Timeline, expected_idle_share

@@ -1,29 +1,29 @@
-"""Cut a row of costs into contiguous parts so that the dearest part is as cheap as can be."""
+"""Contiguous partition of a sequence of costs that minimises the maximum cost of a part."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: Among cuts whose dearest part is within this share of the best, the one that sends least is taken.
+#: Among partitions whose maximum is within this fraction of the optimum, the one with the smallest cut costs is chosen.
 SLACK = 0.01
 
 
 def balance(
     costs: Sequence[float], num_parts: int, *, cut_costs: Sequence[float], allowed: Sequence[bool]
 ) -> tuple[int, ...] | None:
-    """The best contiguous partition, by dynamic programming over (parts, end of the last part).
+    """Return the best contiguous partition, by dynamic programming over (parts, end of the last part).
 
     First the smallest possible maximum is found, then, among the partitions within :data:`SLACK` of it, the one with
     the smallest sum of cut costs.
 
     Args:
         costs: Cost of each item.
-        num_parts: Number of parts, none of them empty.
-        cut_costs: ``cut_costs[i]``: cost of cutting before item ``i``, for instance bytes sent; entry 0 is not used.
+        num_parts: Number of parts, each of them non-empty.
+        cut_costs: ``cut_costs[i]``: cost of a cut before item ``i``, for instance bytes sent; entry 0 is not used.
         allowed: Whether a cut before item ``i`` is allowed.
 
     Returns:
-        ``num_parts + 1`` bounds from 0 to ``len(costs)``; None if the allowed cuts do not suffice.
+        ``num_parts + 1`` bounds from 0 to ``len(costs)``; None if there are too few allowed cuts.
     """
     starts = [0] + [i for i in range(1, len(costs)) if allowed[i]] + [len(costs)]
     prefix = [0.0]

@@ -1,4 +1,4 @@
-"""The timed actions of a pipeline step, and how much of it ranks idle by the literature's formulas."""
+"""Timeline of a pipeline step, and the pipeline bubble expected from the literature's formulas."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lightning_pardist.engines.pipeline.schedule import Action
 
 @dataclass(frozen=True)
 class TimedAction:
-    """An action with its time.
+    """An action with its start and end time.
 
     Attributes:
-        rank: Who.
-        action: What.
-        begin: When, in seconds from the step's beginning.
-        end: Until when.
+        rank: Rank that executes it.
+        action: The action.
+        begin: Start, in seconds from the beginning of the step.
+        end: End, in the same unit.
     """
 
     rank: int
@@ -29,7 +29,7 @@ class Timeline:
     """The timed actions of one step.
 
     Attributes:
-        num_ranks: Rows.
+        num_ranks: Number of ranks.
         events: Computations, in no particular order.
     """
 
@@ -38,28 +38,28 @@ class Timeline:
 
     @property
     def total(self) -> float:
-        """Length of the step: from the first beginning to the last end."""
+        """Duration of the step, from the first start to the last end."""
         return max(event.end for event in self.events) - min(event.begin for event in self.events)
 
     def busy(self, rank: int) -> float:
-        """Time that a rank computes."""
+        """Return the total compute time of a rank."""
         return sum(event.end - event.begin for event in self.events if event.rank == rank)
 
     @property
     def idle_share(self) -> float:
-        """Idle time of all ranks over the time of all ranks."""
+        """Idle time as a fraction of the total time, summed over all ranks."""
         return 1.0 - sum(self.busy(rank) for rank in range(self.num_ranks)) / (self.num_ranks * self.total)
 
 
 def expected_idle_share(name: str, num_ranks: int, num_microbatches: int, *, chunks_per_rank: int = 1) -> float:
-    """The literature's idle time over total, for equal forward, input and weight times of all stages.
+    """Return the literature's bubble fraction, for equal forward, input and weight times of all stages.
 
-    GPipe and 1F1B: ``(p - 1) / (m + p - 1)``. Interleaving divides the relative bubble ``(p - 1) / m`` by the chunks
-    (arXiv 2104.04473); ZB-H1 leaves a third of it (arXiv 2401.10241, F = B = W). ZB-V idles nowhere between a rank's
-    first and last action (``m >= 2p``); what remains is that ranks begin one chunk's forward after each other, a sixth.
+    GPipe and 1F1B: ``(p - 1) / (m + p - 1)``. Interleaving divides the relative bubble ``(p - 1) / m`` by the number of
+    chunks (arXiv 2104.04473); ZB-H1 leaves a third of it (arXiv 2401.10241, F = B = W). ZB-V has no idle time between a
+    rank's first and last action (``m >= 2p``); a sixth remains, since each rank starts one chunk's forward later.
 
     Args:
-        name: A schedule.
+        name: Name of the schedule.
         num_ranks: ``p``.
         num_microbatches: ``m``.
         chunks_per_rank: ``v``.

@@ -1,8 +1,8 @@
-"""Which tensors of a batch hold its samples, along which dim, and the batch cut into micro-batches.
+"""Detection of the batch dim of a batch's tensors, and splitting of the batch into micro-batches.
 
-A batch is whatever a loader gives: nothing in it says which dim counts samples. Tensors that agree on a length along
-the batch dim are cut along it. Where they do not agree there is no telling samples from nodes of a graph, class weights
-or positions, and the batch is refused until somebody says which it is.
+A batch may have any structure, and does not specify its batch dim. Tensors with a common length along the batch dim are
+cut along it. If lengths differ, samples cannot be distinguished from graph nodes, class weights or positions, and the
+batch is refused until the user sets the batch dim or a split function.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lightning_pardist.engines.pipeline.nested import (
     with_children,
 )
 
-#: Dim of the samples: one for all tensors, or one by name, None for a tensor that goes whole to every micro-batch.
+#: Batch dim: one for all tensors, or by name; None for a tensor that is passed uncut to every micro-batch.
 BatchDim = int | Mapping[str, int | None]
-#: Names from the outside in: keys, fields, positions.
+#: Keys, fields and positions that lead to a value, outermost first.
 _Path = tuple[str, ...]
 
 
 class UnevenBatchError(ValueError):
-    """Tensors of a batch have several lengths along the batch dim; the message names them.
+    """Raised if tensors of a batch have different lengths along the batch dim; the message names them.
 
     Attributes:
-        lengths: Length along the batch dim by name of the tensor.
+        lengths: Length along the batch dim, by name of the tensor.
     """
 
     def __init__(self, lengths: Mapping[str, int]) -> None:
@@ -55,12 +55,12 @@ class UnevenBatchError(ValueError):
 
 @dataclass(frozen=True)
 class CutTensor:
-    """One tensor of a batch and what becomes of it.
+    """One tensor or list of a batch and the dim along which it is cut.
 
     Attributes:
         name: Keys, fields and positions that lead to it, joined by dots; empty for a batch that is one tensor.
-        shape: Of the tensor, or the length of a list.
-        dim: Along which it is cut; None if it goes whole to every micro-batch.
+        shape: Shape of the tensor, or ``(length,)`` of the list.
+        dim: Dim along which it is cut; None if it is passed uncut to every micro-batch.
     """
 
     name: str
@@ -70,34 +70,34 @@ class CutTensor:
 
 @dataclass(frozen=True)
 class BatchCut:
-    """How batches are cut.
+    """Specification of how batches are cut into micro-batches.
 
     Attributes:
-        batch_dim: Dim of the samples, for tensors with as many dims; others have them first. By name (``"0"``,
-            ``"labels"``, ``"graph.x"``, or of a container) where tensors differ.
-        whole: Names of tensors that are known to go whole to every micro-batch.
+        batch_dim: Batch dim of tensors that have such a dim; dim 0 for tensors with fewer dims. A mapping sets it by
+            name (``"0"``, ``"labels"``, ``"graph.x"``, or the name of a container) if tensors differ.
+        whole: Names of tensors that are passed uncut to every micro-batch.
     """
 
     batch_dim: BatchDim = 0
     whole: frozenset[str] = frozenset()
 
     def size_of(self, batch: Any) -> int | None:
-        """Samples in a batch; None if no tensor in it has a batch dim.
+        """Return the number of samples in a batch; None if no tensor in it has a batch dim.
 
-        Where a list holds a dict (or the like) for each sample, as detectors have their boxes, the list's length
-        counts.
+        For a list with a dict or similar container per sample, for instance a detector's boxes, it is the list's
+        length.
 
         Args:
             batch: Tensor, tuple, list, dict, dataclass or any class that holds tensors in attributes.
 
         Raises:
-            UnevenBatchError: If tensors have several lengths along the batch dim.
+            UnevenBatchError: If tensors have different lengths along the batch dim.
         """
         found = self._measured(batch)
         return None if found is None else found.size
 
     def samples_of(self, batch: Any) -> int | None:
-        """Samples in a batch; None if its tensors do not agree on them, or there are none.
+        """Return the number of samples in a batch; None if its tensors have different lengths or no batch dim.
 
         Args:
             batch: As for :meth:`size_of`.
@@ -110,16 +110,16 @@ class BatchCut:
     def split(self, batch: Any, num_microbatches: int) -> list[MicroBatch]:
         """Cut a batch into parts whose sizes differ by at most one; fewer parts if it has fewer samples.
 
-        Tensors (and arrays) are cut, lists with an item a sample as well; everything else (flags, tensors without a
-        batch dim, what is named as whole) goes to every part as it is.
+        Tensors, arrays and lists with one item per sample are cut; everything else (flags, tensors without a batch dim,
+        names in ``whole``) is passed unchanged to every part.
 
         Args:
             batch: As for :meth:`size_of`.
-            num_microbatches: The most parts to make, at least 1.
+            num_microbatches: Maximum number of parts, at least 1.
 
         Raises:
-            UnevenBatchError: If tensors have several lengths along the batch dim.
-            ValueError: If an object holds tensors and cannot be taken apart.
+            UnevenBatchError: If tensors have different lengths along the batch dim.
+            ValueError: If an object holds tensors that cannot be reached.
         """
         if num_microbatches == 1:
             return [MicroBatch(batch, self.samples_of(batch) or 1)]
@@ -141,16 +141,16 @@ class BatchCut:
         return parts
 
     def describe(self, batch: Any) -> list[CutTensor]:
-        """What becomes of each tensor and list of a batch.
+        """Return how each tensor and list of a batch is cut.
 
         Raises:
-            UnevenBatchError: If tensors have several lengths along the batch dim.
+            UnevenBatchError: If tensors have different lengths along the batch dim.
         """
         found = self._measured(batch)
         return [] if found is None else [*found.report(batch)]
 
     def dim_of(self, path: _Path, ndim: int) -> int | None:
-        """The dim that holds the samples of a tensor; None if it is known to hold none."""
+        """Return the batch dim of a tensor with ``ndim`` dims; None if it is specified to have none."""
         if not ndim or ".".join(path) in self.whole:
             return None
         dim: int | None = 0
@@ -178,16 +178,18 @@ class BatchCut:
 
 @dataclass
 class _Votes:
-    """What speaks for the size of a batch.
+    """Candidates for the size of a batch, collected from its tensors and lists.
 
     Attributes:
-        cut: Says along which dims samples are.
-        sizes: Of tensors outside of lists.
-        inside: Of tensors in lists of tensors, each of which may be a sample or hold all samples.
-        lists: Lengths of such lists.
-        records: Lengths of lists of containers, each of which may be a sample's or a whole batch, and sizes in them.
-        samples: The same lengths, and whether tensors of several sizes in one container tell that it is a sample's.
-        alone: Whether there is nothing but one list of tensors, which differ along the batch dim only: sequences, say.
+        cut: Specification of the batch dims.
+        sizes: Lengths along the batch dim of tensors outside lists.
+        inside: The same for tensors in lists of tensors, each of which may be one sample or hold all samples.
+        lists: Lengths of the lists of tensors.
+        records: Per list of containers, each of which may belong to one sample or hold a batch: the list's length, and
+            the sizes in the containers.
+        samples: Per list of containers: its length, and whether a container holds tensors of different sizes, which
+            shows that it belongs to one sample.
+        alone: Whether the batch is a single list of tensors that differ along dim 0 only, for instance sequences.
     """
 
     cut: BatchCut
@@ -199,7 +201,7 @@ class _Votes:
     alone: bool = False
 
     def take(self, value: Any, path: _Path) -> None:
-        """Look into a part of the batch."""
+        """Collect the candidates in a part of the batch."""
         if isinstance(value, torch.Tensor):
             self.sizes += self._sizes([(path, value)])
         elif isinstance(value, (list, tuple)) and value and all(isinstance(item, torch.Tensor) for item in value):
@@ -215,7 +217,7 @@ class _Votes:
                 self.take(child, (*path, name))
 
     def decided(self) -> _Measured | None:
-        """The batch's size, and what says so; None if nothing does."""
+        """Return the batch's size and which lists hold samples; None if there is no candidate."""
         for length, inner in self.records:
             if length in self.sizes:
                 return _Measured(self.cut, length, by_records=True)
@@ -225,13 +227,13 @@ class _Votes:
             if certain and not self.sizes:
                 return _Measured(self.cut, length, by_records=True, by_lists=True)
         sizes = [*self.sizes, *self.inside, *(size for _, inner in self.records for size in inner)]
-        # A length of one is broadcast to any other.
+        # A length of 1 may be a broadcast dim: it counts only if there is no other.
         sizes = [size for size in sizes if size != 1] or sizes
         if not sizes:
             return None
         size, count = Counter(sizes).most_common(1)[0]
         lists = [length for length in self.lists if length > 1]
-        # Tensors of different sizes in a list, one a sample (images of a detector): then the list is the batch.
+        # A list of tensors of different sizes, one per sample (images of a detector): the list is the batch.
         if len(sizes) > 2 and lists and (count == 1 or (self.alone and 2 * count <= len(self.inside))):
             return _Measured(self.cut, Counter(lists).most_common(1)[0][0], by_lists=True)
         return _Measured(self.cut, size)
@@ -243,13 +245,13 @@ class _Votes:
 
 @dataclass(frozen=True)
 class _Measured:
-    """A batch to be cut.
+    """Size of a batch, and how its lists are interpreted.
 
     Attributes:
-        cut: Says along which dims samples are.
-        size: Samples.
-        by_lists: Whether an item of a list of tensors is a sample, whatever its size.
-        by_records: Whether an item of a list of dicts is.
+        cut: Specification of the batch dims.
+        size: Number of samples.
+        by_lists: Whether each item of a list of tensors is a sample, whatever its size.
+        by_records: Whether each item of a list of containers is a sample.
     """
 
     cut: BatchCut
@@ -258,14 +260,14 @@ class _Measured:
     by_records: bool = False
 
     def is_odd(self, each: CutTensor) -> bool:
-        """Whether a tensor is not cut although nobody said so, and has a length that could be one of samples."""
+        """Return whether a tensor is left uncut without being specified so, and its length could be a batch size."""
         if each.dim is not None or not each.shape:
             return False
         dim = self.cut.dim_of(_path(each.name), len(each.shape))
         return dim is not None and each.shape[dim] not in (1, self.size)
 
     def take(self, value: Any, begin: int, end: int, path: _Path = ()) -> Any:
-        """Samples of a part of the batch."""
+        """Return samples ``begin`` to ``end`` of a part of the batch."""
         if isinstance(value, torch.Tensor):
             dim = self._dim(path, value)
             return value if dim is None else _narrow(value, dim, begin, end)
@@ -281,7 +283,7 @@ class _Measured:
         return with_children(value, [self.take(child, begin, end, (*path, name)) for name, child in children])
 
     def report(self, value: Any, path: _Path = ()) -> list[CutTensor]:
-        """What becomes of the tensors and lists in a part of the batch."""
+        """Return how the tensors and lists in a part of the batch are cut."""
         name = ".".join(path)
         if isinstance(value, torch.Tensor) or _is_array(value):
             return [CutTensor(name, tuple(value.shape), self._dim(path, value))]
@@ -291,7 +293,7 @@ class _Measured:
         return [each for part in found for each in part]
 
     def _dim(self, path: _Path, tensor: Any) -> int | None:
-        """Along which dim a tensor is cut; None if it does not hold all samples."""
+        """Return the dim along which a tensor is cut; None if its length is not the batch's size."""
         dim = self.cut.dim_of(path, len(tensor.shape))
         return dim if dim is not None and tensor.shape[dim] == self.size else None
 
@@ -306,7 +308,7 @@ class _Measured:
 
 
 def _are_records(value: Any) -> bool:
-    """Whether a list holds containers of one kind: dicts and the like, or an image and a dict in each."""
+    """Return whether a value is a list of containers of one type: dicts and similar, or e.g. (image, dict) pairs."""
     if type(value) not in (list, tuple) or not tensors_in(value):
         return False
     children = [children_of(item) for item in value]
@@ -326,7 +328,7 @@ def _named_tensors(value: Any, path: _Path) -> list[tuple[_Path, torch.Tensor]]:
 
 
 def _indexed(value: Any, samples: tuple[slice, ...]) -> Any:
-    """A part of a container that keeps one shape for what it holds, and indexes itself (TensorDict); None of others."""
+    """Return a slice of a container that supports indexing as a whole (TensorDict); None for any other."""
     if isinstance(value, tuple | list) or not hasattr(value, "__getitem__"):
         return None
     try:
@@ -344,7 +346,8 @@ def _narrow(tensor: torch.Tensor, dim: int, begin: int, end: int) -> torch.Tenso
     if tensor.layout is torch.strided and not tensor.is_nested:
         part = tensor.narrow(dim, begin, end - begin)
         plain = type(part) is torch.Tensor and not (part.requires_grad or part.is_inference())
-        # Views share a count of writes: autograd would take a write to one micro-batch for one to all of them.
+        # Views share a version counter: an in-place write to one micro-batch would invalidate tensors autograd has
+        # saved of the others. `.data` has its own counter.
         return part.data if plain else part
     if tensor.layout is torch.sparse_coo:
         return tensor.index_select(dim, torch.arange(begin, end, device=tensor.device))
@@ -364,21 +367,21 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(shown) + more
 
 
-#: Cuts a batch into at most so many parts, which are batches or :class:`MicroBatch` objects.
+#: Takes a batch and the maximum number of parts; returns parts, as batches or :class:`MicroBatch` objects.
 SplitFunction = Callable[[Any, int], Sequence[Any]]
 
 
 def parts_of(split: SplitFunction, batch: Any, num_microbatches: int, cut: BatchCut) -> list[MicroBatch]:
-    """Micro-batches as a user's function cuts them, with their sizes.
+    """Split a batch by a user's function, and determine the size of each micro-batch.
 
     Args:
-        split: The function.
-        batch: To be cut.
-        num_microbatches: The most parts to make.
-        cut: Counts the samples of parts that come without their number.
+        split: The user's function.
+        batch: The batch.
+        num_microbatches: Maximum number of parts.
+        cut: Counts the samples of parts that are returned without a size.
 
     Raises:
-        ValueError: If it returns no parts, more than asked for, or parts whose samples cannot be counted.
+        ValueError: If ``split`` returns no parts, more than the maximum, or parts whose samples cannot be counted.
     """
     parts = list(split(batch, num_microbatches))
     if not 1 <= len(parts) <= num_microbatches:
@@ -395,9 +398,9 @@ def parts_of(split: SplitFunction, batch: Any, num_microbatches: int, cut: Batch
 
 
 def split_batch(batch: Any, num_microbatches: int, *, batch_dim: BatchDim = 0) -> list[MicroBatch]:
-    """:meth:`BatchCut.split` for one batch.
+    """Cut one batch into micro-batches with :meth:`BatchCut.split`.
 
     Raises:
-        UnevenBatchError: If tensors have several lengths along the batch dim.
+        UnevenBatchError: If tensors have different lengths along the batch dim.
     """
     return BatchCut(batch_dim).split(batch, num_microbatches)

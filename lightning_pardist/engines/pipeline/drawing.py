@@ -1,4 +1,4 @@
-"""Pictures of a step: one row a rank, a box for every computation, white where a rank waits."""
+"""Timelines of a pipeline step as SVG (one row per rank, one box per computation) and as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _WIDTH, _ROW, _GAP, _LEFT, _TOP = 1000, 34, 8, 64, 64
 
 
 def timeline_svg(timeline: Timeline, *, title: str, expected_idle: float | None = None) -> str:
-    """A timeline as SVG; boxes bear the number of their micro-batch, later stages of a rank are paler.
+    """Render a timeline as SVG; boxes are labelled with their micro-batch, and a rank's later stages are paler.
 
     Args:
-        timeline: Simulated or measured; measured times are in seconds.
-        title: First line of the picture.
-        expected_idle: The formula's idle share, to stand beside the measured one.
+        timeline: Simulated or measured timeline; measured times are in seconds.
+        title: Heading of the picture.
+        expected_idle: Idle share by the formula, printed next to the timeline's own.
 
     Returns:
-        The whole file.
+        The content of the SVG file.
     """
     begin = min((event.begin for event in timeline.events), default=0.0)
     scale = _WIDTH / (timeline.total or 1.0) if timeline.events else 1.0
@@ -86,13 +86,13 @@ def _legend(timeline: Timeline, y: int) -> list[str]:
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """A measured timeline in the format of ``chrome://tracing`` and Perfetto: one process a rank, one thread a stage.
+    """Convert a timeline to the format of ``chrome://tracing`` and Perfetto: a process per rank, a thread per stage.
 
     Args:
-        timeline: With times in seconds.
+        timeline: Timeline with times in seconds.
 
     Returns:
-        To be written as JSON.
+        The trace, to be written as JSON.
     """
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}

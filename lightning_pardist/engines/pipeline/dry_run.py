@@ -1,4 +1,4 @@
-"""Try a plan in one process before anything is taken apart: every stage in turn, the loss beside the recorded one."""
+"""Trial run of a pipeline plan in one process: every stage in turn, and the loss compared with the unsplit step's."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def dry_run(
     *,
     loss_of: Callable[[Any], torch.Tensor | None] = find_loss,
 ) -> Any:
-    """Replay every stage of a plan, one after the other, forward only. Not collective; costs about two forwards.
+    """Replay every stage of a plan in order, forward only. Not collective; costs about two forwards.
 
-    It finds what only shows when stubs stand in for units, while all ranks can still refuse together.
+    It finds failures that occur only when stubs replace units, at a point where all ranks still raise the same error.
 
     Args:
-        module: The root module with all its parameters; its state is put back.
+        module: The root module with all its parameters; its state is restored afterwards.
         step: The user's step.
         batch: The sample micro-batch of the recorded run.
         plan: The plan to try.
-        loss_of: Finds the loss in the step's result.
+        loss_of: Returns the loss in the step's result.
 
     Returns:
         The step's result on the last stage.
 
     Raises:
-        CannotPipelineError: If a stage cannot run on stubs, or the loss is not the recorded run's.
+        CannotPipelineError: If a stage cannot run on stubs, or the loss differs from that of the unsplit step.
     """
     replay = StageReplay(module, plan)
     values: dict[Value, torch.Tensor] = {}
     outputs: list[Output] = []
     result: Any = None
-    # Where random numbers are drawn, the two runs differ rightly: compare only what the seed does not move.
+    # The staged and the unsplit run use the same seeds per call, so that dropout does not make their losses differ.
     for stage_index in range(plan.num_stages):
         with undisturbed(module), torch.set_grad_enabled(plan.trace.grad_enabled):
             run = _run_stage(replay, stage_index, step, batch, values, outputs)
@@ -88,7 +88,7 @@ def _run_stage(
 
 
 def _whole_run(module: nn.Module, step: Callable[[Any], Any], batch: Any, plan: PipelinePlan) -> Any:
-    """The step as one stage, with the stages' random numbers."""
+    """Run the step as a single stage, with the same random seeds as the stages."""
     bounds = (0, len(plan.trace.calls))
     one = PipelinePlan(plan.trace, bounds, plan.unit_stages, plan.parameter_stages, plan.reads)
     return StageReplay(module, one).run(0, step, fresh_copy(batch), {}, [], seed=0).result

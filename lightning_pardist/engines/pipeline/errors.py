@@ -1,17 +1,17 @@
-"""What the pipeline refuses, and how it says so."""
+"""Exceptions of the pipeline engine."""
 
 from __future__ import annotations
 
-#: Strategies that keep every module whole on every rank, or split inside modules: they serve where a cut cannot.
+#: Strategies that need no cut between modules: each module runs on every rank, or is split inside.
 ALTERNATIVES = ("pardist_ddp", "pardist_zero3", "pardist_tp")
 
 
 class CannotPipelineError(RuntimeError):
-    """The module cannot be run as a pipeline the way it was asked for.
+    """Raised if a module or step cannot be run as a pipeline with the requested settings.
 
     Attributes:
-        reason: What stands in the way, with the names of the modules concerned.
-        alternatives: Names of strategies that would run the module.
+        reason: The obstacle, with the names of the modules concerned.
+        alternatives: Names of strategies that can run the module.
     """
 
     def __init__(self, reason: str, alternatives: tuple[str, ...] = ALTERNATIVES) -> None:
@@ -25,11 +25,11 @@ class CannotPipelineError(RuntimeError):
 
 
 def asks_for_gradients(step: str, parameter: str) -> CannotPipelineError:
-    """What is raised of a step that differentiates by parameters of other ranks, as meta-learning does.
+    """Return the error for a step that differentiates with respect to other ranks' parameters, as in meta-learning.
 
     Args:
         step: Name of the step function.
-        parameter: One that it differentiates by.
+        parameter: Name of one such parameter.
     """
     return CannotPipelineError(
         f"{step} asks torch.autograd.grad for gradients of {parameter!r}, and each rank has the graph of its own layers"
@@ -40,11 +40,11 @@ def asks_for_gradients(step: str, parameter: str) -> CannotPipelineError:
 
 
 def calls_in_transforms(step: str, unit: str) -> CannotPipelineError:
-    """What is raised of a step that runs layers inside of a transform of ``torch.func`` and fails in stages.
+    """Return the error for a step that calls units inside a ``torch.func`` transform and fails as stages.
 
     Args:
         step: Name of the step function.
-        unit: One of the layers.
+        unit: Name of one of the units.
     """
     return CannotPipelineError(
         f"{step} calls {unit!r} inside of a transform of torch.func (grad, vjp, vmap, jacrev), which knows nothing of"
@@ -54,4 +54,4 @@ def calls_in_transforms(step: str, unit: str) -> CannotPipelineError:
 
 
 class PipelineTimeoutError(RuntimeError):
-    """A message from another stage did not come within the time allowed."""
+    """Raised if a message between ranks of the pipeline times out."""

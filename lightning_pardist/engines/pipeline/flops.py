@@ -1,4 +1,4 @@
-"""Floating point operations of an operator: torch's table, and what it lacks on CPU."""
+"""FLOP counts of operators: torch's registry, and formulas for operators that it lacks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.utils.flop_counter import flop_registry
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """FLOPs of one operator call (a multiply-add counts as two); 0 for operators of no weight.
+    """Return the FLOPs of one operator call (a multiply-add counts as two); 0 for operators without a formula.
 
     Args:
         func: The operator overload.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        result: What it returned.
+        result: Its result.
     """
     packet = func.overloadpacket
     formula = flop_registry.get(packet)
@@ -35,7 +35,7 @@ def _attention(args: tuple[Any, ...]) -> int:
 
 
 def _attention_backward(args: tuple[Any, ...]) -> int:
-    """Five products where forward has two: it makes the scores again."""
+    """Return 5/2 of the forward's FLOPs: backward has five matrix products, since it recomputes the scores."""
     return 5 * _attention(args[1:]) // 2
 
 
@@ -46,7 +46,7 @@ def _rnn_layer(args: tuple[Any, ...]) -> int:
 
 def _rnn_layer_backward(args: tuple[Any, ...]) -> int:
     inputs, weights = args[0], args[1:5]
-    # Biases are no products.
+    # Biases take part in no matrix product.
     return int(4 * inputs.shape[:-1].numel() * sum(each.numel() for each in weights if each.dim() > 1))
 
 

@@ -1,4 +1,4 @@
-"""Stand between the user's code and the units it calls, for the time of one run, without changing the module."""
+"""Interception of unit calls during one run, and restoration of a module's state after a trial run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_pardist.compat.modules import own_buffers, own_modules
 from lightning_pardist.engines.common.devices import device_in_use, random_stays
 from lightning_pardist.engines.common.own_generators import set_state, state_of
 
-#: Takes the unit's name, its own forward, and the call's arguments; returns what the call returns.
+#: Takes the unit's name, its original forward, args and kwargs; returns the result of the call.
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @contextlib.contextmanager
 def intercepted(units: dict[str, nn.Module], handler: Handler) -> Iterator[None]:
-    """Hand every call of a unit's ``forward`` to a handler. Calls of units inside a unit go straight through.
+    """Redirect every call of a unit's ``forward`` to a handler; calls of units inside a unit are not redirected.
 
-    Hooks that the user has registered on units keep running, around the handler.
+    Hooks that the user has registered on units still run, around the handler.
 
     Args:
         units: Units by name.
@@ -47,7 +47,7 @@ def intercepted(units: dict[str, nn.Module], handler: Handler) -> Iterator[None]
 
     try:
         for name, unit in units.items():
-            # On the instance, past nn.Module.__setattr__: the class and the state dict stay as they are.
+            # Set on the instance, bypassing nn.Module.__setattr__: the class and the state dict do not change.
             saved.append((unit, "forward" in unit.__dict__, unit.__dict__.get("forward")))
             unit.__dict__["forward"] = guard(name, unit.forward)
         yield
@@ -61,9 +61,10 @@ def intercepted(units: dict[str, nn.Module], handler: Handler) -> Iterator[None]
 
 @contextlib.contextmanager
 def undisturbed(root: nn.Module) -> Iterator[None]:
-    """Run something and then put back buffers, metric states, other tensors kept in attributes, and RNG states.
+    """Restore buffers, metric states, other attributes and RNG states of a module after the code inside has run.
 
-    Hooks that a first call of the model registers for good stay, and so do the flags by which it knows that it has.
+    If that code removes no hook and registers new ones for good, as a model's first call may, the new hooks are kept,
+    and so are the boolean attributes with which the model records that they are registered.
 
     Args:
         root: The module whose state a trial run may change.
@@ -74,7 +75,7 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
     try:
         with random_stays(device_in_use()):
             yield
-        # What was broken off may have left hooks behind that it would have removed.
+        # Not after an exception: hooks may be left that the run would have removed.
         lasting = not hooks_of(root) <= hooks
     finally:
         with torch.no_grad():
@@ -83,14 +84,14 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
 
 
 def hooks_of(root: nn.Module) -> frozenset[tuple[int, int]]:
-    """The hooks of a module and of all modules in it, by registry and number."""
+    """Return the hooks of a module and all its submodules, as (id of the registry, hook id)."""
     return frozenset((id(registry), number) for registry in registries_of_hooks(root) for number in registry)
 
 
 def registries_of_hooks(root: nn.Module) -> list[dict[int, Any]]:
-    """Where a module and all modules in it keep hooks, of which there are any.
+    """Return the non-empty hook registries of a module and all its submodules.
 
-    Every micro-batch asks for them, and ``root.modules()`` takes the time of a layer's forward.
+    Called for every micro-batch, so it avoids ``root.modules()``, which takes as long as a layer's forward.
     """
     found, seen, left = [], {id(root)}, [root]
     while left:
@@ -105,12 +106,12 @@ def registries_of_hooks(root: nn.Module) -> list[dict[int, Any]]:
 
 
 def is_flag(name: str, value: Any) -> bool:
-    """Whether an attribute of a module may say that hooks have been registered."""
+    """Return whether a module's attribute may be a flag for registered hooks: any bool except ``training``."""
     return type(value) is bool and name != "training"
 
 
 def _snapshot(module: nn.Module) -> Callable[[bool], None]:
-    """Remember a module's attributes and buffers; the answer puts them back, keeping every object's identity."""
+    """Save a module's attributes and buffers; return a function that restores them and preserves object identity."""
     attributes = {key: value for key, value in module.__dict__.items() if key not in _REGISTRIES}
     buffers = dict(own_buffers(module))
     contents = [_remember(value) for key, value in attributes.items() if key not in HOOKS]
@@ -131,7 +132,7 @@ def _snapshot(module: nn.Module) -> Callable[[bool], None]:
 
 
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
-#: Registries of a module's hooks.
+#: Names of the attributes in which a module keeps its hooks.
 HOOKS = frozenset(name for name in nn.Module().__dict__ if name.endswith("hooks") or "hooks_" in name)
 
 
@@ -163,7 +164,7 @@ def _remember_tensor(tensor: torch.Tensor) -> Callable[[], None]:
     kept = tensor.detach().clone()
 
     def restore() -> None:
-        # Not by version counter: batch norm's kernel changes running statistics without counting.
+        # Compare values, not version counters: batch norm's kernel updates running statistics without bumping them.
         if not torch.equal(tensor, kept):
             tensor.detach().copy_(kept)
 

@@ -1,10 +1,11 @@
-"""Micro-batches' losses weighed so that their gradients add up to those of the batch's loss, over data ranks as well.
+"""Weights of micro-batch losses: their gradients add up to those of the batch's loss, over data ranks as well.
 
 [Note: when a count is known]
-A micro-batch that counts n of N items has the share n / N in a mean, and N is known when all forwards are over. 1F1B
-begins with backwards before that, which is right as long as one count weighs all of a loss: gradients are made with
-n / E, where E is what the step before came to, and multiplied by E / N in the end. Parts of parameters alone go with
-the last backward. A loss of several means with a count each has no such factor: all forwards have to be run first.
+In a mean over N items, a micro-batch with n of them has the weight n / N, and N is known only after all forwards. 1F1B
+starts backwards before that. This is correct as long as a single count scales the whole loss: gradients are computed
+with n / E, where E is the count of the previous step, and multiplied by E / N at the end. Terms that depend on
+parameters alone are added in the last backward. A loss of several means with different counts has no common factor:
+all forwards have to run first.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from lightning_pardist.engines.pipeline.microbatch import MicroBatch
 
 @dataclass(frozen=True)
 class LossMakeup:
-    """What a recorded run has shown of a loss.
+    """Structure of a loss, found from the autograd graph of a recorded run.
 
     Attributes:
-        terms: Its parts in words.
+        terms: Descriptions of its terms.
         is_sum: Whether it is a sum over samples.
         by_data: Whether a count depends on values of the batch, and not on its shape alone.
-        several_counts: Whether its counts have to be known before the first backward, as far as one micro-batch shows.
-        coupled: What makes it more than a sum over samples, in words; empty if nothing does.
-        is_partly_fixed: Whether a part of it was computed from tensors that the module holds, and from no sample. The
-            last stage cannot tell that of what other stages send.
+        several_counts: Whether all counts have to be known before the first backward, as seen in one micro-batch.
+        coupled: Description of an operation that couples samples, so that the loss is no sum over them; empty if none.
+        is_partly_fixed: Whether a term was computed from tensors that the module holds, and from no sample. The last
+            stage cannot detect this for values that it receives from other stages.
     """
 
     terms: tuple[str, ...] = ()
@@ -61,13 +62,13 @@ class LossMakeup:
 
     @classmethod
     def of(cls, loss: Tensor, batch: Any, samples: int | None, setting: LossWeight) -> LossMakeup:
-        """Look at a loss with its graph.
+        """Analyse a loss and its autograd graph.
 
         Args:
-            loss: Of the batch.
-            batch: That it was computed from.
-            samples: In the batch.
-            setting: How it is to be weighed.
+            loss: Loss of the batch.
+            batch: The batch that it was computed from.
+            samples: Number of samples in the batch.
+            setting: The ``loss_weight`` setting.
         """
         terms = terms_of(loss, batch, samples, setting)
         varying = _varying(terms)
@@ -83,14 +84,14 @@ class LossMakeup:
 
 @dataclass(frozen=True)
 class Weighing:
-    """How the losses of a step's micro-batches were weighed.
+    """Weights of the losses of a step's micro-batches.
 
     Attributes:
-        weights: Among themselves; each is 1 if they add up.
-        is_sum: Whether they add up.
-        correction: What the step's gradients are to be multiplied with, on all stages.
-        several_counts: Whether losses had several counts on any data rank; one micro-batch waits for no others.
-        alike: Whether they consisted of the same terms.
+        weights: Relative weights; each is 1 if the losses are summed.
+        is_sum: Whether the batch's loss is the sum of the losses.
+        correction: Factor to apply to the step's gradients on all stages.
+        several_counts: Whether losses had several counts on any data rank; False for a single micro-batch.
+        alike: Whether all losses consisted of the same terms.
     """
 
     weights: tuple[float, ...]
@@ -100,23 +101,23 @@ class Weighing:
     alike: bool = True
 
     def value(self, losses: Sequence[Tensor]) -> Tensor:
-        """The batch's loss, given the micro-batches'."""
+        """Return the batch's loss, given the micro-batches' losses."""
         total = 1.0 if self.is_sum else sum(self.weights)
-        # What weighs nothing may be no number: the mean loss of no tokens.
+        # Skip zero-weight parts: a mean over no tokens is NaN.
         wide = torch.promote_types(losses[0].dtype, torch.float32)
         counted = [loss.to(wide) * (w / total) for loss, w in zip(losses, self.weights, strict=True) if w]
         return torch.stack(counted or list(losses)).sum(0)
 
 
 class LossSeeds:
-    """Weighs the micro-batches of one training step after the other, on the rank of the last stage.
+    """Seed gradients for the micro-batches' backwards in every training step, on the rank of the last stage.
 
     Args:
-        setting: How losses are weighed.
-        group: Gives the ranks with other samples and the same stage whose losses make up that of the next step; None if
-            there are none.
-        device: Of messages.
-        agree: Combines what ranks that share a micro-batch have each seen of what its losses count; None if none share
+        setting: The ``loss_weight`` setting.
+        group: Returns the process group of the next step's data-parallel ranks with the same stage, whose losses are
+            combined; None if there are none.
+        device: Device for the messages.
+        agree: Combines the counts of ranks that share a micro-batch and see a part of it each; None if no ranks share
             one.
     """
 
@@ -131,18 +132,18 @@ class LossSeeds:
         self._agree = agree
         self._group_of = group
         self._device = device
-        #: What a rank has counted in the step before, on average, and in the present one.
+        #: Average count per rank in the previous step, and in the current one.
         self._expected: Tensor | None = None
         self._counted: Tensor | None = None
         self.begin([])
 
     def begin(self, parts: Sequence[MicroBatch], *, scale: float = 1.0, present: bool = True) -> None:
-        """A step begins. Not collective.
+        """Begin a step. Not collective.
 
         Args:
-            parts: Its micro-batches.
+            parts: The step's micro-batches.
             scale: Factor on all gradients.
-            present: Whether the batch counts.
+            present: Whether the batch counts; if not, it adds zeros.
         """
         group = self._group_of()
         self._group = None if group is None or group.size() == 1 else group
@@ -153,18 +154,18 @@ class LossSeeds:
         self._terms: list[list[Term]] = [[] for _ in parts]
         self._forwards = self._backwards = 0
         self._all_known = False
-        #: By key of a term: its factor, and what micro-batches have counted.
+        #: By key of a term: its factor, and the count over all micro-batches.
         self._known: dict[str, tuple[Tensor, Tensor]] = {}
         self._agreed = torch.ones(1, dtype=torch.bool, device=self._device)
         self._several = torch.zeros(1, dtype=torch.bool, device=self._device)
         self._correction = self._number(1.0)
 
     def add(self, index: int, loss: Tensor | None) -> None:
-        """A forward is over. Collective over the ranks that share the micro-batch, if any do.
+        """Add a micro-batch's loss after its forward. Collective over the ranks that share the micro-batch, if any do.
 
         Args:
-            index: Of the micro-batch.
-            loss: Of the micro-batch, if it has one.
+            index: Index of the micro-batch.
+            loss: Its loss, if it has one.
         """
         part = self._parts[index]
         terms = [] if loss is None else terms_of(loss, part.value, part.size, self.setting)
@@ -175,10 +176,10 @@ class LossSeeds:
         self._forwards += 1
 
     def before_backward(self, index: int) -> None:
-        """The backward of a micro-batch comes next. Collective over the group in the first and last of a step.
+        """Prepare the factors for a micro-batch's backward. Collective over the group in a step's first and last call.
 
         Args:
-            index: Of the micro-batch.
+            index: Index of the micro-batch.
         """
         self._backwards += 1
         if self._backwards == 1:
@@ -189,14 +190,14 @@ class LossSeeds:
             self._settle()
 
     def seed(self, index: int, loss: Tensor) -> tuple[Tensor, dict[Node, RemovableHandle]]:
-        """The gradient to begin a backward with. Not collective.
+        """Return the gradient to seed a backward with, and register hooks that scale the loss's terms. Not collective.
 
         Args:
-            index: Of the micro-batch.
-            loss: Of the micro-batch.
+            index: Index of the micro-batch.
+            loss: Its loss.
 
         Returns:
-            The gradient, and the hooks that scale what comes in at a node, by node of the graph.
+            The gradient, and the pre-hooks that scale a node's incoming gradient, by node of the autograd graph.
         """
         terms = self._terms[index]
         factors = [self._factor(key, term, index) for key, term in _keyed(terms)]
@@ -204,20 +205,20 @@ class LossSeeds:
         return torch.full_like(loss, self._scale), handles
 
     def finish(self) -> Weighing:
-        """All backwards are over. Not collective."""
+        """Return the weights of the step's losses, after the last backward. Not collective."""
         weights = [part_weight(terms, part.size) for terms, part in zip(self._terms, self._parts, strict=True)]
         is_sum = any(weight is None for weight in weights)
         shares = [self._number(1.0 if weight is None else weight) for weight in weights]
-        # The host waits for the device once.
+        # One device-to-host synchronisation for all values.
         said = (self._correction, self._several.double(), self._agreed.double())
         numbers: list[float] = torch.stack([each.reshape(()) for each in (*shares, *said)]).tolist()
         *found, correction, several, alike = numbers
         return Weighing(tuple(found), is_sum, correction, bool(several) and len(self._parts) > 1, bool(alike))
 
-    # --- before all counts are known ----------------------------------------------------------------------------
+    # --- factors before all counts are known --------------------------------------------------------------------
 
     def _factor(self, key: str, term: Term, index: int) -> Tensor:
-        """What the gradient of a term is multiplied with."""
+        """Return the factor for the gradient of a term."""
         if term.is_nothing:
             return self._number(0.0)
         if self._all_known:
@@ -230,29 +231,29 @@ class LossSeeds:
         return self._own(index) * float(self._present) / expected
 
     def _own(self, index: int) -> Tensor:
-        """What weighs a micro-batch's loss, if that is one count: the first one."""
+        """Return the count of a micro-batch's first mean, or its samples if the loss has no mean."""
         first = _first_mean(self._terms[index])
         return self._number(self._parts[index].size if first is None else first.divisor)
 
     def _guess(self, index: int) -> Tensor:
-        """What a rank will count, going by one of its micro-batches. Collective over the group."""
+        """Estimate the step's average count per rank from one micro-batch. Collective over the group."""
         own = self._own(index) * (self._samples / max(self._parts[index].size, 1))
         counted = torch.stack([own, (own > 0).to(own)])
         if self._group is not None:
             dist.all_reduce(counted, group=self._group)
         return torch.where(counted[1] > 0, counted[0] / counted[1], 1.0)
 
-    # --- when they are ------------------------------------------------------------------------------------------
+    # --- factors after all counts are known ---------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Put together what micro-batches and ranks have counted. Collective over the group."""
+        """Combine the counts of all micro-batches and ranks. Collective over the group."""
         found = [terms for terms in self._terms if terms]
         alike = _are_alike(found)
         sizes = [part.size for part in self._parts]
         ratios: list[float] | None = None
         names = [[name for name, _ in _keyed(_varying(terms))] for terms in found if _varying(terms)]
         if alike and all(len(each) == 1 and each == names[0] for each in names):
-            # Each counts as itself, whatever that is: nobody has to wait for a device to say it.
+            # One mean each: its ratio to itself is 1, so that no count has to be copied to the host.
             ratios = [1.0] if names else []
         elif alike:
             ratios = common_ratios(zip(self._terms, sizes, strict=True))
@@ -290,7 +291,7 @@ class LossSeeds:
             self._correction = torch.where(total > 0, expected / average, 1.0)
 
     def _known_factor(self, term: Term, key: str, size: int) -> Tensor:
-        """What the gradient of a term is multiplied with, once counts are known."""
+        """Return the factor for the gradient of a term after :meth:`_settle`."""
         if term.kind == "constant":
             return self._number(1.0 / sum(map(bool, self._terms)))
         factor, counted = self._known[key]
@@ -307,7 +308,7 @@ class LossSeeds:
 
 
 def _keyed(terms: Sequence[Term]) -> list[tuple[str, Term]]:
-    """Terms with names that say which are the same in other micro-batches: each mean has its own, others their kind."""
+    """Pair terms with keys that match them across micro-batches: numbered per operation for means, else the kind."""
     names: list[str] = []
     means: dict[str, int] = {}
     for term in terms:
@@ -317,24 +318,24 @@ def _keyed(terms: Sequence[Term]) -> list[tuple[str, Term]]:
 
 
 def _added_up(one: Term, other: Term) -> Term:
-    """The term of several micro-batches."""
+    """Return the combined term of two sets of micro-batches."""
     return replace(one, count=one.count + other.count, surplus=larger(one.surplus, other.surplus))
 
 
 def _floored_once(term: Term) -> Term:
-    """Where some micro-batches have counted something, nothing is added for those that have not."""
+    """Drop the surplus of a clamped count if the combined count is positive."""
     if not isinstance(term.surplus, Tensor):
         return term
     return replace(term, surplus=torch.where(torch.as_tensor(term.count) > 0, 0.0, term.surplus))
 
 
 def _are_alike(losses: Sequence[list[Term]]) -> bool:
-    """Whether losses consist of the same terms, or lack some of those that one of them has: there nothing counted."""
+    """Return whether losses consist of the same terms, or of a subset of one loss's terms (others counted no items)."""
     varying = [_varying(terms) for terms in losses if _varying(terms)]
     others = {tuple(dict.fromkeys(term.kind for term in terms if term.kind != "mean")) for terms in varying}
     means = [Counter(term.what for term in terms if term.kind == "mean") for terms in varying]
     most: Counter[str] = reduce(operator.or_, means, Counter())
-    # Fewer of a kind are terms of fewer samples.
+    # A loss with fewer means of an operation had no items for the missing ones.
     return len(others) <= 1 and most in [Counter(), *means] and all(each.items() <= most.items() for each in means)
 
 
@@ -351,14 +352,14 @@ def _count(term: Term, samples: int) -> float:
 
 
 def common_ratios(losses: Iterable[tuple[Sequence[Term], int]]) -> list[float] | None:
-    """What the terms of a loss count for each item that the first of them counts.
+    """Return the ratio of each term's count to the count of the loss's first mean, if equal in all micro-batches.
 
     Args:
-        losses: Terms and samples of micro-batches; goes through all of them.
+        losses: Terms and number of samples of each micro-batch; the iterable is consumed.
 
     Returns:
-        As many as the loss has terms, or none if nothing is counted; None if they are not the same everywhere, and no
-        one factor makes up for counts that are not known yet.
+        One ratio per term, or an empty list if nothing is counted; None if the ratios differ between micro-batches, so
+        that no single factor corrects for counts that are not known yet.
     """
     found: list[float] = []
     differ = False
@@ -377,7 +378,7 @@ def common_ratios(losses: Iterable[tuple[Sequence[Term], int]]) -> list[float] |
 
 
 def part_weight(terms: Sequence[Term], samples: int) -> Tensor | float | None:
-    """What weighs the loss of a micro-batch among others, None for a sum; samples where no one weight is right."""
+    """Return the weight of a micro-batch's loss: None for a sum, the number of samples if no single weight is exact."""
     try:
         return weight_of(terms, float(samples))
     except LookupError:

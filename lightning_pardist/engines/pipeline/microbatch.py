@@ -1,4 +1,4 @@
-"""Micro-batches, and their results put together to those of the batch."""
+"""Micro-batches, and merging of their results into the result of the batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class MicroBatch:
     """A part of a batch.
 
     Attributes:
-        value: Same structure as the batch.
-        size: Samples in it.
+        value: The part, of the same structure as the batch.
+        size: Number of samples.
     """
 
     value: Any
@@ -25,11 +25,11 @@ class MicroBatch:
 
 
 def fresh_copy(value: Any, *, clone: bool = True) -> Any:
-    """New containers around the same values, so that a step that pops keys or writes in place can run again.
+    """Copy the containers of a nested value, for a step that pops keys or writes in place and will run again.
 
     Args:
         value: Any nested value.
-        clone: Whether tensors are copied as well.
+        clone: Whether to clone tensors as well.
     """
 
     def copied(leaf: Any) -> Any:
@@ -38,8 +38,8 @@ def fresh_copy(value: Any, *, clone: bool = True) -> Any:
     return replace_leaves(value, [copied(leaf) for leaf in flatten(value)[0]])
 
 
-#: Puts the numbers at one place of a result together: takes the place, as indices from the outside in, the numbers, and
-#: which micro-batches they are of.
+#: Combines the numbers at one place of the results: takes the place (indices, outermost first), the numbers, and the
+#: indices of their micro-batches.
 CombineNumbers = Callable[[tuple[int, ...], list[Any], Sequence[int]], Any]
 
 
@@ -50,27 +50,27 @@ def merge_results(
     *,
     combine: CombineNumbers | None = None,
 ) -> Any:
-    """One result out of the micro-batches' results: samples are concatenated, numbers averaged by weight.
+    """Merge the micro-batches' results into one: samples are concatenated, numbers averaged by weight.
 
-    Samples are tensors with a micro-batch's size in front, and lists with an item a sample. A micro-batch that gave
-    None where others gave something is left out there.
+    Samples are tensors whose dim 0 is the micro-batch's size, and lists with one item per sample. At a place where only
+    some micro-batches returned None, these are left out.
 
     Args:
-        results: What the step returned for each micro-batch.
-        weights: Share of each in the batch's loss.
-        sizes: Samples of each.
-        combine: What becomes of numbers, instead of their average.
+        results: The step's result for each micro-batch.
+        weights: Weight of each micro-batch in the batch's loss.
+        sizes: Number of samples of each micro-batch.
+        combine: Combines numbers; by default they are averaged.
 
     Returns:
-        The same structure; the first result's leaf where leaves are neither tensors nor numbers, and the list of what
-        the micro-batches gave where their structures differ.
+        The same structure; the first result's leaf for leaves that are neither tensors nor numbers, and a list of the
+        micro-batches' values where their structures differ.
     """
     return _Merge(weights, sizes, combine)(results, range(len(results)), ())
 
 
 @dataclass(frozen=True)
 class _Merge:
-    """Puts results of several micro-batches together, at one place and all that lie in it."""
+    """Recursive merge of the micro-batches' results at one place and below it."""
 
     weights: Sequence[float]
     sizes: Sequence[int]
@@ -119,23 +119,23 @@ def _are_samples(results: Sequence[Any], sizes: Sequence[int]) -> bool:
     pairs = list(zip(results, sizes, strict=True))
     if any(type(result) not in (list, tuple) or len(result) != size for result, size in pairs):
         return False
-    # Not a few tensors that each hold all samples.
+    # Exclude a list of tensors that each hold all samples, whose number happens to equal the size.
     return not all(
         isinstance(item, torch.Tensor) and item.shape[:1] == (size,) for result, size in pairs for item in result
     )
 
 
 def weighted_mean(column: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The mean of numbers, or of tensors of one shape; of integers rounded, of integer tensors a list of them all.
+    """Return the weighted mean of numbers or of tensors of one shape; rounded for ints, a list for integer tensors.
 
     Args:
-        column: The numbers.
-        weights: As many, adding up to 1.
+        column: The numbers or tensors.
+        weights: One weight each, with sum 1.
     """
     first = column[0]
     if isinstance(first, torch.Tensor) and not first.is_floating_point():
         return list(column)
-    # What weighs nothing may be no number: the mean loss of no tokens.
+    # Skip zero-weight parts: a mean over no tokens is NaN.
     counted = [item * weight for item, weight in zip(column, weights, strict=True) if weight]
     mean = sum(counted[1:], counted[0]) if counted else first
     return mean if isinstance(first, (torch.Tensor, float)) else type(first)(round(mean))

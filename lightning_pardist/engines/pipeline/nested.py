@@ -1,8 +1,8 @@
-"""Take nested values apart into leaves and put them together again.
+"""Flatten and rebuild nested values, including arbitrary objects that hold tensors in their attributes.
 
-Modules return tuples, dicts, named tuples, dataclasses, distributions and classes of the user's own. A stage has to
-find the tensors in them, and a stub has to return the same structure around other tensors. ``torch.utils._pytree``
-knows only registered types; here any object that holds tensors in its attributes is a container.
+Modules return tuples, dicts, named tuples, dataclasses, distributions and user-defined classes. A stage has to find the
+tensors in them, and a stub has to return the same structure with other tensors. ``torch.utils._pytree`` supports
+registered types only; here any object that holds tensors in its attributes is a container.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, t
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The shape of a nested value without its leaves; picklable as long as the container types are.
+    """The structure of a nested value without its leaves; picklable if the container types are.
 
     Attributes:
-        kind: ``"leaf"``, ``"sequence"``, ``"fields"`` (named tuple), ``"mapping"``, ``"record"`` (mapping that is a
-            dataclass as well) or ``"object"`` (dataclass or any class with attributes, in a dict or in slots).
+        kind: ``"leaf"``, ``"sequence"``, ``"fields"`` (named tuple), ``"mapping"``, ``"record"`` (mapping that is also
+            a dataclass) or ``"object"`` (dataclass or any class with attributes, in ``__dict__`` or slots).
         type: The container's class.
         keys: Keys or attribute names, in order.
-        children: One spec a key or position.
+        children: One spec per key or position.
     """
 
     kind: str
@@ -43,12 +43,12 @@ LEAF = Spec("leaf")
 
 
 def flatten(value: Any, *, stop: frozenset[int] = frozenset(), objects: bool = True) -> tuple[list[Any], Spec]:
-    """Split a nested value into its leaves (tensors and everything that is no container) and its structure.
+    """Split a nested value into its leaves (tensors and everything that is not a container) and its structure.
 
     Args:
         value: Any value.
-        stop: ``id`` of objects to keep as leaves although they hold tensors.
-        objects: Whether to look into classes that are neither sequence nor mapping.
+        stop: ``id`` of objects to treat as leaves although they hold tensors.
+        objects: Whether to flatten objects that are neither sequence nor mapping.
 
     Returns:
         The leaves in a fixed order, and the spec that :func:`rebuild` takes.
@@ -58,22 +58,22 @@ def flatten(value: Any, *, stop: frozenset[int] = frozenset(), objects: bool = T
 
 
 def rebuild(spec: Spec, leaves: list[Any]) -> Any:
-    """The inverse of :func:`flatten`.
+    """Rebuild a nested value from its structure and leaves; the inverse of :func:`flatten`.
 
     Args:
-        spec: Structure.
-        leaves: As many leaves as the structure has, in the order of ``flatten``.
+        spec: The structure.
+        leaves: All leaves, in the order of ``flatten``.
     """
     return _rebuild(spec, iter(leaves))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in a nested value, in the order of :func:`flatten`."""
+    """Return the tensors in a nested value, in the order of :func:`flatten`."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to every leaf and keep the structure."""
+    """Apply a function to every leaf, preserving the structure."""
     leaves, spec = flatten(value)
     return rebuild(spec, [function(leaf) for leaf in leaves])
 
@@ -89,7 +89,7 @@ def _flatten(value: Any, leaves: list[Any], stop: frozenset[int], objects: bool,
 
 
 def _contents(value: Any) -> tuple[str, tuple[Any, ...], list[Any]] | None:
-    """Kind, keys and children of a container; None for a leaf."""
+    """Return kind, keys and children of a container; None for a leaf."""
     if isinstance(value, (torch.Tensor, torch.nn.Module, *ATOMS)):
         return None
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -122,7 +122,7 @@ def _holds_tensor(value: Any, depth: int) -> bool:
 
 @functools.cache
 def _slots_of(kind: Hashable) -> tuple[str, ...]:
-    """Attributes that instances of a class keep in ``__slots__``, by the names under which they are found."""
+    """Return the attributes that instances of a class keep in ``__slots__``, under their (mangled) names."""
     with_slots = [vars(each) for each in reversed(getattr(kind, "__mro__", ())) if "__slots__" in vars(each)]
     return tuple(
         name
@@ -137,7 +137,7 @@ def _slots(kind: Any) -> tuple[str, ...]:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """What an object holds in its dict and its slots; None if it has neither."""
+    """Return an object's attributes from its ``__dict__`` and slots; None if it has neither."""
     own = getattr(value, "__dict__", None)
     slots = _slots(type(value))
     if not slots:
@@ -147,7 +147,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 
 def _set_attributes(value: Any, attributes: dict[str, Any]) -> None:
-    """Set attributes past ``__setattr__``, which a frozen dataclass refuses."""
+    """Set attributes without the class's ``__setattr__``, which raises for a frozen dataclass."""
     slots = _slots(type(value))
     for name, child in attributes.items():
         if name in slots:
@@ -157,9 +157,9 @@ def _set_attributes(value: Any, attributes: dict[str, Any]) -> None:
 
 
 def hidden_tensor(value: Any) -> str | None:
-    """Name of the type of a leaf in a nested value that holds a tensor out of reach; None if there is none.
+    """Return the type name of a leaf that holds a tensor which :func:`flatten` does not find; None if there is none.
 
-    A set, an iterator or an object of a compiled class may hold tensors that :func:`flatten` does not find.
+    Examples are sets, iterators and objects of compiled classes.
 
     Args:
         value: Any value.
@@ -183,11 +183,11 @@ def _refers_to_tensor(value: Any) -> bool:
     return False
 
 
-#: How many references away from a leaf its tensors are looked for.
+#: Maximum number of references from a leaf to a tensor in the search for hidden tensors.
 _REACH = 4
-#: How many objects are looked at for them, at each distance.
+#: Maximum number of objects whose references are followed, at each distance.
 _MOST = 10_000
-#: What an object refers to without holding it.
+#: Types whose references are not followed.
 _OUTSIDE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, torch.nn.Module)
 
 
@@ -220,17 +220,17 @@ def _rebuild_mapping(kind: Any, items: dict[Any, Any]) -> Any:
     try:
         return kind(items)
     except TypeError:
-        # defaultdict and its like: an empty one keeps no factory, which nobody needs on the way through a stage.
+        # defaultdict and similar: the default factory is dropped, since the copy is only read.
         made = kind()
         made.update(items)
         return made
 
 
 def replace_leaves(value: Any, leaves: list[Any]) -> Any:
-    """A copy of a nested value around other leaves, with the containers' other contents kept.
+    """Copy a nested value with other leaves, preserving the containers' other contents.
 
     Args:
-        value: The original; not changed.
+        value: The original; not modified.
         leaves: New leaves in the order of :func:`flatten`.
     """
     return _replace(value, iter(leaves), ())
@@ -245,13 +245,13 @@ def _replace(value: Any, leaves: Iterator[Any], above: tuple[int, ...]) -> Any:
 
 
 def children_of(value: Any) -> list[Any] | None:
-    """What a container holds directly; None for a leaf."""
+    """Return the direct children of a container; None for a leaf."""
     inside = _contents(value)
     return None if inside is None else inside[2]
 
 
 def named_children(value: Any) -> list[tuple[str, Any]] | None:
-    """As :func:`children_of`, each with its key, field or position."""
+    """Return the direct children of a container with their keys, fields or positions; None for a leaf."""
     inside = _contents(value)
     if inside is None:
         return None
@@ -261,10 +261,10 @@ def named_children(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def with_children(value: Any, children: list[Any]) -> Any:
-    """A copy of a container around other children.
+    """Copy a container with other children.
 
     Args:
-        value: The original container; not changed.
+        value: The original container; not modified.
         children: In the order of :func:`children_of`.
     """
     inside = _contents(value)
@@ -287,14 +287,14 @@ def with_children(value: Any, children: list[Any]) -> Any:
 
 
 def follow(value: Any, other: Any) -> Any:
-    """Let containers hold what others of the same kind hold, in place, as far as they can be written to.
+    """Update a nested value in place to the content of another one, preserving the identity of mutable containers.
 
     Args:
-        value: Keeps its containers, which code elsewhere may refer to.
-        other: What it becomes equal to.
+        value: The value to update; other code may hold references to its containers.
+        other: The value to copy the content from.
 
     Returns:
-        ``value``, or ``other`` where there is nothing to write to.
+        ``value``, or ``other`` if the types differ or ``value`` cannot be updated in place.
     """
     if value is other or type(value) is not type(other):
         return other

@@ -1,8 +1,8 @@
-"""The module called where no schedule runs: outside of steps, and in steps that cannot be cut into stages.
+"""Module calls without a schedule: outside of steps, and in steps that cannot be cut into stages.
 
-No rank has all parameters then. Every rank runs the user's code, and each unit is run by the rank that holds it, which
-tells the others what came out (owner computes). So control flow is free, and every rank has the answer; it costs a
-broadcast a unit, and every rank has to make the same calls. Gradients flow through, see :mod:`.owner_regions`.
+No rank holds all parameters. Every rank runs the user's code, and each unit is run by the rank that holds it, which
+broadcasts the result (owner computes). Control flow is unrestricted, and every rank gets the result; the cost is one
+broadcast per unit call, and every rank has to make the same calls. For gradients, see :mod:`.owner_regions`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ _TIMEOUT = re.compile("timeout|timed out|connection|closed", re.IGNORECASE)
 
 
 class OutOfScheduleForward:
-    """Answers calls of a module whose parameters lie on several ranks. From :meth:`install` until :meth:`remove`.
+    """Replacement ``forward``s for a module whose parameters are distributed over ranks.
+
+    Active from :meth:`install` until :meth:`remove`.
 
     Args:
-        placement: Who holds what.
+        placement: Placement of the parameters and units.
         device: Device of this rank's tensors.
-        group: A process group of the pipeline's ranks used for calls outside of steps alone, so that a rank that calls
-            alone waits for the others no longer than the group's timeout, and cannot meet them in something else.
-        step_group: The group for calls in steps, which all ranks run.
-        whole: Makes of what a unit returned tensors that another rank can take over as they are.
+        group: A process group of the pipeline's ranks, used only for calls outside of steps: a call that other ranks
+            do not make ends with the group's timeout, and cannot match another collective.
+        step_group: Process group for calls in steps, which all ranks run; ``group`` by default.
+        whole: Converts a unit's result to tensors that another rank can use unchanged.
     """
 
     def __init__(
@@ -70,14 +72,14 @@ class OutOfScheduleForward:
             found += [place for a in call.output.side if (place := (a.module, a.name)) not in found]
 
     def install(self) -> None:
-        """Answer calls from now on. Not collective."""
+        """Replace the ``forward`` of the root and of all units. Not collective."""
         root = self.placement.module
         for name in self.placement.plan.trace.unit_names:
             self._patch(root.get_submodule(name), name)
         self._patch(root, None)
 
     def remove(self) -> None:
-        """Leave the module as it was. Not collective."""
+        """Restore the module's own parameters and ``forward``s. Not collective."""
         self._give_back()
         for module in self._patched:
             answer = module.__dict__.pop("forward")
@@ -87,7 +89,7 @@ class OutOfScheduleForward:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, calls go straight to the module: a step runs."""
+        """Pass calls inside straight to the module, while a step runs as stages."""
         before, self._inside = self._inside, True
         self._give_back()
         try:
@@ -97,17 +99,17 @@ class OutOfScheduleForward:
 
     @contextmanager
     def for_a_step(self, replay: StageReplay) -> Iterator[None]:
-        """Inside, a whole step runs: parameters of other ranks pretend to live on this rank's device.
+        """Run a whole step inside, with stubs on this rank's device for parameters of other ranks.
 
         Collective over the pipeline.
 
         Args:
-            replay: Of the pipeline's stages.
+            replay: Replay of the pipeline's stages, which provides the stubs.
         """
         before, self._channel = self._channel, self._in_steps
         try:
             if not self._inside:
-                # Since the last step optimizers may have stepped.
+                # Drop borrowed values: optimizers may have stepped since the last step.
                 self._give_back()
             own = self._tables()
             if not self._inside:
@@ -120,7 +122,7 @@ class OutOfScheduleForward:
 
     @contextmanager
     def own_parameters(self) -> Iterator[None]:
-        """In a step, the module has the parameters inside that it has outside of steps. Not collective."""
+        """Show the module's parameters as outside of steps, inside :meth:`for_a_step`. Not collective."""
         shown = [(table, dict(table)) for table, _ in self._own]
         for table, own in self._own:
             table.update(own)
@@ -131,12 +133,12 @@ class OutOfScheduleForward:
                 table.update(others)
 
     def renew(self) -> None:
-        """An optimizer has stepped: if that was inside of a step, fetch again what free code reads. Collective then."""
+        """Fetch borrowed parameters again after an optimizer step inside of a step. Collective in that case."""
         if self._has_borrowed and self._channel is self._in_steps:
             self._fetch()
 
     def call(self, name: str | None, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one unit, or the root (None), for all ranks. Collective over the pipeline, outside of steps."""
+        """Run one unit, or the root (None), for all ranks. Collective over the pipeline unless suspended."""
         if self._inside:
             return forward(*args, **kwargs)
         self._borrow()
@@ -172,7 +174,7 @@ class OutOfScheduleForward:
             for index, tensor in zip(wanted, inside, strict=True):
                 inner[index] = tensor
             if name in self.placement.plan.trace.writers:
-                # What it writes may be kept for backward, and what stands outside is written to once more.
+                # Autograd may save what the unit writes to, and :meth:`_take` writes to the caller's tensors again.
                 inner = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in inner]
             if any(a is not b for a, b in zip(inner, outer, strict=True)):
                 given = replace_leaves(arguments, inner)
@@ -186,7 +188,7 @@ class OutOfScheduleForward:
         return self._take(name, message, outputs, arguments, outer)
 
     def _run(self, name: str, forward: Callable[..., Any], given: Any, inner: list[Any]) -> _Done:
-        """The unit's own forward, on its owner."""
+        """Run the unit's own forward on its owner, and pack its result and side effects."""
         versions = [_version(leaf) for leaf in inner]
         random_before = random_state(self.device)
         result = self.whole(forward(*given[0], **given[1]))
@@ -200,7 +202,7 @@ class OutOfScheduleForward:
         side = [(place, attribute_of(unit, *place)) for place in self._side.get(name, ())]
         done.message = _Message(
             result=done.packed(result, index_of),
-            # A cache of keys and values, say: the others' are given what is new in it.
+            # Containers changed in place, for instance a key-value cache, are updated on the other ranks as well.
             arguments=done.packed(given, index_of) if is_changed else None,
             side=[(place, done.packed(value, index_of)) for place, value in side],
             written=[(index, done.add(inner[index])) for index in written],
@@ -209,7 +211,7 @@ class OutOfScheduleForward:
         return done
 
     def _take(self, name: str, message: _Message, outputs: Sequence[Tensor], arguments: Any, outer: list[Any]) -> Any:
-        """What the unit did, done on this rank: the same on all."""
+        """Apply the unit's side effects on this rank, and return its result."""
         for index, position in message.written:
             outer[index].copy_(outputs[position])
         if message.arguments is not None:
@@ -224,7 +226,7 @@ class OutOfScheduleForward:
     # --- parameters that free code reads ------------------------------------------------------------------------
 
     def _borrow(self) -> None:
-        """Fetch parameters that free code reads; they are small, and given back when the next step begins."""
+        """Fetch the parameters that free code reads; they are small, and released when the next step begins."""
         if self._has_borrowed:
             return
         self._has_borrowed = True
@@ -259,7 +261,7 @@ class OutOfScheduleForward:
         self._swap(borrowed)
 
     def _tables(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Every module's parameters, and a copy."""
+        """Return every module's dict of parameters, with a copy of it."""
         return [(own_parameters(module), dict(own_parameters(module))) for module in self.placement.module.modules()]
 
     def _swap(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -272,34 +274,34 @@ class OutOfScheduleForward:
 
     def _patch(self, module: nn.Module, name: str | None) -> None:
         answer = _Answer(self, name, module)
-        # On the instance, past nn.Module.__setattr__: the class and the state dict stay as they are.
+        # Set on the instance, bypassing nn.Module.__setattr__: the class and the state dict do not change.
         module.__dict__["forward"] = answer
         self._patched.append(module)
 
 
 @dataclass(frozen=True)
 class _Given:
-    """In place of one of the call's own arguments."""
+    """Placeholder in a packed value for one of the call's own argument leaves."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _Made:
-    """In place of a tensor that the call has made."""
+    """Placeholder in a packed value for a tensor among the call's broadcast outputs."""
 
     position: int
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """A nested value without its tensors."""
+    """A nested value with placeholders for its tensors and for the call's arguments."""
 
     spec: Spec
     leaves: list[Any]
 
     def unpacked(self, arguments: Sequence[Any], outputs: Sequence[Tensor]) -> Any:
-        """The value around this rank's arguments and the tensors that came."""
+        """Rebuild the value from this rank's arguments and the received tensors."""
         places: dict[type, Callable[[Any], Any]] = {
             _Given: lambda leaf: arguments[leaf.index],
             _Made: lambda leaf: outputs[leaf.position],
@@ -309,14 +311,14 @@ class _Packed:
 
 @dataclass(frozen=True)
 class _Message:
-    """What a unit's owner tells the other ranks of a call.
+    """Result and side effects of a unit's call, broadcast by its owner.
 
     Attributes:
-        result: What it returned.
-        arguments: What has become of containers among its arguments; None if nothing has.
-        side: What it has left in attributes of the unit, by module and name.
-        written: Arguments that it has written to, by index, and the tensors that say what.
-        random: States of the random number generators behind it, if it has drawn from them.
+        result: The return value.
+        arguments: The arguments after the call; None if their containers are unchanged.
+        side: Values that the call left in attributes of the unit, by (module, attribute).
+        written: Arguments that the call wrote to in place: (index of the argument, position of its new value).
+        random: States of the random number generators after the call; None if it drew no random numbers.
     """
 
     result: _Packed
@@ -327,19 +329,19 @@ class _Message:
 
 
 class _Done:
-    """A call's message and the tensors that go with it."""
+    """A call's message and the tensors that are broadcast with it."""
 
     def __init__(self) -> None:
         self.message: Any = None
         self.outputs: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> int:
-        """The position of one more tensor."""
+        """Add a tensor to the outputs and return its position."""
         self.outputs.append(tensor)
         return len(self.outputs) - 1
 
     def packed(self, value: Any, index_of: dict[int, int]) -> _Packed:
-        """A value with its tensors among the outputs, and the call's arguments by their index."""
+        """Pack a value: tensors are added to the outputs, the call's arguments are referred to by index."""
         leaves, spec = flatten(value)
         return _Packed(spec, [self._packed_leaf(leaf, index_of) for leaf in leaves])
 
@@ -362,7 +364,7 @@ def _version(leaf: Any) -> int:
 
 
 class _Answer:
-    """Stands in for a module's ``forward``. A copy of the module, or a pickled one, gets the plain one back."""
+    """Replacement for a module's ``forward``; a copied or unpickled module gets its class's ``forward`` back."""
 
     def __init__(self, calls: OutOfScheduleForward, name: str | None, module: nn.Module) -> None:
         self.calls = calls

@@ -1,4 +1,4 @@
-"""Which rank holds and runs each unit where no fixed stages exist: every call of a unit is run by its owner."""
+"""Placement of units on ranks for steps without fixed stages: every call of a unit is run by the rank that owns it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lightning_pardist.engines.pipeline.stage_plan import PipelinePlan, cut_unit
 
 
 def plan_owners(records: Sequence[StepRecord], num_ranks: int, *, split: Sequence[str] | None = None) -> PipelinePlan:
-    """Distribute units over ranks, in the order in which they are first called, by the cost of all their calls.
+    """Distribute units over ranks, in the order of their first call, balanced by the cost of all their calls.
 
-    Units that share parameters go to one rank, so that every parameter has one holder. Not collective.
+    Units that share parameters are placed on one rank, so that every parameter has one holder. Not collective.
 
     Args:
-        records: Recorded runs of the module's steps; the first one's units and costs count, and what free code reads in
-            any of them.
-        num_ranks: How many there are.
-        split: Names of the modules that begin ranks 1, 2, ...; by cost if None.
+        records: Recorded runs of the module's steps; units and costs are taken from the first one, parameters read by
+            free code and units that write to their arguments from all of them.
+        num_ranks: Number of ranks.
+        split: Names of the modules that begin ranks 1, 2, ...; None balances by cost.
 
     Returns:
-        A plan whose recorded run calls every unit once, with ``by_owner`` set.
+        A plan whose recorded run has one call per unit, with ``by_owner`` set.
 
     Raises:
         CannotPipelineError: If there are fewer units, or groups of tied ones, than ranks.
@@ -63,7 +63,7 @@ def plan_owners(records: Sequence[StepRecord], num_ranks: int, *, split: Sequenc
 
 
 def _groups(record: StepRecord) -> list[list[str]]:
-    """Units that share parameters together, in order of their first call; those never called beside their neighbour."""
+    """Group units that share parameters, in order of their first call; an uncalled unit joins its neighbour's group."""
     called = list(dict.fromkeys(call.unit for call in record.calls))
     leader = {unit: unit for unit in record.unit_names}
 
@@ -88,7 +88,7 @@ def _groups(record: StepRecord) -> list[list[str]]:
 
 
 def _call_of(unit: str, records: Sequence[StepRecord]) -> UnitCall:
-    """All calls of a unit as one."""
+    """Combine all calls of a unit into one."""
     first = records[0]
     own = [call for call in first.calls if call.unit == unit]
     side: list[Attribute] = []

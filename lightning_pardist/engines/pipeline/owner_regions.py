@@ -1,11 +1,11 @@
-"""Regions of an autograd graph that one rank computes for all: outputs are broadcast behind them, gradients before.
+"""Autograd regions that one rank computes for all: the outputs are broadcast in forward, input gradients in backward.
 
-[Note: one graph on every rank] All ranks run the same code; only the inside of a region differs. A region is entered by
-one autograd node and left by another, on every rank, and a token ties the two together, so that a backward pass that
-comes by the exit comes by the entry, whatever the owner computes in between. Autograd runs nodes that are ready in the
-reverse order of their creation, so that all ranks come by entries and exits in one order, and the broadcasts there need
-no other agreement. The backward of a region is a region again: gradients of gradients flow, and ``torch.autograd.grad``
-and ``retain_graph=True`` work as on one process.
+[Note: one graph on every rank] All ranks run the same code; only the inside of a region differs. On every rank, a
+region has an entry and an exit node in the autograd graph, connected by a token: a backward pass through the exit
+always reaches the entry, whatever the owner computes in between. Autograd runs ready nodes in reverse order of
+creation, so all ranks reach entries and exits in the same order, and their broadcasts match without further
+synchronisation. The backward of a region is a region again: double backward, ``torch.autograd.grad`` and
+``retain_graph=True`` work as on one process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lightning_pardist.collectives import as_bytes
 
 @dataclass(frozen=True)
 class RegionFailure:
-    """In place of a region's message: the owner raised.
+    """Message of a region in which the owner raised an exception.
 
     Attributes:
-        text: What it raised.
+        text: Description of the exception.
     """
 
     text: str
@@ -34,7 +34,7 @@ class RegionFailure:
 
 @dataclass(frozen=True)
 class _Described:
-    """What other ranks need to know of a tensor before its values come."""
+    """Metadata of a tensor, broadcast before its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,10 +42,10 @@ class _Described:
 
 
 class RegionChannel:
-    """Sends what one rank of a group has to all others.
+    """Broadcasts objects and tensors from one rank of a group to all others.
 
     Args:
-        group: Who takes part.
+        group: The process group.
         device: Device of this rank's tensors.
     """
 
@@ -56,15 +56,16 @@ class RegionChannel:
         self._wire = device if device.type in str(dist.get_backend_config(group)) else torch.device("cpu")
 
     def tell(self, owner: int, message: Any, tensors: Sequence[Tensor | None] = ()) -> tuple[Any, list[Tensor | None]]:
-        """The owner's message and tensors, on every rank. Collective over the group.
+        """Broadcast the owner's message and tensors. Collective over the group.
 
         Args:
-            owner: Rank in the group.
-            message: Any picklable object; only the owner's counts.
-            tensors: Only the owner's count; None stays None.
+            owner: Source rank in the group.
+            message: Any picklable object; used on the owner only.
+            tensors: Tensors; used on the owner only. None stays None.
 
         Returns:
-            The message, and the tensors: the owner's own, on other ranks new ones that require gradients where its do.
+            The owner's message, and its tensors: on the owner the given ones, on other ranks new ones with the same
+            ``requires_grad``.
         """
         described = [None if t is None else _Described(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
         box = [(message, described)]
@@ -89,8 +90,8 @@ class OwnerRegion:
     """One region, from :meth:`enter` to :meth:`leave`, both called by every rank of the channel.
 
     Args:
-        channel: To all ranks.
-        owner: The rank that computes what lies inside.
+        channel: Channel of the ranks that share the region.
+        owner: Rank that computes the inside of the region.
     """
 
     def __init__(self, channel: RegionChannel, owner: int) -> None:
@@ -99,13 +100,13 @@ class OwnerRegion:
         self.owner = owner
 
     def enter(self, inputs: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Begin. Not collective; its backward is.
+        """Enter the region. Not collective, but its backward is collective over the channel.
 
         Args:
-            inputs: Those that require gradients.
+            inputs: The inputs that require gradients.
 
         Returns:
-            The token for :meth:`leave`, and on the owner the inputs inside.
+            The token for :meth:`leave`, and on the owner the tensors to use inside in place of the inputs.
         """
         if not inputs:
             return torch.zeros((), device=self.channel.device, requires_grad=torch.is_grad_enabled()), ()
@@ -113,12 +114,12 @@ class OwnerRegion:
         return token, tuple(inside)
 
     def leave(self, token: Tensor, outputs: Sequence[Tensor], message: Any) -> tuple[Any, tuple[Tensor, ...]]:
-        """End. Collective over the channel.
+        """Leave the region: broadcast its outputs. Collective over the channel.
 
         Args:
             token: From :meth:`enter`.
-            outputs: The owner's, anything elsewhere.
-            message: The owner's; any picklable object.
+            outputs: Outputs of the region; used on the owner only.
+            message: Any picklable object; used on the owner only.
 
         Returns:
             The owner's message and outputs, on every rank.
@@ -146,7 +147,7 @@ class _Enter(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         token = torch.zeros((), device=region.channel.device)
         ctx.save_for_backward(token)
-        # Not the inputs themselves, of which autograd would make views that nobody may write to.
+        # Detached: for inputs returned as they are, autograd creates views that do not allow in-place writes.
         return (token, *(x.detach() for x in inputs)) if region.is_owner else (token,)
 
     @staticmethod
@@ -155,7 +156,7 @@ class _Enter(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return None, *region.channel.tell(region.owner, None, gradients)[1]
         (token,) = ctx.saved_tensors
-        # By the entry's own token as well: a second backward pass may come here again by what the owner has computed.
+        # The entry's own token connects double backward to the entry, also through what the owner has computed.
         of_token = torch.zeros((), device=region.channel.device) if of_token is None else of_token
         return None, *_Leave.apply(region, [None], 2, of_token, token, *gradients)
 

@@ -1,4 +1,4 @@
-"""``PipelineEngine``: an unmodified module and its step, run by several ranks as stages of a pipeline."""
+"""``PipelineEngine``: runs an unmodified module and its step over several ranks as stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -39,35 +39,36 @@ from lightning_pardist.engines.pipeline.steady_buffers import SteadyBuffers
 from lightning_pardist.engines.pipeline.step_record import find_loss
 
 Share = Literal["loss", "all"]
-#: Distance of the seeds of two steps, more than a step has micro-batches.
+#: Distance between the random seeds of two steps; larger than the number of micro-batches in a step.
 _SEEDS_A_STEP = 65_536
 
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """How a plan is run.
+    """Settings with which a pipeline plan is run.
 
     Attributes:
         schedule: ``"mp"``, ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"interleaved_zb"`` or ``"zbv"``.
-        num_microbatches: Micro-batches a training step; a batch with fewer samples makes fewer.
-        chunks_per_rank: Stages a rank.
-        loss_of: Finds the loss in what the step returns.
-        loss_weight: How the losses of micro-batches, and of other data ranks, make up the batch's.
-        forwards_first: Whether all forwards of a training step come before its backwards, whatever the schedule.
-        data_group: Gives the ranks with other samples and the same stages whose losses make up that of the next step;
-            None if there are none.
-        batch_rank: Index of this pipeline among those with other samples, which draw other random numbers. Ranks that
-            share each stage's layers among them have the same.
-        count: Micro-batches of a batch, in place of ``num_microbatches``.
-        agree: Given how many micro-batches this rank can make, how many all make that run a stage's layers together.
-        split: Cuts a batch into so many micro-batches at most.
-        share: What every rank learns of the step: the loss, or everything that the step returned.
-        parts: What tensors consist of that the ranks of a stage have in parts.
-        agree_on_counts: Combines what ranks that share a micro-batch have each seen of what its loss counts. Collective
-            over these.
-        timeout_s: Longest wait for one message, in seconds.
-        steady_buffers: Names of buffers that change once a step, whatever the number of micro-batches.
-        record_times: Whether to keep the times of all computations.
+        num_microbatches: Micro-batches per training step; fewer for a batch with fewer samples.
+        chunks_per_rank: Stages per rank.
+        loss_of: Returns the loss in the step's result.
+        loss_weight: How the losses of micro-batches and of data-parallel ranks are weighted in the batch's loss.
+        forwards_first: Whether to run all forwards of a training step before its backwards, whatever the schedule.
+        data_group: Returns the process group of the next step's data-parallel ranks with the same stages, whose losses
+            are combined; None if there are none.
+        batch_rank: Index of this pipeline among the data-parallel ones, which draw different random numbers. Equal on
+            ranks that share the layers of a stage.
+        count: Returns the number of micro-batches for a batch, in place of ``num_microbatches``.
+        agree: Synchronises the number of micro-batches over ranks that share a stage's layers, given this rank's
+            maximum.
+        split: Cuts a batch into at most the given number of micro-batches.
+        share: What is broadcast to every rank after a step: the loss, or the step's results as well.
+        parts: Conversion of split tensors to and from this rank's part, if ranks share the layers of a stage.
+        agree_on_counts: Combines the loss's counts over ranks that share a micro-batch and see a part of it each.
+            Collective over these ranks.
+        timeout_s: Maximum wait for one message, in seconds.
+        steady_buffers: Names of buffers that are updated once per step, whatever the number of micro-batches.
+        record_times: Whether to record the times of all computations.
     """
 
     schedule: str = "1f1b"
@@ -91,17 +92,17 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to, the same on every rank of the pipeline.
+    """Result of a step, the same on every rank of the pipeline.
 
     Attributes:
         loss: The batch's loss, detached; None if the training step returned none, which adds nothing to gradients.
-        losses: Those of the micro-batches.
-        weights: What weighs the micro-batches' losses.
-        sizes: Samples in the micro-batches.
-        results: What the step returned for each micro-batch, detached: everywhere with ``share="all"``, otherwise on
-            the last stage's rank.
+        losses: Losses of the micro-batches.
+        weights: Weights of the micro-batches' losses.
+        sizes: Number of samples of each micro-batch.
+        results: The step's result for each micro-batch, detached: on every rank with ``share="all"``, otherwise on the
+            last stage's rank only.
         timeline: Times of all ranks' computations, with ``record_times``.
-        is_sum: Whether the micro-batches' losses add up to that of the batch.
+        is_sum: Whether the batch's loss is the sum of the micro-batches' losses.
     """
 
     loss: torch.Tensor | None
@@ -115,7 +116,7 @@ class StepResult:
 
 @dataclass
 class _Program:
-    """One kind of step (training, validation): its plan, ready to run."""
+    """Replay, messages and cached schedules for one plan (training or validation)."""
 
     replay: StageReplay
     wire: StageP2P
@@ -125,20 +126,21 @@ class _Program:
 class PipelineEngine:
     """Runs training and evaluation steps of one module over the ranks of one pipeline.
 
-    Life cycle: ``trace`` and ``plan`` (the same on every rank) before anything is freed; the engine; ``free()``, then
-    optimizers; ``train_step`` and ``eval_steps``. ``.grad`` of the local parameters is complete after
-    ``train_step``: summed over micro-batches, and over ranks for tied parameters. It is added to what was there before.
+    Life cycle: the recorded run and the plan (the same on every rank) are made before any parameter is freed; then the
+    engine is constructed, ``free()`` is called, and optimizers are made; then ``train_step`` and ``eval_steps``. After
+    ``train_step``, ``.grad`` of the local parameters is complete: summed over micro-batches, and over ranks for tied
+    parameters. It is added to existing gradients.
 
     Args:
         module: The root module.
-        plan: The plan for the training step, of ``ranks x chunks_per_rank`` stages.
+        plan: The plan for the training step, with ``ranks x chunks_per_rank`` stages.
         group: The pipeline's process group; None for the default group.
-        options: How to run it.
-        device: Device of this rank's tensors.
+        options: Settings with which to run the plan.
+        device: Device of this rank's tensors; None for the CPU.
 
     Attributes:
-        record_times: Whether steps keep their times; may be set between steps, on all ranks alike.
-        forwards_first: As set, and from the first loss on that turns out to need it.
+        record_times: Whether to record times; may be set between steps, to the same value on all ranks.
+        forwards_first: As in the options; set to True after the first step whose losses have several counts.
         losses_alike: Whether the losses of all micro-batches so far consisted of the same terms.
 
     Raises:
@@ -186,7 +188,7 @@ class PipelineEngine:
 
     @property
     def position(self) -> int:
-        """Where the random numbers of the next step start; equal on all ranks. Set it to go on as another run did."""
+        """Position in the sequence of random seeds, equal on all ranks; set it to continue another run's sequence."""
         return self._seed + self._steps
 
     @position.setter
@@ -195,24 +197,24 @@ class PipelineEngine:
 
     @property
     def replay(self) -> StageReplay:
-        """What runs the stages of the plan that placed the parameters."""
+        """The replay of the training plan, which determined the placement of the parameters."""
         return self._train.replay
 
     @property
     def microbatch_index(self) -> int:
-        """Which of the batch's micro-batches the step is being run on."""
+        """Index of the micro-batch on which the step is running."""
         return self._running.microbatch_index
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of the micro-batches that are being run."""
+        """Number of samples of each micro-batch of the current step."""
         return self._sizes
 
     def free(self, replaced: dict[nn.Parameter, nn.Parameter] | None = None) -> int:
-        """Free the parameters of other ranks' stages; the bytes freed. Not collective.
+        """Free the parameters of other ranks' stages, and return the bytes freed. Not collective.
 
         Args:
-            replaced: Receives each freed parameter and its stand-in.
+            replaced: Filled with each freed parameter and its placeholder.
         """
         return self.placement.free(replaced)
 
@@ -225,18 +227,18 @@ class PipelineEngine:
         turns: MicrobatchContext | None = None,
         present: bool = True,
     ) -> StepResult:
-        """Forward and backward of one batch. Collective over the pipeline, and its last stage's data group.
+        """Run forward and backward of one batch. Collective over the pipeline, and its last stage's data group.
 
         Args:
             step: The user's step; called with a micro-batch, for every stage of this rank.
             batch: The whole batch, the same on every rank of the pipeline.
             scale: Factor on the gradients: ``1 / accumulate``, or a loss scale for fp16.
-            turns: Told whose forward or backward runs; completes the gradients of all in the end.
+            turns: Micro-batch context of the data engine, switched before each computation and finished at the end.
             present: Whether the batch counts; if not, it adds zeros.
 
         Raises:
-            CannotPipelineError: If the step does not do what the recorded run did.
-            PipelineTimeoutError: If a message does not come in time.
+            CannotPipelineError: If the step deviates from the recorded run.
+            PipelineTimeoutError: If a message times out.
         """
         options = self.options
         parts = options.split(batch, options.num_microbatches if options.count is None else options.count(batch))
@@ -245,7 +247,7 @@ class PipelineEngine:
         if lists.num_microbatches != len(parts):
             parts = options.split(batch, lists.num_microbatches)
             lists = self._training_lists(len(parts))
-        # Earlier steps' gradients are complete.
+        # Set accumulated gradients aside: they are complete, and must not be reduced or scaled again.
         earlier = self.placement.take_gradients()
         self._losses.begin(parts, scale=scale, present=present)
         with self._steady.step():
@@ -260,22 +262,22 @@ class PipelineEngine:
     def eval_steps(
         self, step: Callable[[Any], Any], batches: Sequence[Any], *, plan: PipelinePlan | None = None
     ) -> StepResult:
-        """Forward of several batches, one behind the other through the stages, without gradients.
+        """Run forward of several batches without gradients, pipelined over the stages. Collective over the pipeline.
 
-        Each batch goes whole: there is no backward to overlap with, and what a step computes of a batch is what one
-        process computes. Collective over the pipeline.
+        Batches are not cut into micro-batches, so that the step computes the same as on one process; the stages overlap
+        by processing different batches.
 
         Args:
-            step: The user's step; :attr:`microbatch_index` says which of the batches it is given.
-            batches: The same on every rank of the pipeline.
-            plan: ``self.plan.adapt(trace)`` of this step, if it is another than the training step.
+            step: The user's step; :attr:`microbatch_index` is the index of the batch that it is called with.
+            batches: The batches, the same on every rank of the pipeline.
+            plan: ``self.plan.adapt(trace)`` for this step; None for the training step's plan.
 
         Returns:
             A result for each batch, and no loss.
 
         Raises:
-            CannotPipelineError: If the step does not do what the recorded run did.
-            PipelineTimeoutError: If a message does not come in time.
+            CannotPipelineError: If the step deviates from the recorded run.
+            PipelineTimeoutError: If a message times out.
         """
         program, count = self._eval_program(plan or self.plan), len(batches)
         if (count, False) not in program.lists:
@@ -295,7 +297,7 @@ class PipelineEngine:
         turns: MicrobatchContext | None = None,
     ) -> Finished:
         grad = losses is not None
-        # A training step is one, however many micro-batches it makes; of batches in flight each is one.
+        # Seeds advance by one per training step, whatever its number of micro-batches, and by one per evaluation batch.
         first = (self.position + 1) * _SEEDS_A_STEP
         seeds = [first + index * (1 if grad else _SEEDS_A_STEP) for index in range(len(parts))]
         self._steps += 1 if grad else len(parts)
@@ -311,7 +313,7 @@ class PipelineEngine:
             return runtime.run(work)
 
     def _mode(self, grad: bool) -> Hashable:
-        """What shapes and gradients depend on beside the batch; the user's code keeps it alike on all ranks."""
+        """Return a key of the module state that determines shapes and gradients; user code keeps it equal on ranks."""
         trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
         return grad, self.module.training, hash(trained)
 
@@ -326,7 +328,7 @@ class PipelineEngine:
         return self._train.lists[key]
 
     def _program(self, plan: PipelinePlan) -> _Program:
-        # Where messages have no tags: anything but gloo, which sends from host memory.
+        # Backends other than gloo, which sends from host memory, do not support message tags.
         trust = wire_device(self.group or world_group(), self.device).type != "cpu"
         return _Program(
             StageReplay(self.module, plan, self.device, parts=self.options.parts),
@@ -369,7 +371,7 @@ class PipelineEngine:
         if self.num_ranks == 1:
             return value
         leaves, spec = flatten(value) if self.rank == rank else ([], None)
-        # Of a device: it may have another number there.
+        # Tensors are sent from the CPU: the device index may differ on the receiver.
         moved = [isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in leaves]
         box = [([leaf.cpu() if away else leaf for leaf, away in zip(leaves, moved, strict=True)], moved, spec)]
         source = rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -395,7 +397,7 @@ class PipelineEngine:
 
 
 def _plain(result: Any) -> Any:
-    """A result without graph, and without what only other stages know or what cannot travel."""
+    """Detach a result's tensors, and replace stubs and values that cannot be pickled by None."""
 
     def leaf(item: Any) -> Any:
         if isinstance(item, torch.Tensor):

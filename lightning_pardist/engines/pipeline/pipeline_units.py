@@ -1,8 +1,8 @@
-"""Which modules a pipeline may be cut between.
+"""Selection of units, the modules between which a pipeline may be cut.
 
-A *unit* is a module that holds parameters and is run whole by one stage. Its grain is the item of a ``ModuleList`` or
-``Sequential`` (a transformer block, a residual block) and, outside of such lists, the single layer. Everything that is
-no unit (the root, containers, dropout, the loss) is *free* code, which every stage that passes it runs again.
+A *unit* is a module with parameters that one stage runs as a whole. By default it is an item of a ``ModuleList``,
+``ModuleDict`` or ``Sequential`` (a transformer block, a residual block) or, outside of these, a single layer.
+Everything else (the root, containers, dropout, the loss) is *free* code, which every stage that reaches it runs again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn.utils import parametrize
 
 @dataclass(frozen=True)
 class Grain:
-    """What a recorded run has taught about the units beyond the rule above.
+    """Granularity of units: corrections to the default rule, found from recorded runs or set by the user.
 
     Attributes:
-        whole: Names of modules to take as one unit although the rule would look inside.
-        opened: Names of modules to look inside although the rule would take them whole.
-        shut: Names of modules that are never looked into.
+        whole: Names of modules to take as one unit although the rule would split them.
+        opened: Names of modules to split although the rule would take them as one unit.
+        shut: Names of modules that are never split.
     """
 
     whole: frozenset[str] = field(default_factory=frozenset)
@@ -30,21 +30,21 @@ class Grain:
 
     @classmethod
     def around(cls, names: Iterable[str]) -> Grain:
-        """The rule, and some modules that are taken whole whatever a run teaches."""
+        """Return the default rule with some modules that are always one unit, whatever recorded runs show."""
         shut = frozenset(names)
         return cls(whole=shut, shut=shut)
 
     def take_whole(self, name: str) -> Grain:
-        """A grain with one more module taken whole."""
+        """Return a grain with one more module as a single unit."""
         return replace(self, whole=self.whole | {name})
 
     def open(self, name: str) -> Grain:
-        """A grain with one more module looked into."""
+        """Return a grain with one more module split into smaller units."""
         return replace(self, opened=self.opened | {name})
 
 
 def find_pipeline_units(root: nn.Module, grain: Grain = Grain()) -> dict[str, nn.Module]:
-    """The units of a module by name, in order of registration. No unit lies inside another; none is listed twice.
+    """Return the units of a module by name, in order of registration, without nested units or duplicates.
 
     Args:
         root: The module to split. It is never a unit itself.
@@ -69,7 +69,7 @@ def find_pipeline_units(root: nn.Module, grain: Grain = Grain()) -> dict[str, nn
 
 
 def can_open(module: nn.Module) -> bool:
-    """Whether a unit has smaller units inside."""
+    """Return whether a unit contains smaller units."""
     return any(_has_parameters(child) for child in module.children()) and not parametrize.is_parametrized(module)
 
 
@@ -85,7 +85,7 @@ def _is_unit(module: nn.Module, name: str, is_item: bool, grain: Grain) -> bool:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module only keeps or chains its children."""
+    """Return whether a module only stores or chains its children."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return True
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward

@@ -1,4 +1,4 @@
-"""Which rank holds which parameter: freeing, tied gradients, and state dicts by the module's own names."""
+"""Placement of parameters on pipeline ranks: freeing, reduction of tied gradients, and loading of state dicts."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Placement:
         self._remembered: dict[str, nn.Parameter] | None = None
 
     def remember(self) -> None:
-        """Take the parameters that the module has now for its own until :meth:`restore`. Not collective.
+        """Use the module's current parameters in all later calls until :meth:`restore`. Not collective.
 
-        A data axis that shards them puts others in their places for the time of a step.
+        A data axis that shards parameters replaces them in the module during a step.
         """
         self._remembered = dict(self.module.named_parameters())
 
@@ -63,14 +63,14 @@ class Placement:
         return dict(self.module.named_parameters()) if self._remembered is None else self._remembered
 
     def owner_of(self, name: str) -> int:
-        """The rank that answers for a parameter or buffer: its lowest holder.
+        """Return the owner of a parameter or buffer: the lowest rank that holds it.
 
         Args:
             name: Any name of it, as in the module's own ``state_dict``.
 
         Returns:
-            A rank of the pipeline. Buffers outside of units live on every rank; rank 0 answers for them. For a buffer
-            that the module has registered since, every rank that has it.
+            A rank of the pipeline. Buffers outside of units exist on every rank and are owned by rank 0. A buffer that
+            was registered after planning is owned by every rank that has it: this rank is returned.
         """
         first = self._first_name.get(name)
         if first is not None:
@@ -78,35 +78,36 @@ class Placement:
         return self.rank if self._came_later(name) else self.unit_owner_of(name)
 
     def unit_owner_of(self, name: str) -> int:
-        """The rank that runs the unit in which something is, by the name of that; 0 outside of units."""
+        """Return the owner of the unit that contains a parameter or buffer, given its name; 0 outside of units."""
         unit = self._unit_of(name)
         return 0 if unit is None else self.unit_owner(unit)
 
     def unit_owner(self, name: str) -> int:
-        """The rank that answers for a unit: the lowest one that runs it."""
+        """Return the owner of a unit: the lowest rank that runs it."""
         return min(self.stage_ranks[stage] for stage in self.plan.unit_stages[name])
 
     def is_local(self, name: str) -> bool:
-        """Whether this rank holds a parameter."""
+        """Return whether this rank holds a parameter."""
         return self.rank in self.holders[self._first_name[name]]
 
     def stage_parameters(self, stage_index: int) -> list[nn.Parameter]:
-        """The parameters that a stage of this rank computes with."""
+        """Return the parameters that a stage holds."""
         own = self._parameters()
         return [own[name] for name, stages in self.plan.parameter_stages.items() if stage_index in stages]
 
     def owned(self) -> list[nn.Parameter]:
-        """Parameters that this rank answers for: over all ranks, every parameter once."""
+        """Return the parameters that this rank owns; every parameter has exactly one owner."""
         own = self._parameters()
         return [own[name] for name, holders in self.holders.items() if holders[0] == self.rank]
 
     def free(self, replaced: dict[nn.Parameter, nn.Parameter] | None = None) -> int:
-        """Replace parameters of other ranks' stages by empty ones on the meta device, ties kept. Not collective.
+        """Replace parameters of other ranks' stages by placeholders on the meta device, keeping ties. Not collective.
 
-        Optimizers skip what has no gradient. Those made before hold the old parameters, see :func:`replace_in`.
+        Optimizers skip placeholders, which have no gradients. Optimizers made before this call still hold the old
+        parameters, see :func:`replace_in`.
 
         Args:
-            replaced: Receives each freed parameter and its stand-in.
+            replaced: Filled with each freed parameter and its placeholder.
 
         Returns:
             Bytes freed.
@@ -125,7 +126,7 @@ class Placement:
                     parameter.requires_grad,
                     what=f"{name!r}, which rank {self.owner_of(name)} of the pipeline holds",
                 )
-                # An optimizer is told by attributes which parameters are special, and tried alike on all ranks.
+                # Keep attributes and gradient hooks: optimizers select parameters by attributes, equally on all ranks.
                 take_place(empty[id(parameter)], parameter)
             owner, _, last = name.rpartition(".")
             own_parameters(self.module.get_submodule(owner))[last] = empty[id(parameter)]
@@ -133,12 +134,12 @@ class Placement:
 
     @torch.no_grad()
     def restore(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Make the module whole again on every rank: the opposite of :meth:`free`. Collective over the pipeline.
+        """Restore all parameters on every rank, the inverse of :meth:`free`. Collective over the pipeline.
 
-        Buffers that a stage has changed are brought to all ranks as well.
+        Buffers of units, which their stages may have changed, are broadcast as well.
 
         Returns:
-            Each stand-in and the parameter in its place.
+            Each placeholder and the parameter that replaces it.
         """
         self._remembered = None
         replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -159,7 +160,7 @@ class Placement:
                 owner, _, last = name.rpartition(".")
                 own_parameters(self.module.get_submodule(owner))[last] = replaced[parameter]
         for each in agree_on_buffers(self.module, group=self.group, source_of=self.unit_owner_of):
-            # Buffers of free code are the same on all ranks that have them.
+            # Buffers of free code are equal on all ranks: only those missing on some are broadcast.
             if self._unit_of(each.name) is not None or not each.is_everywhere:
                 self.broadcast(each.tensor, each.source)
         return replaced
@@ -168,8 +169,8 @@ class Placement:
         """Overwrite a tensor with the owner's. Collective over the pipeline.
 
         Args:
-            tensor: Same shape and dtype on every rank.
-            owner: A rank of the pipeline.
+            tensor: A tensor of the same shape and dtype on every rank.
+            owner: Source rank in the pipeline.
         """
         if tensor.numel() == 0:
             return
@@ -180,15 +181,15 @@ class Placement:
             data.copy_(packed)
 
     def tied(self) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
-        """Trainable parameters that several ranks hold, this rank among them: name, parameter, ranks."""
+        """Return trainable parameters held by this rank and by others, as (name, parameter, ranks)."""
         own = self._parameters()
         found = [(name, own[name], ranks) for name, ranks in self.holders.items() if len(ranks) > 1]
         return [item for item in found if self.rank in item[2] and item[1].requires_grad]
 
     def reduce_tied(self) -> None:
-        """Add the gradients of parameters that several ranks hold. Collective over the ranks that hold them.
+        """Sum the gradients of parameters that several ranks hold. Collective over the ranks that hold them.
 
-        Afterwards they are equal on all holders, and so are the parameters after the optimizers' steps.
+        Afterwards the gradients are equal on all holders, so that the parameters stay equal after optimizer steps.
         """
         buckets: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
         for _, parameter, ranks in self.tied():
@@ -197,7 +198,7 @@ class Placement:
             self._reduce_bucket(parameters, ranks)
 
     def _reduce_bucket(self, parameters: list[nn.Parameter], ranks: tuple[int, ...]) -> None:
-        # Split over tensor ranks, each adds up its parts with those of its own index.
+        # Parameters split over tensor ranks: each rank sums its local part with those of the same tensor index.
         parts = [own_part(p).detach() for p in parameters]
         grads = [None if p.grad is None else own_part(p.grad) for p in parameters]
         present = numbers_on(parts[0].device, [float(grad is not None) for grad in grads])
@@ -212,10 +213,10 @@ class Placement:
             parameter.grad = wrapped_like(total.view_as(part).clone(), parameter) if count else None
 
     def _add_over(self, flat: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-        """The sum over some of the ranks, the same bits on all of them.
+        """Return the sum over some of the ranks, bitwise equal on all of them.
 
-        Point to point, because a process group for each set of holders would have to be made by all ranks of the job in
-        one order, and every pipeline of a data-parallel job has its own.
+        Uses point-to-point messages: a process group for each set of holders would have to be created by all ranks of
+        the job in the same order, and every pipeline of a data-parallel job has its own sets.
         """
         if len(ranks) == dist.get_world_size(self.group):
             dist.all_reduce(flat, group=self.group)
@@ -235,10 +236,10 @@ class Placement:
         return flat
 
     def take_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Move all gradients away, so that zeroing does not reach them. Not collective.
+        """Take all gradients out of ``.grad``, which becomes None. Not collective.
 
         Returns:
-            For :meth:`add_gradients`.
+            Parameters and their gradients, for :meth:`add_gradients`.
         """
         taken = []
         for parameter in self._parameters().values():
@@ -249,10 +250,10 @@ class Placement:
 
     @staticmethod
     def add_gradients(taken: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Add gradients that were taken away to what is there now. Not collective.
+        """Add gradients from :meth:`take_gradients` to the current ones. Not collective.
 
         Args:
-            taken: From :meth:`take_gradients`.
+            taken: The result of :meth:`take_gradients`.
         """
         for parameter, gradient in taken:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -265,10 +266,10 @@ class Placement:
                     parameter.grad.mul_(factor)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Load a whole state dict by plain names; every rank takes its share. Not collective.
+        """Load this rank's part of a full state dict with the module's own names. Not collective.
 
         Args:
-            state: The module's own state dict, may be memory-mapped.
+            state: The module's full state dict, may be memory-mapped.
             strict: Whether names must match.
 
         Raises:
@@ -297,15 +298,15 @@ class Placement:
 
 
 def replace_in(optimizers: Iterable[torch.optim.Optimizer], replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Let optimizers hold other parameters in the old ones' places; state of the old ones is dropped. Not collective.
+    """Replace parameters in optimizers, and drop the optimizer state of the old ones. Not collective.
 
     Args:
-        optimizers: Any.
+        optimizers: The optimizers.
         replaced: From :meth:`Placement.free` or :meth:`Placement.restore`.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # In the very list: LBFGS holds on to it.
+            # In place: LBFGS keeps a reference to the list.
             group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
         for parameter in replaced:
             optimizer.state.pop(parameter, None)

@@ -1,4 +1,4 @@
-"""What a recorded run leaves behind: plain data, to be planned with, sent to other ranks and printed."""
+"""Data classes of a recorded run: plain data that is planned with, sent to other ranks and printed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_pardist.engines.pipeline.nested import Spec
 
 
 class Value(NamedTuple):
-    """One output of one call of a unit: the thing that is sent between stages.
+    """One output of one call of a unit, the item that is sent between stages.
 
     Attributes:
         call: Index of the call in the run.
-        leaf: Index of the leaf in the flattened output, side outputs behind.
+        leaf: Index of the leaf in the flattened output, followed by the side outputs.
     """
 
     call: int
@@ -23,18 +23,18 @@ class Value(NamedTuple):
 
 
 class Escape(NamedTuple):
-    """Something a call made or changed that is not among its outputs; its readers must share the call's stage."""
+    """A value that a call made or changed and that is not among its outputs; readers must be in the call's stage."""
 
     call: int
 
 
-#: What a value can depend on: outputs of calls, escapes, and parameters by name.
+#: Dependency of a value: an output of a call, an escape, or a parameter by name.
 Source = Value | Escape | str
 
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """A tensor among a call's outputs.
+    """Metadata of a tensor among a call's outputs.
 
     Attributes:
         shape: Its shape for the recorded micro-batch.
@@ -42,8 +42,9 @@ class TensorLeaf:
         dtype: Its dtype.
         device_type: ``"cpu"``, ``"cuda"``.
         requires_grad: Whether gradients flow back through it.
-        split: How ranks of one stage have it in parts, in the words of who split it; None where each has all of it.
-        of_batch: Whether it was computed from the batch, or may hold something for each sample.
+        split: How the tensor is split over the ranks of a stage, as returned by :class:`~.replay.TensorParts`; None if
+            each rank has the whole tensor.
+        of_batch: Whether it was computed from the batch, or may hold a value per sample.
     """
 
     shape: tuple[int, ...]
@@ -56,17 +57,17 @@ class TensorLeaf:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorLeaf:
-        """Describe a tensor."""
+        """Return the metadata of a tensor."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type, tensor.requires_grad)
 
     def split_by(self, split: Any) -> TensorLeaf:
-        """The same tensor of which each rank of a stage has a part, which says nothing of the strides of the whole."""
+        """Return the metadata of the tensor split over a stage's ranks, with contiguous strides for the whole."""
         whole = torch.empty(self.shape, device="meta")
         return replace(self, stride=tuple(whole.stride()), split=split)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the wire."""
+        """Size of the tensor as a message, in bytes."""
         count = 1
         for size in self.shape:
             count *= size
@@ -75,7 +76,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True)
 class AliasLeaf:
-    """An output that is one of the call's inputs, handed through untouched.
+    """An output that is one of the call's inputs, unmodified.
 
     Attributes:
         index: Position among the flattened ``(args, kwargs)``.
@@ -86,7 +87,7 @@ class AliasLeaf:
 
 @dataclass(frozen=True)
 class ConstLeaf:
-    """An output that is no tensor.
+    """An output that is not a tensor.
 
     Attributes:
         value: The object itself.
@@ -100,13 +101,13 @@ Leaf = TensorLeaf | AliasLeaf | ConstLeaf
 
 @dataclass(frozen=True)
 class Attribute:
-    """A side output: what a call leaves in an attribute of the unit or of a module inside it.
+    """A side output: a value that a call stores in an attribute of the unit or of one of its submodules.
 
     Attributes:
         module: Name of the module, relative to the unit (``""``: the unit).
         name: Name of the attribute.
         spec: Structure of its value.
-        num_leaves: Leaves of that structure.
+        num_leaves: Number of leaves of that structure.
     """
 
     module: str
@@ -117,7 +118,7 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Output:
-    """What one call returned, in enough detail for a stub to return the like.
+    """Description of a call's outputs, from which a stub returns values of the same structure.
 
     Attributes:
         spec: Structure of the return value.
@@ -134,14 +135,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Read:
-    """Free code that looked at the value of a tensor (``.item()``, ``if``), and so cannot run on stubs.
+    """A read of a tensor's value by free code (``.item()``, ``if``), which cannot run on stubs.
 
     Attributes:
-        position: Number of calls made before.
-        needs: What the value depends on.
+        position: Number of unit calls before the read.
+        needs: Dependencies of the value.
         where: Source line of the user's code.
-        explicit: Whether the user's code itself gets a Python value, which may decide what it does next, rather than a
-            check inside of torch or a shape that depends on values.
+        explicit: Whether the user's code itself gets a Python value, which may affect control flow, rather than a check
+            inside torch or a data-dependent shape.
     """
 
     position: int
@@ -156,10 +157,10 @@ class UnitCall:
 
     Attributes:
         unit: Name of the unit.
-        output: What it returned.
-        needs: What it read: outputs of earlier calls, directly or through free operators, and parameters.
-        flops: Floating point operations of its forward.
-        free_flops: Those of the free code before it.
+        output: Description of its outputs.
+        needs: Its dependencies: outputs of earlier calls, directly or through free operators, and parameters.
+        flops: FLOPs of its forward.
+        free_flops: FLOPs of the free code before it.
     """
 
     unit: str
@@ -171,13 +172,13 @@ class UnitCall:
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter as the plan sees it.
+    """Metadata of a parameter for planning.
 
     Attributes:
-        names: All names, the first being the one of ``named_parameters``.
+        names: All its names, starting with that of ``named_parameters``.
         shape: Its shape.
-        num_bytes: Its size.
-        unit: The unit that owns it; None for one owned by free code.
+        num_bytes: Its size in bytes.
+        unit: The unit that owns it; None if no unit does.
     """
 
     names: tuple[str, ...]
@@ -192,23 +193,23 @@ class StepRecord:
 
     Attributes:
         calls: Calls of units, in order.
-        parameters: By first name.
-        result_needs: What the step's result depends on.
-        tail_flops: FLOPs of the free code behind the last call.
-        reads: Looks at values, in order.
-        mutated: Outputs that somebody overwrites in place later on.
+        parameters: Parameters by first name.
+        result_needs: Dependencies of the step's result.
+        tail_flops: FLOPs of the free code after the last call.
+        reads: Reads of tensor values by free code, in order.
+        mutated: Outputs that are overwritten in place later in the step.
         unit_names: All units, called or not, in order of registration.
-        dynamic: Whether a shape depended on values, so that shapes may change from one micro-batch to the next.
+        dynamic: Whether a shape depended on values, so that shapes may differ between micro-batches.
         grad_enabled: Whether the run recorded gradients.
-        loss: Value of the loss, as a check on the replay; None if the step gave none.
+        loss: Value of the loss; None if the step returned none, or one that is not a single number.
         free_parameters: Parameters that free code reads.
-        steady_buffers: Buffers of units that change by nothing in the batch's values, such as those of a power
+        steady_buffers: Buffers of units whose updates do not depend on the batch's values, such as those of a power
             iteration over weights.
-        sample_buffers: Buffers of units that change by the batch's values, such as code books that follow averages.
-            The statistics of normalization layers are not among them.
+        sample_buffers: Buffers of units whose updates depend on the batch's values, such as codebooks that follow
+            averages. Statistics of normalization layers are not included.
         writers: Units that write to their arguments in place.
-        differentiated: Parameters for whose gradients the step itself asks ``torch.autograd.grad``.
-        transformed: A unit that is called inside of a transform of ``torch.func``, if any is.
+        differentiated: Parameters that the step passes to ``torch.autograd.grad``.
+        transformed: A unit that is called inside a ``torch.func`` transform, if any is.
     """
 
     calls: tuple[UnitCall, ...]
@@ -229,5 +230,5 @@ class StepRecord:
     transformed: str | None = None
 
     def leaf(self, value: Value) -> Leaf:
-        """The recorded leaf of a value."""
+        """Return the recorded leaf of a value."""
         return self.calls[value.call].output.leaves[value.leaf]

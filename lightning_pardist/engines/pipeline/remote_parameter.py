@@ -1,9 +1,9 @@
-"""Stand-ins for parameters of other ranks' stages, which say so when somebody wants their values.
+"""Placeholders for parameters of other ranks' stages, which raise an error when their values are accessed.
 
-A tensor on ``meta`` is treacherous: written into an ordinary one it leaves that as it is, and an expression with it is
-again on ``meta``, without a word. User code outside of steps meets stand-ins (a teacher's weights averaged with a
-student's in a hook, say). What it may do with them is what comes to nothing on this rank and is done on the holder's:
-look at shapes, write to them, compute something that nobody asks for.
+A plain ``meta`` tensor fails silently: copying it into a real tensor does not change that, and an expression with it is
+again on ``meta``. User code outside of steps may use placeholders, for instance in a hook that averages a teacher's
+weights with a student's. Allowed is what has no effect on this rank and takes effect on the rank that holds the
+parameter: reading shapes, writing to the placeholder, and computing values that are not used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNKNOWN = "a parameter"
 
 
 class _Remote(Tensor):
-    """A tensor computed from stand-ins, marked with the parameter that it comes from, for messages."""
+    """A ``meta`` tensor computed from placeholders, labelled with the parameter that it comes from."""
 
     _pardist_what: str
 
@@ -49,21 +49,21 @@ class _Remote(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function, unless values would be needed.
+        """Run a function on ``meta`` tensors, unless it needs values.
 
         Raises:
-            CannotPipelineError: If values are asked for, or written to a tensor that this rank has.
+            CannotPipelineError: If it reads values, or writes to a tensor that is not on ``meta``.
         """
         kwargs = kwargs or {}
         with below_subclasses():
             if getattr(func, "__name__", "") == "__get__":
-                # Its shape, its gradient: most of what is asked, and no values.
+                # Attribute access (shape, gradient) is the most frequent case and reads no values.
                 return _marked(func(*args), getattr(args[0], "_pardist_what", _UNKNOWN))
             what = next((t._pardist_what for t in tensors_of((args, kwargs)) if hasattr(t, "_pardist_what")), _UNKNOWN)
             written = args[0] if args and _writes(func) else kwargs.get("out")
             if func in _VALUES or any(not tensor.is_meta for tensor in tensors_of(written)):
                 raise _wanted(what, func)
-            # Split parameters of this rank's own stages, which DTensor puts together with its like only.
+            # Replace DTensors of this rank's own stages: operators do not mix them with plain tensors.
             args, kwargs = pytree.tree_map_only(DTensor, _without_values, (args, kwargs))
             try:
                 result = func(*args, **kwargs)
@@ -77,20 +77,20 @@ class _Remote(Tensor):
 
 
 class RemoteParameter(nn.Parameter):
-    """A parameter that another rank holds: shape and dtype, on ``meta``.
+    """Placeholder on ``meta`` for a parameter that another rank holds, with its shape and dtype.
 
-    While a copy of its values is ``borrowed``, in its place in the module, ``requires_grad`` is set on both.
+    While a ``borrowed`` copy of the values takes its place in the module, setting ``requires_grad`` applies to both.
 
     Args:
         data: A tensor on ``meta``.
-        requires_grad: As the parameter's.
-        what: Its name and where it is, for messages.
+        requires_grad: As for the parameter.
+        what: Name and location of the parameter, for error messages.
     """
 
     _pardist_what: str
 
     def __new__(cls, data: Tensor, requires_grad: bool = True, *, what: str = _UNKNOWN) -> RemoteParameter:
-        """A stand-in around a tensor on ``meta``."""
+        """Create a placeholder from a tensor on ``meta``."""
         made: RemoteParameter = make_subclass(cls, data.as_subclass(Tensor), requires_grad)
         made._pardist_what = what
         return made

@@ -1,9 +1,9 @@
-"""Run the user's own step as one stage: other stages' units are stubs, and the run is cut off behind its own.
+"""Run the user's own step as one stage: earlier stages' units are stubs, and the run ends after the stage's last unit.
 
-A stub returns what the unit returned when it ran: outputs that this stage needs are the received tensors, all others
-are ``FakeTensor`` instances of the same shape, dtype and device. Free code may compute with those (masks, residual sums
-that nobody reads), at no cost in memory; it cannot look at their values, and what is computed from them cannot leave
-the stage unnoticed.
+A stub returns the outputs of the unit's real run: those that this stage needs are the received tensors, all others are
+``FakeTensor`` instances of the same shape, dtype and device. Free code may compute with fake tensors (masks, residual
+sums that are not used) at no memory cost; reading their values, or sending what is computed from them to another stage,
+raises an error.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from lightning_pardist.engines.pipeline.stubs import StubMode
 
 
 class _CutOffError(BaseException):
-    """Ends a stage's run; no ``except Exception`` of the user's swallows it."""
+    """Ends a stage's run; derived from ``BaseException``, so that no ``except Exception`` in user code catches it."""
 
 
 @dataclass
 class StageRun:
-    """What one run of a stage leaves.
+    """Result of one run of a stage.
 
     Attributes:
         values: Outputs of this stage's calls that later stages need, attached to the autograd graph.
         outputs: Descriptions of all calls up to the end of the stage, for the next stage's stubs.
-        result: What the step returned, on the last stage.
-        left_out: Whether it returned before it called the model.
+        result: The step's result, on the last stage.
+        left_out: Whether the step returned before it called the model.
     """
 
     values: dict[Value, torch.Tensor] = field(default_factory=dict)
@@ -59,18 +59,18 @@ class StageRun:
 
 @dataclass(frozen=True)
 class TensorParts:
-    """What tensors consist of that the ranks of a stage have in parts (tensor and context parallelism).
+    """Conversion between tensors that are split over the ranks of a stage and their local parts (TP and CP).
 
     Attributes:
-        take: This rank's part of a tensor and how it is split, in words that can be sent; None for a whole one.
-        join: The tensor of a part that came from the same rank of another stage.
+        take: Returns this rank's part of a tensor, and a picklable description of the split; None for a whole tensor.
+        join: Returns the split tensor, given its part from the same rank of another stage, and the description.
     """
 
     take: Callable[[torch.Tensor], tuple[torch.Tensor, Any]] = lambda tensor: (tensor, None)
     join: Callable[[torch.Tensor, Any], torch.Tensor] = lambda part, split: part
 
 
-#: Where every rank of a stage has whole tensors.
+#: For stages whose ranks hold whole tensors only.
 WHOLE = TensorParts()
 
 
@@ -78,15 +78,15 @@ class StageReplay:
     """Runs stages of one plan on one module. Not collective.
 
     Args:
-        root: The root module; it needs to hold the parameters of the stages that are run only.
-        units: Its units by name, all of the plan's.
+        root: The root module; only the parameters of the stages that are run have to be present.
         plan: The plan.
-        device: Where the stubs pretend to live if they were recorded on a device of the same type.
-        parts: What tensors consist of that the ranks of a stage have in parts.
+        device: Device of stubs that were recorded on a device of the same type or on the CPU.
+        parts: Conversion of split tensors to and from this rank's part.
 
     Attributes:
-        microbatch_index: Which micro-batch is run; set by whoever runs several.
-        generators: Random number generators that the module keeps, drawn from as torch's own is; set in the same way.
+        units: The plan's units by name.
+        microbatch_index: Index of the current micro-batch; set by the caller.
+        generators: Random number generators that the module holds, seeded like torch's own; set by the caller.
     """
 
     def __init__(
@@ -122,23 +122,23 @@ class StageReplay:
         """Run one stage on one micro-batch.
 
         Args:
-            stage_index: Which stage.
+            stage_index: Index of the stage.
             step: The user's step.
-            microbatch: Its argument.
+            microbatch: Argument of the step.
             received: Values from earlier stages.
             outputs: Descriptions of the earlier stages' calls for this micro-batch.
-            seed: Start of this micro-batch's random numbers, the same on every stage, so that free code draws the same
-                dropout mask wherever it runs; None leaves the generator alone.
+            seed: Random seed of this micro-batch, the same on every stage, so that free code draws the same dropout
+                masks on all stages; None does not seed the generators.
 
         Raises:
-            CannotPipelineError: If the step looks at the value of a stub, calls its units in another order than the
-                recorded run did, or computes its loss from a stub.
+            CannotPipelineError: If the step reads the value of a stub, calls its units in another order than the
+                recorded run, or passes a stub to a unit whose output is sent.
         """
         return _Run(self, stage_index, received, list(outputs), seed).go(step, microbatch)
 
     @contextlib.contextmanager
     def stub_parameters(self) -> Iterator[None]:
-        """Let parameters that have been freed (meta) pretend to live on the device while steps run."""
+        """Replace freed parameters (on meta) by stubs on this rank's device while steps run."""
         swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in self.root.modules():
             for name, parameter in own_parameters(module).items():
@@ -158,16 +158,17 @@ class StageReplay:
             for module, name, parameter in swapped:
                 own_parameters(module)[name] = parameter
             for parameter, stub in self._parameter_stubs.items():
-                # The step may have frozen what it found in the module.
+                # The step may have frozen or unfrozen the stub.
                 if stub.requires_grad != before[parameter]:
                     parameter.requires_grad_(stub.requires_grad)
 
     def stub_of(self, leaf: TensorLeaf, *, overwritten: bool = False) -> torch.Tensor:
-        """A tensor with a leaf's shape and dtype and no values.
+        """Return a stub with a leaf's shape and dtype.
 
         Args:
             leaf: The recorded tensor.
-            overwritten: Whether free code writes to it in place, which autograd forbids on its leaves.
+            overwritten: Whether free code writes to it in place: a clone is returned, since autograd forbids in-place
+                writes to leaves that require grad.
         """
         key = (leaf, torch.is_grad_enabled())
         stub = self._kept_stubs.get(key)
@@ -185,7 +186,7 @@ class StageReplay:
 
 
 class _Run:
-    """One stage, one micro-batch."""
+    """One run of one stage on one micro-batch."""
 
     def __init__(
         self,
@@ -241,9 +242,7 @@ class _Run:
         return self.done
 
     def _leave_out(self) -> None:
-        """The step returned before it called the model, as it does on every stage: what is sent holds nothing, and no
-        gradients come back.
-        """
+        """Handle a step that returned before it called the model, on every stage: send empty tensors without grad."""
         self.done.left_out = True
         for index in self.calls:
             recorded = self.plan.trace.calls[index].output
@@ -258,7 +257,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _rerunnable(self) -> Iterator[None]:
-        """Let activation checkpointing, when it runs a piece of the step again in backward, meet the same stubs."""
+        """Use the same stubs when activation checkpointing recomputes a part of the step in backward."""
         with patches.recomputed_functions(self._rerun):
             yield
 
@@ -290,7 +289,7 @@ class _Run:
         else:
             result = self._run_unit(index, name, forward, args, kwargs)
         if index == self.calls.stop - 1 and not self.is_last:
-            # At once, before free code can overwrite in place what is going to be sent.
+            # End the run here, before free code can overwrite the values to be sent in place.
             self.cut = True
             raise patches.StopRecomputation if self.again else _CutOffError
         self._reseed(2 * index + 2)
@@ -322,7 +321,7 @@ class _Run:
         return result
 
     def _in_parts(self, output: Output, leaves: list[Any]) -> tuple[Output, list[Any]]:
-        """Tensors that this rank has a part of as these parts, which travel to the same rank of the next stage."""
+        """Replace split tensors by this rank's parts, which are sent to the same rank of the next stage."""
         described, own = list(output.leaves), list(leaves)
         for position, (leaf, tensor) in enumerate(zip(described, leaves, strict=True)):
             if isinstance(leaf, TensorLeaf):
@@ -358,7 +357,7 @@ class _Run:
             overwritten = value in self.plan.trace.mutated
             return self.replay.stub_of(leaf, overwritten=overwritten) if isinstance(leaf, TensorLeaf) else None
         if value in self.plan.trace.mutated:
-            # In-place operators are not allowed on a leaf that requires grad.
+            # Autograd forbids in-place operators on a leaf that requires grad.
             tensor = tensor.clone()
         split = leaf.split if isinstance(leaf, TensorLeaf) else None
         return tensor if split is None else self.replay.parts.join(tensor, split)
@@ -395,13 +394,13 @@ def _is_about_stubs(error: Exception) -> bool:
 
 
 def attribute_of(unit: nn.Module, module: str, name: str) -> Any:
-    """A buffer or other attribute of a module inside a unit; None if it has none."""
+    """Return a buffer or other attribute of a module inside a unit; None if it does not exist."""
     owner = unit.get_submodule(module)
     return own_buffers(owner)[name] if name in own_buffers(owner) else owner.__dict__.get(name)
 
 
 def set_attribute(owner: nn.Module, name: str, value: Any) -> None:
-    """Set a buffer or other attribute past ``nn.Module.__setattr__``."""
+    """Set a buffer or other attribute without ``nn.Module.__setattr__``."""
     if name in own_buffers(owner):
         own_buffers(owner)[name] = value
     else:
@@ -409,5 +408,5 @@ def set_attribute(owner: nn.Module, name: str, value: Any) -> None:
 
 
 def contains_stub(value: Any) -> bool:
-    """Whether a nested value holds a tensor without values."""
+    """Return whether a nested value contains a stub."""
     return any(isinstance(leaf, FakeTensor) for leaf in flatten(value)[0])

@@ -1,7 +1,7 @@
-"""Schedules as data: torch's own order of forwards and backwards, lowered to sends and receives, and checked.
+"""Pipeline schedules as data: torch's order of forwards and backwards, lowered to sends and receives, and validated.
 
-The orders come from the schedule classes of ``torch.distributed.pipelining``, which compute them for all ranks; nothing
-of theirs is run. See :mod:`~lightning_pardist.engines.pipeline.schedule_runtime` for why.
+The orders come from the schedule classes of ``torch.distributed.pipelining``, which compute them for all ranks; their
+runtime is not used. See :mod:`~lightning_pardist.engines.pipeline.schedule_runtime` for the reasons.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.distributed.pipelining import (
 from lightning_pardist.compat.pipelining import ComputationType, TorchAction, add_send_recv, stage_to_rank
 
 SCHEDULES = ("mp", "gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv")
-#: Those that put off the parameters' half of backward.
+#: Schedules that delay the parameters' half of backward.
 SPLIT_BACKWARD = ("interleaved_zb", "zbv")
 
 
 class Kind(str, Enum):
-    """What an action does; the values are torch's abbreviations."""
+    """Type of an action; the values are torch's abbreviations."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -46,12 +46,12 @@ COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIG
 
 
 class Action(NamedTuple):
-    """One thing that a rank does.
+    """One action of a rank in a schedule.
 
     Attributes:
-        kind: What.
-        stage_index: For which of its stages.
-        microbatch_index: For which micro-batch.
+        kind: Type of the action.
+        stage_index: Index of the stage.
+        microbatch_index: Index of the micro-batch.
     """
 
     kind: Kind
@@ -64,14 +64,14 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class ActionLists:
-    """A schedule for all ranks.
+    """A schedule: the ordered actions of all ranks.
 
     Attributes:
-        name: One of :data:`SCHEDULES`.
-        num_microbatches: Micro-batches a step.
+        name: One of :data:`SCHEDULES`, or ``"forward"`` for evaluation.
+        num_microbatches: Micro-batches per step.
         stage_ranks: Rank (within the pipeline) of each stage.
         actions: Per rank, its actions in order.
-        has_backward: False for evaluation.
+        has_backward: Whether it contains backwards; False for evaluation.
     """
 
     name: str
@@ -92,21 +92,21 @@ class ActionLists:
 
     @cached_property
     def all_actions(self) -> frozenset[Action]:
-        """The actions of all ranks."""
+        """Set of the actions of all ranks."""
         return frozenset(action for actions in self.actions for action in actions)
 
     def stages_of(self, rank: int) -> list[int]:
-        """Stages of a rank, in ascending order."""
+        """Return the stages of a rank, in ascending order."""
         return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
 
 
 def stage_ranks(name: str, num_ranks: int, chunks_per_rank: int = 1) -> tuple[int, ...]:
-    """Which rank runs which stage.
+    """Return the rank of each stage.
 
     Args:
         name: One of :data:`SCHEDULES`.
         num_ranks: Ranks in the pipeline.
-        chunks_per_rank: Stages a rank; 1 for the schedules that allow no more, 2 for ``"zbv"``.
+        chunks_per_rank: Stages per rank; 1 for ``"mp"``, ``"gpipe"`` and ``"1f1b"``, 2 for ``"zbv"``.
 
     Raises:
         ValueError: If the schedule does not exist or does not allow that many chunks.
@@ -123,15 +123,15 @@ def stage_ranks(name: str, num_ranks: int, chunks_per_rank: int = 1) -> tuple[in
 
 
 def build_schedule(name: str, num_ranks: int, num_microbatches: int, *, chunks_per_rank: int = 1) -> ActionLists:
-    """A checked schedule for training.
+    """Build and validate a schedule for training.
 
     Args:
-        name: ``"mp"`` (one micro-batch, every rank waits for the one before it), ``"gpipe"``, ``"1f1b"``,
-            ``"interleaved"`` (1F1B over several chunks a rank), ``"interleaved_zb"`` (ZB1P of arXiv 2401.10241, which
-            is ZB-H1 for one chunk a rank) or ``"zbv"``.
+        name: ``"mp"`` (one micro-batch, every rank waits for the previous one), ``"gpipe"``, ``"1f1b"``,
+            ``"interleaved"`` (1F1B over several chunks per rank), ``"interleaved_zb"`` (ZB1P of arXiv 2401.10241, which
+            is ZB-H1 for one chunk per rank) or ``"zbv"``.
         num_ranks: Ranks in the pipeline.
-        num_microbatches: Micro-batches a step; must be 1 for ``"mp"``.
-        chunks_per_rank: Stages a rank.
+        num_microbatches: Micro-batches per step; must be 1 for ``"mp"``.
+        chunks_per_rank: Stages per rank.
 
     Raises:
         ValueError: If the schedule does not exist for these numbers.
@@ -149,16 +149,16 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int, *, chunks_p
 
 
 def closest_schedule(name: str, num_ranks: int, num_microbatches: int, *, chunks_per_rank: int = 1) -> ActionLists:
-    """A schedule for at most so many micro-batches over the same stages: for short and odd batches.
+    """Build a schedule for at most ``num_microbatches`` micro-batches over the same stages, for short or odd batches.
 
-    The largest number that the schedule takes is used as long as it is at least half of what was asked for; otherwise
-    all forwards and then all backwards, which any number allows.
+    Uses the largest number of micro-batches that the schedule supports, if that is at least half of the maximum;
+    otherwise all forwards and then all backwards, which supports any number.
 
     Args:
         name: As in :func:`build_schedule`.
         num_ranks: Ranks in the pipeline.
-        num_microbatches: The most micro-batches there can be.
-        chunks_per_rank: Stages a rank.
+        num_microbatches: Maximum number of micro-batches.
+        chunks_per_rank: Stages per rank.
     """
     for count in range(num_microbatches, (num_microbatches + 1) // 2 - 1, -1):
         try:
@@ -169,12 +169,12 @@ def closest_schedule(name: str, num_ranks: int, num_microbatches: int, *, chunks
 
 
 def forwards_first_schedule(name: str, ranks: Sequence[int], num_microbatches: int) -> ActionLists:
-    """All forwards and then all backwards, for any number of micro-batches.
+    """Build a schedule of all forwards and then all backwards, for any number of micro-batches.
 
     Args:
-        name: What to call it.
+        name: Name of the schedule.
         ranks: Rank of each stage.
-        num_microbatches: Micro-batches.
+        num_microbatches: Micro-batches per step.
     """
     lists = _with_messages(name, _breadth_first(ranks, num_microbatches, True), tuple(ranks), num_microbatches, True)
     check_schedule(lists)
@@ -182,11 +182,11 @@ def forwards_first_schedule(name: str, ranks: Sequence[int], num_microbatches: i
 
 
 def forward_schedule(ranks: Sequence[int], num_microbatches: int) -> ActionLists:
-    """Forward only, for evaluation: each stage takes the micro-batches as they come.
+    """Build a forward-only schedule for evaluation, in which each stage runs the micro-batches in order.
 
     Args:
         ranks: Rank of each stage.
-        num_microbatches: Micro-batches.
+        num_microbatches: Micro-batches per step.
     """
     order = _breadth_first(ranks, num_microbatches, False)
     lists = _with_messages("forward", order, tuple(ranks), num_microbatches, has_backward=False)
@@ -207,7 +207,7 @@ def _breadth_first(ranks: Sequence[int], num_microbatches: int, backward: bool) 
 
 
 def _torch_order(name: str, num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> dict[int, list[Any]]:
-    """The compute actions of torch's schedule; its constructors only look at a stage's place."""
+    """Return the compute actions of torch's schedule; its constructors only read the stages' positions."""
     stages: Any = [
         SimpleNamespace(
             stage_index=chunk * num_ranks,
@@ -240,7 +240,7 @@ def _torch_order(name: str, num_ranks: int, num_microbatches: int, chunks_per_ra
 
 
 def _one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[Any]:
-    """What ``Schedule1F1B`` runs. Its ``pipeline_order`` is another: on the last rank it begins with micro-batch 1."""
+    """Return the order in which ``Schedule1F1B`` runs; its ``pipeline_order`` differs (last rank starts at index 1)."""
     warmup = min(num_microbatches, num_ranks - rank)
     order = [TorchAction(rank, ComputationType.FORWARD, index) for index in range(warmup)]
     for index in range(num_microbatches):
@@ -274,17 +274,18 @@ def _with_messages(
 
 
 def check_schedule(lists: ActionLists) -> None:
-    """Run a schedule on paper: it cannot hang, and every micro-batch goes through every stage once each way.
+    """Check by simulation that a schedule does not deadlock, and runs each micro-batch through each stage once per way.
 
-    Three things are checked: each stage does one forward and one backward (whole, or input and weight) of every
-    micro-batch; each send has its receive; and the lists run to their end where a receive waits for its send, a
-    computation for what it needs, and messages between two ranks keep one order, as they have to with NCCL.
+    Three properties are checked: each stage runs one forward and one backward (full, or input and weight) of every
+    micro-batch; any two ranks exchange the same messages in the same order, as NCCL requires; and all lists run to
+    their end if every receive waits for its send, and every computation for its inputs.
 
     Args:
         lists: The schedule.
 
     Raises:
-        RuntimeError: With the first action that is missing, superfluous or stuck.
+        RuntimeError: If a check fails; the message names the first action that is missing, superfluous or stuck, or
+            the two ranks whose messages do not match.
     """
     _check_counts(lists)
     _check_message_order(lists)
@@ -307,7 +308,7 @@ def _check_counts(lists: ActionLists) -> None:
 
 
 def _expected(lists: ActionLists, stage: int, seen: set[Action]) -> list[Action]:
-    """Everything that a stage has to do."""
+    """Return all actions that a stage has to run."""
     ranks, last = lists.stage_ranks, lists.num_stages - 1
     kinds = [Kind.FORWARD]
     if stage > 0 and ranks[stage - 1] != ranks[stage]:
@@ -324,7 +325,7 @@ def _expected(lists: ActionLists, stage: int, seen: set[Action]) -> list[Action]
 
 
 def peer_of(action: Action, ranks: Sequence[int]) -> int:
-    """The other rank of a message.
+    """Return the peer rank of a message.
 
     Args:
         action: A send or a receive.
@@ -335,7 +336,7 @@ def peer_of(action: Action, ranks: Sequence[int]) -> int:
 
 
 def _message(action: Action) -> tuple[str, int, int]:
-    """Direction, lower stage and micro-batch: the same for a send and its receive."""
+    """Return direction, lower stage and micro-batch of a message, equal for a send and its receive."""
     direction = "F" if action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD) else "B"
     lower = action.stage_index - (action.kind in (Kind.RECV_FORWARD, Kind.SEND_BACKWARD))
     return direction, lower, action.microbatch_index
@@ -373,7 +374,7 @@ def _check_progress(lists: ActionLists) -> None:
 
 
 def needs_of(action: Action, lists: ActionLists) -> set[Action]:
-    """The actions that must be over before this one can begin.
+    """Return the actions that must have finished before this one can start.
 
     Args:
         action: Any action of the schedule.

@@ -1,16 +1,16 @@
-"""Carry out a rank's action list.
+"""Execution of a rank's list of schedule actions for one step.
 
 [Note: why not torch's PipelineStage]
 The orders of actions are those of ``torch.distributed.pipelining``; its ``PipelineStage`` and ``step()`` are not used:
 
-- A stage's buffers are allocated once, from one set of shapes. Micro-batches of an uneven split, an epoch's last batch
-  and text padded batch by batch need shapes per micro-batch.
-- Its outputs are a tuple of tensors that all take part in autograd. Replayed stages send integers and masks beside
-  floats, pass values on that they do not compute, and have stubs whose shapes must come along.
-- Its losses are divided by the number of micro-batches. Each part weighs as much as it counts.
-- Its split backward finds the parameters' share by walking the graph from parameters to inputs, and misses parameters
-  whose path to the output meets no input (an auxiliary loss, a learned query).
-- Its waits are not bounded, and nothing tells which message was missing.
+- It allocates a stage's buffers once, from one set of shapes. Micro-batches of an uneven split, an epoch's last batch
+  and text padded per batch need shapes per micro-batch.
+- Its outputs are a tuple of tensors that all take part in autograd. Replayed stages send integers and masks as well as
+  floats, pass on values that they do not compute, and need the shapes of stubs.
+- It divides losses by the number of micro-batches. Here each micro-batch is weighted by its count.
+- Its split backward finds the parameters' part by walking the graph from parameters to inputs, and misses parameters
+  whose path to the output contains no node that leads to an input (an auxiliary loss, a learned query).
+- Its waits have no timeout, and errors do not name the missing message.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ Place = tuple[int, int]
 
 @dataclass
 class Work:
-    """What is the same for all actions of one step.
+    """Inputs of one step, shared by all its actions.
 
     Attributes:
         step: The user's step.
-        microbatches: All parts of the batch.
-        losses: Weighs the parts' losses; None for evaluation, which has no backward.
-        signatures: What fixes each part's shapes, in the ordinary case.
-        seeds: Start of each part's random numbers.
+        microbatches: The micro-batches.
+        losses: Seeds the micro-batches' backwards; None for evaluation, which has no backward.
+        signatures: Key of each micro-batch; micro-batches with equal keys usually have equal shapes on all boundaries.
+        seeds: Random seed of each micro-batch.
         grad: Whether to record gradients.
-        loss_of: Finds the loss in the step's result.
+        loss_of: Returns the loss in the step's result.
     """
 
     step: Callable[[Any], Any]
@@ -66,7 +66,7 @@ class Work:
 
 @dataclass
 class _Kept:
-    """What a forward leaves for its backward."""
+    """State that a stage's forward saves for its backward."""
 
     received: dict[Value, torch.Tensor]
     made: dict[Value, torch.Tensor]
@@ -76,12 +76,12 @@ class _Kept:
 
 @dataclass
 class Finished:
-    """What a step leaves on this rank.
+    """Results of one step on this rank.
 
     Attributes:
-        results: What the step returned for each micro-batch, on the rank of the last stage.
-        losses: Its losses, detached.
-        events: When each computation began and ended, in seconds from the step's beginning.
+        results: The step's result for each micro-batch, on the rank of the last stage.
+        losses: Detached loss of each micro-batch, on the same rank.
+        events: Start and end of each computation, in seconds from the beginning of the step.
     """
 
     results: dict[int, Any] = field(default_factory=dict)
@@ -94,12 +94,12 @@ class Runtime:
 
     Args:
         replay: Runs stages.
-        wire: Sends and receives.
+        wire: Point-to-point messages to other ranks.
         lists: The schedule.
         rank: This rank, in the pipeline.
         stage_parameters: Parameters of each of this rank's stages, for the split backward.
-        turns: Told which forward or backward is about to run.
-        steady: Buffers that each micro-batch changes from what they were before the step.
+        turns: Micro-batch context of the data engine, switched before each forward and backward; None if it has none.
+        steady: Buffers that each micro-batch updates from their values before the step.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class Runtime:
         self._gradients: dict[Place, dict[Value, torch.Tensor]] = {}
 
     def run(self, work: Work) -> Finished:
-        """Carry out all actions. Collective over the pipeline: every rank runs its own list.
+        """Run this rank's actions. Collective over the pipeline: every rank runs its own list.
 
         Raises:
-            CannotPipelineError: If the step does not do what the recorded run did.
-            PipelineTimeoutError: If a message does not come in time.
+            CannotPipelineError: If the step deviates from the recorded run.
+            PipelineTimeoutError: If a message times out.
         """
         done = Finished()
         start = time.perf_counter()
@@ -147,7 +147,7 @@ class Runtime:
         return done
 
     def _perform(self, action: Action, work: Work, done: Finished) -> float:
-        """Do one action; the seconds it waited for messages."""
+        """Run one action, and return the seconds that it waited for messages."""
         stage, index = action.stage_index, action.microbatch_index
         if self.turns is not None and action.kind in COMPUTES:
             self.turns.begin((stage, index))
@@ -239,7 +239,7 @@ class Runtime:
         return bool(getattr(outputs[value.call].leaves[value.leaf], "requires_grad", False))
 
     def _sent_with_grad(self, stage: int, index: int) -> dict[Value, torch.Tensor]:
-        """What this stage has sent on and gets gradients for."""
+        """Return the values that this stage has sent and receives gradients for."""
         kept = self._kept[stage, index]
         have = {**kept.received, **kept.made}
         return {value: have[value] for value in self.plan.sent[stage] if have[value].requires_grad}
@@ -274,7 +274,7 @@ class Runtime:
     def _roots(
         self, stage: int, index: int, work: Work, coming: dict[Value, torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[Node, RemovableHandle]]:
-        """What a backward begins with: tensors, gradients, and what scales these on their way."""
+        """Return the roots of a stage's backward, their gradients, and the hooks that scale a loss's terms."""
         kept = self._kept[stage, index]
         roots, seeds = [], []
         for value, tensor in kept.made.items():
@@ -291,7 +291,7 @@ class Runtime:
 
 
 def _sum(own: torch.Tensor | None, passed: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Gradient of a received value: what this stage found and what came from stages it was passed on to."""
+    """Sum a received value's gradients, from this stage and from later stages that it was passed on to."""
     if own is None:
         return passed if passed is not None else torch.zeros_like(like)
     return own if passed is None else own + passed

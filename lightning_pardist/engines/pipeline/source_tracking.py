@@ -1,9 +1,9 @@
-"""Record one run of the user's step: which units it calls, and what each call depends on.
+"""Dependency tracking for one recorded run: the sources (calls and parameters) of every tensor and every call.
 
-Dependence is followed at the level of operators, not of the autograd graph: a ``TorchDispatchMode`` sees every
-operator and passes the sources of what it reads on to what it writes, storage by storage. So integer outputs, detached
-values and runs under ``no_grad`` count as well as differentiable ones, and a unit needs what its operators really read,
-however the tensor came to it: as an argument, through a closure, or from an attribute that another unit has left.
+Dependencies are tracked per operator, not in the autograd graph: a ``TorchDispatchMode`` intercepts every operator and
+propagates the sources of its inputs to its outputs, per storage. Integer outputs, detached values and runs under
+``no_grad`` are therefore included, and a unit depends on what its operators read, however the tensor reaches it: as an
+argument, through a closure, or from an attribute that another unit has set.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SKIPPED_FRAMES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.
 
 
 class SourceTracker(TorchDispatchMode):
-    """Knows for every storage what it depends on, and for the call under way what it has read.
+    """Tracks the sources of every storage, and the sources read by the current unit call.
 
     Args:
-        root: The module; its parameters are sources, its buffers are units' own business.
+        root: The module; its parameters are sources, while a buffer written inside a unit carries no dependency.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -49,7 +49,7 @@ class SourceTracker(TorchDispatchMode):
         self.mutated: set[Value] = set()
         self.dynamic = False
         self.asked = False
-        #: Whether the step has called for gradients, whose computation is no part of what it does with values.
+        #: Whether backward is running inside the step; its operators are not tracked.
         self.in_backward = False
         self.free_parameters: set[str] = set()
         self.differentiated: set[str] = set()
@@ -57,7 +57,7 @@ class SourceTracker(TorchDispatchMode):
         self.written_in_units: set[int] = set()
         self._from_batch: set[int] = set()
         self._taint: dict[int, frozenset[Source]] = {}
-        # A storage freed during the run could be allocated again for something else, so they are all kept.
+        # Keeps all storages alive: the address of a freed one could be reused for another tensor.
         self._keep: dict[int, Any] = {}
         self._values_in: dict[int, set[Value]] = defaultdict(set)
         self._parameter_keys: set[int] = set()
@@ -68,42 +68,42 @@ class SourceTracker(TorchDispatchMode):
         self.buffer_keys = {self.storage_of(buffer) for buffer in root.buffers()}
 
     def note_batch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tensors of the batch: what is computed from them depends on samples."""
+        """Mark tensors as part of the batch; values computed from them depend on samples."""
         self._from_batch |= {self.storage_of(tensor) for tensor in tensors}
 
     def is_from_batch(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's values were computed from the batch's."""
+        """Return whether a tensor was computed from the batch."""
         return self.storage_of(tensor) in self._from_batch
 
     def is_written(self, buffer: torch.Tensor) -> bool:
-        """Whether a unit, a hook of one or free code has written to a buffer."""
+        """Return whether a unit, one of its hooks or free code has written to a buffer."""
         return self.storage_of(buffer) in self.written_in_units | self.buffers_written
 
     def sources(self, tensor: torch.Tensor) -> frozenset[Source]:
-        """What a tensor depends on."""
+        """Return the sources of a tensor."""
         return self._taint.get(self.storage_of(tensor), _NOTHING)
 
     def set_value(self, tensor: torch.Tensor, value: Value) -> None:
-        """Make a tensor an output of the call that has just ended."""
+        """Register a tensor as an output of the call that has just ended."""
         key = self.storage_of(tensor)
         self._values_in[key].add(value)
         self._taint[key] = (self._taint.get(key, _NOTHING) - {Escape(value.call)}) | {value}
 
     def derive(self, made: Iterable[torch.Tensor], read: Iterable[torch.Tensor]) -> None:
-        """Let tensors depend on all that others depend on."""
+        """Set the sources of tensors to those of others; inside a call, to that call's escape."""
         found = _NOTHING.union(*(self.sources(tensor) for tensor in read))
         inside = _NOTHING if self.call is None else frozenset({Escape(self.call)})
         for tensor in made:
             self._taint[self.storage_of(tensor)] = found if self.call is None else inside
 
     def note_differentiated(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The step asks for gradients of these, parameters perhaps."""
+        """Record the parameters among the inputs that the step passes to ``torch.autograd.grad``."""
         own = (self.storage_of(tensor) for tensor in tensors)
         found = _NOTHING.union(*(self._taint[key] for key in own if key in self._parameter_keys))
         self.differentiated |= {source for source in found if isinstance(source, str)}
 
     def begin_call(self) -> int:
-        """A unit is entered; the index of the call."""
+        """Begin a call of a unit, and return its index."""
         self.call = self.num_calls
         self.num_calls += 1
         self.needs = set()
@@ -111,13 +111,13 @@ class SourceTracker(TorchDispatchMode):
         return self.call
 
     def end_call(self) -> tuple[frozenset[Source], int]:
-        """The unit has returned; what it read and its FLOPs."""
+        """End the call, and return the sources that it read and its FLOPs."""
         needs, flops = frozenset(self.needs), self.flops
         self.call, self.flops = None, 0
         return needs, flops
 
     def look(self, tensors: Iterable[torch.Tensor], *, explicit: bool) -> None:
-        """Somebody looks at values, which stubs do not have."""
+        """Record a read of tensor values, which stubs do not have."""
         found = _NOTHING.union(*(self.sources(tensor) for tensor in tensors))
         if self.call is not None:
             self.needs |= found - {Escape(self.call)}
@@ -128,7 +128,7 @@ class SourceTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator and pass the sources on."""
+        """Run the operator and propagate sources from its inputs to its outputs."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.in_backward:
@@ -174,7 +174,7 @@ class SourceTracker(TorchDispatchMode):
             return found
         inside = Escape(self.call)
         self.needs |= found - {inside}
-        # Autocast keeps its casts of parameters, and a later call of a tied or shared unit finds them there.
+        # Autocast caches its casts of parameters, which a later call of a tied or shared unit may use.
         if func is to_copy and before <= self._parameter_keys:
             return found
         return frozenset({inside})
@@ -191,18 +191,18 @@ class SourceTracker(TorchDispatchMode):
         self._taint[key] = self._taint.get(key, _NOTHING) | passed
 
     def storage_of(self, tensor: torch.Tensor) -> int:
-        """A number that tensors on the same memory share, as long as this object lives."""
+        """Return a key that is equal for tensors with the same storage, during the lifetime of this tracker."""
         try:
             storage: Any = tensor.untyped_storage()
             key = storage_key(storage)
         except (NotImplementedError, RuntimeError):
-            storage, key = tensor, -id(tensor)  # Sparse tensors and their like have no storage.
+            storage, key = tensor, -id(tensor)  # Sparse and similar tensors have no storage.
         self._keep.setdefault(key, storage)
         return key
 
 
 class LookWatcher(TorchFunctionMode):
-    """Tells a tracker about the ways out of torch that no operator shows."""
+    """Reports to a tracker the function calls that read values or run backward without a visible operator."""
 
     def __init__(self, tracker: SourceTracker) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class LookWatcher(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Report the call if it copies values out of a tensor."""
+        """Run a function, and report it if it copies values out of a tensor or computes gradients."""
         if func in _WAYS_OUT:
             self.tracker.look(tensors_of(args), explicit=True)
         before = self.tracker.asked, self.tracker.in_backward
@@ -250,7 +250,7 @@ _WAYS_OUT: frozenset[Any] = frozenset(
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that the operator's schema says it writes to."""
+    """Return the arguments that an operator writes to, by its schema."""
     schema = schema_of(func)
     if not schema.is_mutable:
         return []
@@ -263,7 +263,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def _users_line() -> tuple[str, bool]:
-    """The line of the user's code that led here, and whether it did so directly, not by way of torch's Python code."""
+    """Return the innermost line of user code on the stack, and whether no library code of torch lies in between."""
     is_direct = True
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(_SKIPPED_FRAMES):

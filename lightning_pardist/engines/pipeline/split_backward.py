@@ -1,15 +1,15 @@
-"""Backward in two halves, for zero-bubble schedules: gradients of a stage's inputs first, of its parameters later.
+"""Split backward for zero-bubble schedules: gradients of a stage's inputs first, of its parameters later.
 
 Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2: the input half is on the critical path, the parameter
 half fills idle time.
 
-[Note: where the graph is cut] Call a node *inner* if gradients go on from it to an input. The first half runs exactly
-the inner nodes. Parameters hang on inner nodes by edges into nodes that are not inner: a matrix product has one edge to
-its input and one to its weight. At each inner node with such edges the first half remembers the gradient that came in;
-the second half starts there and asks for those parameters only, so that autograd skips the product for the input, which
-was done before. Where one parameter hangs on two nodes of which one lies behind the other (a layer used twice), a hook
-keeps the second half from running on along the inner edges and counting twice. What no input reaches (an auxiliary loss
-of parameters alone) is left to the second half whole.
+[Note: where the graph is cut] A node of the autograd graph is *inner* if it leads to an input. The first half runs
+exactly the inner nodes. Parameters are reached from inner nodes by edges to nodes that are not inner: a matrix product
+has one edge to its input and one to its weight. At each inner node with such edges (a joint), the first half saves the
+incoming gradient; the second half starts there and requests gradients of these parameters only, so autograd skips the
+product for the input, which has already been computed. If a parameter is reached from two joints of which one leads to
+the other (a layer used twice), a hook stops the second half at the inner edges, where it would count gradients twice.
+Roots that do not depend on an input (an auxiliary loss of parameters alone) are left to the second half as a whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SplitBackward:
         roots: Tensors to differentiate.
         seeds: Gradients with respect to them.
         parameters: Parameters of the stage.
-        scaled: Hooks that change gradients on their way, by node: no node runs them twice.
+        scaled: Hooks that scale the incoming gradient, by node; removed at joints, so that none applies twice.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SplitBackward:
         self._joints: list[_Joint] = []
 
     def inputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The first half: gradients with respect to the inputs; None for inputs that no root depends on.
+        """Run the first half: return the gradients of the inputs, None for an input that no root depends on.
 
         Args:
             inputs: Received values that require grad.
@@ -62,13 +62,13 @@ class SplitBackward:
             roots, seeds = zip(*here, strict=True)
             return list(torch.autograd.grad(roots, list(inputs), seeds, retain_graph=True, allow_unused=True))
         finally:
-            # The second half begins at the joints, with gradients that are scaled.
+            # The second half starts at the joints, with gradients that are already scaled.
             handles += [self._scaled[joint.node] for joint in self._joints if joint.node in self._scaled]
             for handle in handles:
                 handle.remove()
 
     def weights(self) -> None:
-        """The second half: add the parameters' gradients to their ``.grad``; frees the graph."""
+        """Run the second half: accumulate the parameters' gradients into ``.grad``, and free the graph."""
         for joint in self._joints:
             joint.finish()
         if self._rest and self._parameters:
@@ -78,7 +78,7 @@ class SplitBackward:
 
 
 class _Joint:
-    """An inner node on which parameters hang."""
+    """An inner node with edges that lead to parameters, and the gradient saved for the second half."""
 
     def __init__(self, node: Node, inner_edges: list[bool], parameters: list[nn.Parameter]) -> None:
         self.node = node
@@ -96,7 +96,7 @@ class _Joint:
         seeds = [gradient for gradient in self.gradients if gradient is not None]
         handle = self.node.register_hook(self._stop)
         try:
-            # Several joints may share what lies behind them (a weight's cast), so nothing is freed in between.
+            # retain_graph: several joints may share nodes on the way to a parameter (a weight's cast).
             torch.autograd.backward(edges, seeds, inputs=self.parameters, retain_graph=True)
         finally:
             handle.remove()
@@ -121,11 +121,11 @@ class _Graph:
         self._goals = goals
 
     def is_inner(self, node: Node) -> bool:
-        """Whether gradients go on from a node to an input."""
+        """Return whether a node leads to an input."""
         return self._inner[node]
 
     def joints(self, parameters: dict[Node, nn.Parameter]) -> list[_Joint]:
-        """Inner nodes on which parameters hang."""
+        """Return the inner nodes with edges that lead to parameters outside the inner graph."""
         below: dict[Node, frozenset[Node]] = {}
 
         def visit(node: Node) -> frozenset[Node]:
@@ -152,7 +152,7 @@ def _children(node: Node) -> list[Node]:
 def _after_children(
     roots: Sequence[Node], done: dict[Node, Any], visit: Callable[[Node], Any], order: list[Node]
 ) -> None:
-    """Visit every node below the roots once, children first; without recursion, since graphs are deep."""
+    """Visit every node reachable from the roots once, children first; iteratively, since graphs are deep."""
     stack = [(node, False) for node in roots]
     while stack:
         node, ready = stack.pop()

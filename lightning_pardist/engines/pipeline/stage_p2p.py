@@ -1,9 +1,9 @@
-"""Tensors from stage to stage, with their shapes where the receiver cannot know them, and bounded waits.
+"""Point-to-point messages between stages, with shape headers where shapes are new, and bounded waits.
 
-Shapes may change from one micro-batch to the next: an uneven split, a short last batch, padding to the longest sample.
-So a message of values begins with one integer. Zero says that shapes are those of the last micro-batch with the same
-signature, for which the receiver has its buffers posted already. Otherwise it is the length of a header, which
-describes the outputs of all calls so far and which the next stage's stubs need as well.
+Shapes may differ between micro-batches: an uneven split, a short last batch, padding to the longest sample. A message
+of values therefore starts with one integer. Zero means that shapes are those recorded for the micro-batch's signature
+in an earlier step, for which the receiver has already posted its buffers. Otherwise it is the length of a header with
+the outputs of all calls so far, which the next stage's stubs need as well.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _TAGS_PER_MESSAGE = 4096
 
 @dataclass
 class PendingValues:
-    """A message of values on its way.
+    """A message of values that is being received.
 
     Attributes:
-        key: Boundary and signature.
-        peer: Global rank of the sender.
-        tag: First tag.
-        length: The integer in front.
-        posted: Buffers, posted at once if the signature is known.
+        key: Stage boundary and signature.
+        peer: Rank of the sender, in the pipeline.
+        tag: First tag of the message.
+        length: The leading integer.
+        posted: Receive buffers, posted immediately if the signature is known.
         outputs: Descriptions of the calls that the values come from.
-        works: Receives under way.
+        works: Pending receives.
     """
 
     key: Hashable
@@ -48,7 +48,7 @@ class PendingValues:
 
 
 class _Known:
-    """Shapes by signature, learned during a step and used from the next step on."""
+    """Cache of shapes by signature, collected during a step and used from the next step on."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[list[Output], tuple[TensorLeaf, ...]]] = {}
@@ -65,7 +65,7 @@ class _Known:
         for key, seen in self._learned.items():
             shapes = [_shapes(*each) for each in seen]
             if key in self._known or any(other != shapes[0] for other in shapes):
-                # Shapes differ under one signature: from now on every message has its header.
+                # Shapes differ for the same signature: send a header with every message from now on.
                 self._changing.add(key)
                 self._known.pop(key, None)
             elif key not in self._changing:
@@ -80,8 +80,8 @@ class StageP2P:
         group: The pipeline's process group; None for the default group.
         device: Device of the tensors.
         timeout_s: Longest wait for one message, in seconds.
-        trust_signatures: Whether a known signature fixes the shapes, so that no integer goes in front. Needed where a
-            backend has no tags (NCCL), at the price that changing shapes are an error there.
+        trust_signatures: Whether a known signature determines the shapes, so that messages have no leading integer.
+            Needed for backends without tags (NCCL); changing shapes are then an error.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StageP2P:
     ) -> None:
         self.group = group or world_group()
         self.device = device
-        #: Of what is sent beside tensors: numbers and headers.
+        #: Device of messages: leading integers and headers, and tensors while they are sent.
         self._wire = wire_device(self.group, device)
         self.timeout = timedelta(seconds=timeout_s)
         self.trust = trust_signatures
@@ -102,7 +102,7 @@ class StageP2P:
         self._pending: list[tuple[Any, torch.Tensor]] = []
 
     def global_rank(self, rank: int) -> int:
-        """Global rank of a rank of the pipeline."""
+        """Return the global rank of a rank of the pipeline."""
         return dist.get_global_rank(self.group, rank)
 
     def send_values(
@@ -111,14 +111,14 @@ class StageP2P:
         """Send a stage's values to the next stage.
 
         Args:
-            key: Boundary and signature, equal on both sides.
+            key: Stage boundary and signature.
             peer: Rank of the next stage, in the pipeline.
             tag: Number of this message, unique within the step.
             tensors: The values, in the plan's order.
             outputs: Descriptions of all calls so far.
 
         Raises:
-            RuntimeError: If shapes have changed under a known signature where signatures are trusted.
+            RuntimeError: If signatures are trusted and shapes have changed for a known signature.
         """
         tag *= _TAGS_PER_MESSAGE
         leaves = tuple(TensorLeaf.of(tensor) for tensor in tensors)
@@ -138,7 +138,7 @@ class StageP2P:
         header = torch.frombuffer(bytearray(pickle.dumps((outputs, leaves))), dtype=torch.uint8)
         self._send(torch.tensor([header.numel()]), peer, tag)
         if known is not None:
-            # The receiver has posted buffers of the old shapes: fill them with anything.
+            # The receiver has posted buffers of the old shapes: complete these receives with dummy tensors.
             for index, leaf in enumerate(known[1]):
                 self._send(_buffer(leaf, self.device)[0], peer, tag + 1 + index)
         behind = tag + 1 + len(tensors)
@@ -147,11 +147,11 @@ class StageP2P:
             self._send(_packed(tensor, leaf), peer, behind + 1 + index)
 
     def post_values(self, key: Hashable, peer: int, tag: int, num_values: int) -> PendingValues:
-        """Begin to receive what :meth:`send_values` sends; does not block unless signatures are trusted and new.
+        """Post the receives for :meth:`send_values`; blocks only if signatures are trusted and this one is new.
 
         Args:
-            key: Boundary and signature.
-            peer: Rank of the stage before, in the pipeline.
+            key: Stage boundary and signature.
+            peer: Rank of the previous stage, in the pipeline.
             tag: Number of the message.
             num_values: Number of values.
         """
@@ -173,7 +173,7 @@ class StageP2P:
         return pending
 
     def finish_values(self, pending: PendingValues, num_values: int) -> tuple[list[torch.Tensor], list[Output]]:
-        """Wait for a message begun by :meth:`post_values`.
+        """Wait for a message posted by :meth:`post_values`.
 
         Args:
             pending: The message.
@@ -183,7 +183,7 @@ class StageP2P:
             The values, and the descriptions of the calls they come from.
 
         Raises:
-            PipelineTimeoutError: If nothing comes in time.
+            PipelineTimeoutError: If the message times out.
         """
         self.wait(pending.works, pending.peer)
         pending.works = []
@@ -210,12 +210,12 @@ class StageP2P:
         self.wait(works, pending.peer)
 
     def send_gradients(self, peer: int, tag: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Send gradients of values back to the stage they came from.
+        """Send gradients of received values back to the previous stage.
 
         Args:
-            peer: Its rank, in the pipeline.
+            peer: Rank of the previous stage, in the pipeline.
             tag: Number of the message.
-            gradients: One for each value that requires grad, of its shape.
+            gradients: One gradient per value that requires grad, of the value's shape.
         """
         for index, gradient in enumerate(gradients):
             self._send(gradient.detach().contiguous(), peer, tag * _TAGS_PER_MESSAGE + index)
@@ -223,15 +223,15 @@ class StageP2P:
     def post_gradients(
         self, peer: int, tag: int, values: Sequence[tuple[Value, torch.Tensor]]
     ) -> tuple[dict[Value, torch.Tensor], list[Any]]:
-        """Begin to receive gradients.
+        """Post the receives for the gradients of sent values.
 
         Args:
             peer: Rank of the next stage, in the pipeline.
             tag: Number of the message.
-            values: The values sent that require grad.
+            values: The sent values that require grad.
 
         Returns:
-            Buffers by value, to be read after :meth:`wait` on the works.
+            Buffers by value, to be read after :meth:`wait`, and the works to wait for.
         """
         buffers: dict[Value, torch.Tensor] = {}
         works = []
@@ -242,10 +242,10 @@ class StageP2P:
         return buffers, works
 
     def wait(self, works: Sequence[Any], peer: int) -> None:
-        """Wait for receives. On a device what it does next waits, and the group's timeout bounds that.
+        """Wait for receives; on an accelerator only its stream waits, with the process group's timeout.
 
         Raises:
-            PipelineTimeoutError: If one is not over in time, or the other side has gone.
+            PipelineTimeoutError: If a receive times out, or the connection to the peer is lost.
         """
         for work in works:
             try:
@@ -257,10 +257,10 @@ class StageP2P:
                 ) from error
 
     def flush(self) -> None:
-        """End a step: wait until everything sent has left, and keep what its headers said.
+        """End a step: commit the shapes of new signatures, and wait for all pending sends.
 
         Raises:
-            PipelineTimeoutError: If a receiver does not take it in time.
+            PipelineTimeoutError: If a send times out.
         """
         self._sent.commit()
         self._received.commit()
@@ -275,7 +275,7 @@ class StageP2P:
                 ) from error
 
     def _wait(self, work: Any) -> None:
-        # Given a timeout, NCCL blocks the host until the message is there.
+        # With a timeout, NCCL's wait() blocks the host until the message has arrived.
         work.wait(self.timeout) if self._wire.type == "cpu" else work.wait()
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
@@ -289,14 +289,14 @@ class StageP2P:
 
 
 def _shapes(outputs: Sequence[Output], leaves: Sequence[TensorLeaf]) -> list[tuple[Any, ...]]:
-    """What a message says of shapes. This rank's part of a tensor may stay the same where the whole has changed."""
+    """Return the shapes of a message: of the values, and of split tensors as a whole, which may change alone."""
     described = (leaf for output in outputs for leaf in output.leaves if isinstance(leaf, TensorLeaf))
     wholes = [leaf for leaf in described if leaf.split is not None]
     return [(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.split) for leaf in (*leaves, *wholes)]
 
 
 def _order(leaf: TensorLeaf) -> list[int]:
-    """Dims from the outermost in memory to the innermost, so that a transposed tensor arrives transposed."""
+    """Return the dims from outermost to innermost in memory, to preserve the memory format of a transposed tensor."""
     return sorted(range(len(leaf.shape)), key=lambda dim: (-leaf.stride[dim], dim))
 
 
@@ -305,7 +305,7 @@ def _packed(tensor: torch.Tensor, leaf: TensorLeaf) -> torch.Tensor:
 
 
 def _buffer(leaf: TensorLeaf, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A contiguous buffer, and the view of it with the leaf's shape and order of strides."""
+    """Return a contiguous buffer, and the view of it with the leaf's shape and order of strides."""
     order = _order(leaf)
     packed = torch.empty([leaf.shape[dim] for dim in order], dtype=leaf.dtype, device=device)
     inverse = sorted(range(len(order)), key=lambda position: order[position])

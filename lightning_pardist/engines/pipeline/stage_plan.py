@@ -1,4 +1,4 @@
-"""``plan_stages``: from a recorded run to stages, and what is sent between them."""
+"""``plan_stages``: cuts a recorded run into stages, and determines the values sent between them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_pardist.engines.pipeline.errors import CannotPipelineError
 from lightning_pardist.engines.pipeline.records import Escape, Source, StepRecord, TensorLeaf, Value
 
 ReadPolicy = Literal["refuse", "send"]
-#: Share of a stage's cost that is its parameters' bytes; the rest is FLOPs. Bytes cost memory and optimizer time.
+#: Weight of parameter bytes (memory, optimizer time) in a stage's cost; the remaining weight is that of FLOPs.
 BYTES_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one stage does and holds.
+    """Compute, memory and communication of one stage.
 
     Attributes:
         flops: FLOPs of one micro-batch's forward.
-        num_parameters: Parameters held.
-        num_bytes: Their size.
-        sent_bytes: Bytes sent to the next stage for one micro-batch of the recorded shape.
-        share: Share of the whole cost that the balance counts.
+        num_parameters: Number of parameter elements held.
+        num_bytes: Their size in bytes.
+        sent_bytes: Bytes sent to the next stage per micro-batch of the recorded shape.
+        share: The stage's fraction of the total cost, as used for balancing.
     """
 
     flops: int
@@ -39,15 +39,15 @@ class StageCost:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Which calls each stage runs, what it sends on, and which parameters it holds. Plain data, the same on every rank.
+    """Assignment of unit calls and parameters to stages. Plain data, the same on every rank.
 
     Attributes:
         trace: The recorded run.
         bounds: Stage ``s`` runs calls ``bounds[s]`` to ``bounds[s + 1] - 1``.
-        unit_stages: Stages that run (or, never called, keep) each unit.
+        unit_stages: Stages that run each unit, or hold it if it is never called.
         parameter_stages: Stages that hold each parameter, by its first name.
-        reads: What becomes of values that free code looks at: refused, or sent to every stage that passes there.
-        by_owner: Whether no stages run: every rank runs the whole step, and the calls of its own units alone.
+        reads: Policy for values that free code reads: refuse them, or send them to every stage that reaches the read.
+        by_owner: Whether there are no stages: every rank runs the whole step, with its own units' calls only.
     """
 
     trace: StepRecord
@@ -63,17 +63,17 @@ class PipelinePlan:
         return len(self.bounds) - 1
 
     def calls_of(self, stage_index: int) -> range:
-        """Indices of the calls that a stage runs."""
+        """Return the indices of the calls that a stage runs."""
         return range(self.bounds[stage_index], self.bounds[stage_index + 1])
 
     @cached_property
     def sent(self) -> tuple[tuple[Value, ...], ...]:
-        """Per stage, the values it sends to the next, its own and those passed along; each once."""
+        """Values that each stage sends to the next one, including received values that it passes on."""
         return _values_sent(self.trace, self.bounds, self.reads)
 
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:
-        """What each stage does and holds."""
+        """Cost of each stage."""
         shares = _item_costs(self.trace)
         flops = _item_flops(self.trace)
         found = []
@@ -94,11 +94,11 @@ class PipelinePlan:
         return tuple(found)
 
     def modules_of(self, stage_index: int) -> list[str]:
-        """Names of the units that a stage runs, in order of their first call."""
+        """Return the names of the units that a stage runs, in order of their first call."""
         return list(dict.fromkeys(self.trace.calls[call].unit for call in self.calls_of(stage_index)))
 
     def describe(self) -> str:
-        """The plan as a table: stage, modules, parameters, forward MFLOPs, bytes sent per micro-batch."""
+        """Return the plan as a table: stage, modules, parameters, forward MFLOPs, bytes sent per micro-batch, cost."""
         rows = [
             (
                 str(index),
@@ -113,13 +113,14 @@ class PipelinePlan:
         return table(("stage", "modules", "parameters", "MFLOPs", "sent bytes", "cost"), rows, wrap=("modules",))
 
     def adapt(self, other: StepRecord) -> PipelinePlan:
-        """The same placement for another step of the same module (validation beside training).
+        """Return a plan with the same placement for another step of the same module (validation besides training).
 
         Args:
             other: The recorded run of that step.
 
         Raises:
-            CannotPipelineError: If that step calls the units in an order that does not follow the stages.
+            CannotPipelineError: If that step calls a module that is no unit of this plan, calls units in an order that
+                does not follow the stages, or reads a parameter in a stage that does not hold it.
         """
         bounds = _follow_placement(self, other)
         adapted = replace(self, trace=other, bounds=bounds)
@@ -141,20 +142,20 @@ def plan_stages(
     reads: ReadPolicy = "refuse",
     also: Sequence[StepRecord] = (),
 ) -> PipelinePlan:
-    """Cut a recorded run into stages of equal cost, at boundaries of units in their order of call. Not collective.
+    """Cut a recorded run into stages of about equal cost, between calls of units. Not collective.
 
     Args:
         trace: The recorded run of the training step.
-        num_stages: Stages, over all ranks (ranks times chunks a rank).
-        split: Names of the modules that begin stages 1, 2, ...; ``num_stages - 1`` of them. By cost if None.
-        reads: ``"refuse"`` a step that looks at values between units (``if x.mean() > 0``, ``.item()``) where a later
-            stage would have to look at a stub; ``"send"`` those values to every stage that passes there, which is
-            right as long as what is seen does not decide which units are called. Checks inside torch and shapes that
-            depend on values are always served so.
-        also: Recorded runs of the module's other steps (validation), whose stages will need their parameters too.
+        num_stages: Number of stages over all ranks (ranks times chunks per rank).
+        split: Names of the modules that begin stages 1, 2, ...; ``num_stages - 1`` of them. None balances by cost.
+        reads: ``"refuse"`` raises for a step that reads values between units (``if x.mean() > 0``, ``.item()``) if a
+            later stage would have to read a stub. ``"send"`` sends these values to every stage that reaches the read,
+            which is correct if they do not affect which units are called. Values for checks inside torch and for
+            data-dependent shapes are always sent.
+        also: Recorded runs of the module's other steps (validation), whose parameters the stages hold as well.
 
     Raises:
-        CannotPipelineError: If the module cannot be cut as asked, with the reason and the strategies that would serve.
+        CannotPipelineError: If the module cannot be cut as requested, with the reason and suitable strategies.
         ValueError: If ``split`` does not name the beginning of ``num_stages - 1`` stages.
     """
     if num_stages < 1:
@@ -176,7 +177,7 @@ def plan_stages(
 
 
 def _hold_for(placed: PipelinePlan, other: StepRecord) -> PipelinePlan:
-    """Add the parameters that another step reads in a stage."""
+    """Add the parameters that another step reads to the stages that read them."""
     bounds = _follow_placement(placed, other)
     holders = {name: set(stages) for name, stages in placed.parameter_stages.items()}
     for stage_index in range(placed.num_stages):
@@ -198,12 +199,12 @@ def _place(trace: StepRecord, bounds: tuple[int, ...], reads: ReadPolicy) -> Pip
                 holders[source].add(stage_index)
     last, models = 0, _models_of_copies(trace)
     for name in trace.unit_names:
-        # A unit that this step never calls stays with the one that it is a copy of, or with its neighbour.
+        # A unit that this step never calls is placed with the unit that it is a copy of, or with its predecessor.
         stages = {max(unit_stages[models[name]])} if name in models else {last}
         last = max(unit_stages.setdefault(name, stages))
     for name, info in trace.parameters.items():
         if info.unit is not None and not holders[name]:
-            # What is tied in a copy as well has several holders.
+            # A parameter of a copy has the holders of the original, several if that is tied.
             model = f"{models.get(info.unit, '')}.{name.removeprefix(f'{info.unit}.')}"
             holders[name] |= holders.get(model) or unit_stages[info.unit]
         holders[name] = holders[name] or {0}
@@ -217,9 +218,9 @@ def _place(trace: StepRecord, bounds: tuple[int, ...], reads: ReadPolicy) -> Pip
 
 
 def _models_of_copies(trace: StepRecord) -> dict[str, str]:
-    """Units that the step never calls, and which of those that it calls each is a copy of: averages of weights, say.
+    """Match units that the step never calls with the called units that they copy, for instance averaged weights.
 
-    A copy has parameters of the same names and shapes, and a name that ends alike.
+    A copy has parameters of the same names and shapes, and a name with the same ending unless there is one candidate.
     """
     tables: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
     for name, info in trace.parameters.items():
@@ -236,13 +237,13 @@ def _models_of_copies(trace: StepRecord) -> dict[str, str]:
 
 
 def _same_ends(one: str, other: str) -> int:
-    """How many parts of two dotted names are the same, from the last."""
+    """Return the number of equal trailing parts of two dotted names."""
     pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _needs_of_stage(trace: StepRecord, bounds: tuple[int, ...], stage_index: int, reads: ReadPolicy) -> set[Source]:
-    """Everything that the consumers of a stage depend on: its calls, the looks it passes, the result for the last."""
+    """Return the sources that a stage needs: for its calls, for reads that it reaches, and for the result if last."""
     begin, end = bounds[stage_index], bounds[stage_index + 1]
     is_last = stage_index == len(bounds) - 2
     needs: set[Source] = set()
@@ -271,7 +272,7 @@ def _values_sent(trace: StepRecord, bounds: tuple[int, ...], reads: ReadPolicy) 
 
 
 def _crossing(trace: StepRecord, cut: int) -> set[Value]:
-    """Values made before a cut and needed behind it."""
+    """Return the values made before a cut and needed after it."""
     needs = set(trace.result_needs).union(*(call.needs for call in trace.calls[cut:]))
     return {source for source in needs if isinstance(source, Value) and source.call < cut}
 
@@ -289,7 +290,7 @@ def _item_flops(trace: StepRecord) -> list[int]:
 
 
 def _item_costs(trace: StepRecord) -> list[float]:
-    """Cost of each call as a share of the whole; a parameter's bytes count at its first reader."""
+    """Return the cost of each call as a fraction of the total; a parameter's bytes count at its first reader."""
     flops = _item_flops(trace)
     sizes = [0] * len(trace.calls)
     counted: set[str] = set()
@@ -305,7 +306,7 @@ def _item_costs(trace: StepRecord) -> list[float]:
 
 
 def _allowed_cuts(trace: StepRecord, reads: ReadPolicy) -> list[str]:
-    """For each call, why no stage may begin there; an empty string where one may."""
+    """Return, for each call, the reason why no stage can begin there; an empty string if one can."""
     reasons = [""] * len(trace.calls)
     end = len(trace.calls)
 
@@ -314,7 +315,7 @@ def _allowed_cuts(trace: StepRecord, reads: ReadPolicy) -> list[str]:
             reasons[cut] = reasons[cut] or why
 
     consumers = [(index, call.needs, repr(call.unit)) for index, call in enumerate(trace.calls)]
-    # Every later stage comes by the line that looks at a value, up to the last one.
+    # All later stages run the free code with the read again, up to the last one.
     consumers += [(end, read.needs, read.where) for read in trace.reads]
     consumers.append((end, trace.result_needs, "the step's result"))
     for position, needs, reader in consumers:
@@ -333,13 +334,13 @@ def _allowed_cuts(trace: StepRecord, reads: ReadPolicy) -> list[str]:
 def cut_units(
     trace: StepRecord, num_stages: int, split: Sequence[str] | None, allowed: Sequence[bool]
 ) -> tuple[int, ...]:
-    """Bounds of equal cost where nothing is sent between stages. Not collective.
+    """Return bounds of parts of about equal cost, ignoring values sent between parts. Not collective.
 
     Args:
         trace: A run that calls at least ``num_stages`` units.
-        num_stages: Parts to make.
-        split: Names of the modules that begin parts 1, 2, ...; by cost if None.
-        allowed: Whether a part may begin at each call.
+        num_stages: Number of parts.
+        split: Names of the modules that begin parts 1, 2, ...; None balances by cost.
+        allowed: Whether a part can begin at each call.
 
     Raises:
         ValueError: If ``split`` does not name the beginning of ``num_stages - 1`` parts.
@@ -390,7 +391,7 @@ def _why_not(trace: StepRecord, num_stages: int, reasons: list[str]) -> str:
 
 
 def _follow_placement(placed: PipelinePlan, other: StepRecord) -> tuple[int, ...]:
-    """Bounds for another run such that every call lies on a stage that has its unit."""
+    """Return bounds for another run, such that every call is in a stage that has its unit."""
     bounds, stage_index = [0], 0
     for index, call in enumerate(other.calls):
         stages = placed.unit_stages.get(call.unit)
@@ -416,7 +417,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def _shorten(names: list[str]) -> str:
-    """``blocks.0, blocks.1, blocks.2`` as ``blocks.0-2``."""
+    """Abbreviate ``blocks.0, blocks.1, blocks.2`` as ``blocks.0-2``."""
     return ", ".join(name for name, _ in fold(names, str, lambda _: None))
 
 

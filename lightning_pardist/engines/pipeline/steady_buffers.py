@@ -1,6 +1,4 @@
-"""Buffers whose change does not depend on samples, such as those of spectral norm: changed once a step, as one process
-does, and not once a micro-batch.
-"""
+"""Sample-independent buffer updates (spectral norm): applied once per step, not once per micro-batch."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from lightning_pardist.engines.pipeline.interception import undisturbed
 
 
 class SteadyBuffers:
-    """Lets every micro-batch change some buffers from what they were before the step. Not collective.
+    """Buffers that every micro-batch updates from their values before the step. Not collective.
 
     Args:
         root: The root module.
-        names: Of the buffers.
+        names: Names of the buffers.
     """
 
     def __init__(self, root: nn.Module, names: Collection[str]) -> None:
@@ -32,7 +30,7 @@ class SteadyBuffers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a training step: behind it the buffers are changed once."""
+        """Wrap a training step; afterwards the buffers have been updated once."""
         self._own = [own_buffers(owner)[key] for owner, key in self._places]  # type: ignore[misc]
         self._latest = {}
         try:
@@ -43,11 +41,11 @@ class SteadyBuffers:
 
     @contextmanager
     def microbatch(self, index: int) -> Iterator[None]:
-        """Around the run of one stage on one micro-batch, inside of :meth:`step`."""
+        """Wrap the run of one stage on one micro-batch, inside :meth:`step`; outside, do nothing."""
         if not self._own:
             yield
             return
-        # Copies, because autograd may keep what is written to.
+        # Clones: autograd may have saved the buffer that the next micro-batch writes to.
         given = self._latest.get(index) or [buffer.detach().clone() for buffer in self._own]
         self._show(given)
         try:
@@ -76,12 +74,12 @@ class SteadyBuffers:
 def really_steady(
     root: nn.Module, names: Collection[str], step: Callable[[Any], Any], batch: Any, microbatch: Any
 ) -> frozenset[str]:
-    """Those buffers that a step leaves alike after a batch and after a micro-batch of it: none that counts samples.
+    """Return the buffers with equal values after a step on a batch and on a part of it, e.g. no counts of samples.
 
     Args:
-        root: The root module, in the mode of training; its state is put back.
-        names: To be tried.
-        step: Takes either batch.
+        root: The root module, in training mode; its state is restored afterwards.
+        names: Names of the buffers to check.
+        step: The step; called with either batch.
         batch: The whole batch.
         microbatch: A part of it.
     """

@@ -1,4 +1,4 @@
-"""``record_step``: find the units of a module and record one run of its step on a sample micro-batch."""
+"""``record_step``: finds the units of a module and records one run of its step on a sample micro-batch."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def record_step(
 ) -> StepRecord:
     """Run ``step(batch)`` once and record its units. Not collective; the module must hold all its parameters.
 
-    Buffers, metric states and RNG states are put back afterwards and no gradient is left behind. Where the first run
-    shows that units were drawn too coarse or too fine (weights used without calling the layer that owns them, values
-    handed out of a block behind its back), it is repeated with better ones.
+    Buffers, metric states and RNG states are restored afterwards, and no gradients are left. If the run shows that
+    units are too coarse or too fine (weights used without calling the layer that owns them, values passed out of a
+    block other than by its outputs), it is repeated with corrected units, up to ``_MAX_RUNS`` runs.
 
     Args:
         module: The root module, in the mode (train or eval) in which the step will run.
         step: The user's own step; calls the module or parts of it.
         batch: One sample micro-batch.
         grad: Whether the step will be differentiated.
-        loss_of: Finds the loss in the step's result; :func:`find_loss` by default.
-        in_one_piece: Names of modules that no cut goes through.
+        loss_of: Returns the loss in the step's result; :func:`find_loss` by default.
+        in_one_piece: Names of modules that must not be cut.
 
     Returns:
-        Plain data, to be given to :func:`plan`.
+        The record, plain data for :func:`~.stage_plan.plan_stages`.
 
     Raises:
         CannotPipelineError: If a unit runs inside reentrant activation checkpointing, where it has no autograd graph.
@@ -79,7 +79,7 @@ def record_step(
 
 
 def find_loss(result: Any) -> torch.Tensor | None:
-    """The loss in what a step returned: the tensor itself, the entry or attribute ``loss``, or None.
+    """Return the loss in a step's result: the tensor itself, the entry or attribute ``loss``, or None.
 
     Args:
         result: Return value of the step.
@@ -96,12 +96,12 @@ def describe_output(
     versions: dict[int, int],
     side: tuple[tuple[str, str, Any], ...] = (),
 ) -> tuple[Output, list[Any]]:
-    """Describe what a call returned so that a stub can return the like.
+    """Describe a call's outputs, so that a stub can return values of the same structure.
 
     Args:
-        result: What a unit returned.
+        result: The unit's return value.
         arguments: ``(args, kwargs)`` of the call.
-        versions: Version counters of the argument tensors by ``id``, taken before the call.
+        versions: Version counters of the argument tensors by ``id``, read before the call.
         side: Attributes that the call has set, as (module, name, value).
 
     Returns:
@@ -121,7 +121,7 @@ def describe_output(
 
 
 def argument_versions(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[int, int]:
-    """Version counters of the tensors among a call's arguments, by ``id``."""
+    """Return the version counters of the tensors among a call's arguments, by ``id``."""
     return {id(t): version_of(t) for t in tensors_in(arguments) if not t.is_inference()}
 
 
@@ -203,12 +203,13 @@ class _Recording:
         return result
 
     def _with_origin(self, described: Leaf, leaf: Any) -> Leaf:
-        """What a call returned, with whether samples have to do with it."""
+        """Set ``of_batch`` of an output's description: whether it depends on samples or may hold a value per sample."""
         if not isinstance(described, TensorLeaf):
             return described
         of_batch = self.tracker.is_from_batch(leaf)
         if not of_batch and not self.lengths.isdisjoint(leaf.shape[: max(1, leaf.dim() - 1)]):
-            # A first state of zeros holds something for each sample, and as many points of the module's do not.
+            # A dim of the batch's length: an initial state of zeros has a value per sample, but a tensor computed from
+            # the module's own tensors, with as many entries by chance, does not.
             of_batch = leaf.grad_fn is None or not BatchDims(None).is_of_held(leaf.grad_fn)
         return replace(described, of_batch=of_batch)
 
@@ -226,16 +227,16 @@ class _Recording:
         needs: set[Source] = set()
         for tensor in tensors_in(result):
             found = self.tracker.sources(tensor)
-            # An object may hold anything (a key-value cache, say): what blocks left in it is not asked for.
+            # An object (for instance a key-value cache) may hold internal values of blocks, which need not be returned.
             is_plain = any(tensor is other for other in plain)
             needs |= {source for source in found if is_plain or not isinstance(source, Escape)}
         return frozenset(needs)
 
     def _changed_buffers(self, before: dict[str, torch.Tensor]) -> tuple[frozenset[str], frozenset[str]]:
-        """Buffers of units that have changed.
+        """Return the buffers of units that the run has changed, except those of normalization layers.
 
         Returns:
-            Those in modules none of whose buffers has changed by the batch's values, and those that have.
+            Those in modules none of whose buffers has changed by the batch's values, and those changed by these values.
         """
         changed: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for name, buffer in self.root.named_buffers():
@@ -244,7 +245,7 @@ class _Recording:
         steady: set[str] = set()
         of_samples: set[str] = set()
         for owner, buffers in changed.items():
-            # The kernels of batch norm write to running statistics without saying so.
+            # Batch norm's kernels write to running statistics without a schema that shows it.
             if isinstance(self.root.get_submodule(owner), NormBase):
                 continue
             if not any(owner == unit or owner.startswith(f"{unit}.") for unit in self.units):
@@ -256,7 +257,7 @@ class _Recording:
 
     def _refuse_reentrant_checkpoints(self) -> None:
         for name, tensor in self.without_graph:
-            # A leaf has been told to require a gradient, as users do in front of frozen layers.
+            # Skip leaves: user code sets requires_grad on inputs of frozen layers.
             if tensor.grad_fn is not None:
                 raise CannotPipelineError(
                     f"Unit {name!r} runs inside torch.utils.checkpoint with use_reentrant=True, which hides its"
@@ -281,13 +282,13 @@ class _Recording:
         }
 
     def better_grain(self, grain: Grain, recorded: StepRecord) -> Grain:
-        """Corrections that this run suggests."""
+        """Return the grain with the corrections that this run suggests."""
         better = self._join_uncalled(grain, recorded)
         better = self._take_buffer_owners(better)
         return better if better != grain else self._open_leaky(grain, recorded)
 
     def _join_uncalled(self, grain: Grain, recorded: StepRecord) -> Grain:
-        """A unit whose weights are used without calling it belongs to the module above it, or is looked into."""
+        """Handle a unit whose weights are used without calling it: make its parent the unit, or split the unit."""
         called = {call.unit for call in recorded.calls}
         for name, unit in self.units.items():
             read = any(
@@ -305,7 +306,7 @@ class _Recording:
         return grain
 
     def _take_buffer_owners(self, grain: Grain) -> Grain:
-        """A module without parameters that updates its buffers must run on one stage only, as a unit."""
+        """Make every module outside of units that updates its own buffers a unit: only one stage may run it."""
         written = self.tracker.buffers_written
         for name, module in self.root.named_modules():
             inside = any(name == unit or name.startswith(f"{unit}.") for unit in self.units)
@@ -316,7 +317,7 @@ class _Recording:
         return grain
 
     def _open_leaky(self, grain: Grain, recorded: StepRecord) -> Grain:
-        """A block that hands values out past its outputs is looked into, where the values are outputs of a layer."""
+        """Split a block that passes values out other than by its outputs, so that they become outputs of a layer."""
         readers = [call.needs for call in recorded.calls] + [read.needs for read in recorded.reads]
         leaky = {s.call for needs in (*readers, recorded.result_needs) for s in needs if isinstance(s, Escape)}
         for index in sorted(leaky):

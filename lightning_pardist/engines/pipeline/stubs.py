@@ -1,8 +1,8 @@
-"""Tensors without values, and the operators that look at values.
+"""Stubs (fake tensors without values), and detection of operators that depend on values.
 
-``FakeTensorMode`` does nearly all of it. What it lacks: operators such as ``x[mask]`` whose result's shape depends on
-one argument's values only. Where that argument is real (a mask out of the batch) and the stub is merely the data, the
-shape is found by running the operator on zeros.
+Stubs are those of ``FakeTensorMode``, with one extension for operators such as ``x[mask]``, the shape of whose result
+depends on the values of one argument only. If that argument is real (a mask from the batch) and only the data is a
+stub, the shape is found by running the operator on zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_pardist.compat.fake_tensors import (
 )
 
 _aten = torch.ops.aten
-#: Operators whose first argument is data and whose shape the arguments at these positions decide.
+#: Operators whose first argument is data, and the positions of the arguments whose values determine the result's shape.
 _DECIDED_BY: dict[Any, tuple[int, ...]] = {
     _aten.index.Tensor: (1,),
     _aten.masked_select.default: (1,),
@@ -30,7 +30,7 @@ _DECIDED_BY: dict[Any, tuple[int, ...]] = {
 
 
 def deciding_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments whose values an operator's shape or Python result depends on; empty for ordinary operators.
+    """Return the arguments on whose values an operator's result shape or Python result depends; usually none.
 
     Args:
         func: The operator overload.
@@ -40,7 +40,7 @@ def deciding_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     positions = _DECIDED_BY.get(func)
     if positions is not None:
         found = [tensor for position in positions for tensor in tensors_of(args[position])]
-        # Indexing by integers has a shape known beforehand.
+        # Indexing by integer tensors has a shape that does not depend on their values.
         return [t for t in found if t.dtype in (torch.bool, torch.uint8)] if func is _aten.index.Tensor else found
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         return list(tensors_of((args, kwargs)))
@@ -48,7 +48,7 @@ def deciding_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an operator's arguments or results."""
+    """Yield the tensors in an operator's arguments or results."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -60,7 +60,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 class StubMode(FakeTensorMode):
-    """Computes with stubs: shapes only. Active only while an operator has a stub among its arguments."""
+    """``FakeTensorMode`` of the stubs; active only while an operator has a stub among its arguments."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -68,7 +68,7 @@ class StubMode(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operator on shapes, or on zeros where only real values decide the shape."""
+        """Run the operator on fake tensors, or on zeros if only the values of real arguments determine the shape."""
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         except (DynamicOutputShapeException, DataDependentOutputException):
@@ -85,13 +85,13 @@ class StubMode(FakeTensorMode):
     def stub(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A tensor without values.
+        """Return a tensor without values.
 
         Args:
             shape: Its shape.
-            stride: Its strides.
+            stride: Its strides, in elements.
             dtype: Its dtype.
-            device: Where it pretends to live.
+            device: The device that it reports.
         """
         with self:
             return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
