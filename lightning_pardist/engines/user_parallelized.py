@@ -105,7 +105,7 @@ def make_alike(module: nn.Module, *, world: dist.ProcessGroup, data_group: dist.
 
 
 class UserParallelizedEngine:
-    """The :class:`~.api.DataEngine` of a module that has split its own parameters.
+    """The :class:`~.data_engine.DataEngine` of a module that has split its own parameters.
 
     torch averages the gradients of ``fully_shard`` units during backward. This engine averages all others over the data
     axis after backward, with the placements of their parameters.

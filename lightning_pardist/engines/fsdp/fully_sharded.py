@@ -46,7 +46,7 @@ Accumulate = Literal["sharded", "unsharded"]
 
 
 class FullySharded:
-    """Handle of a sharded module at run time. Created by :func:`~.apply.shard`.
+    """Handle of a sharded module at run time. Created by :func:`~.shard.shard`.
 
     Attributes:
         module: The module, sharded in place.
@@ -420,7 +420,7 @@ class FullySharded:
         """Make an optimizer step on shards, and gather its new values at once in manual optimization.
 
         Args:
-            optimizer: Created from the module's parameters after :func:`~.apply.shard`.
+            optimizer: Created from the module's parameters after :func:`~.shard.shard`.
             host: Runs the steps of an elementwise optimizer whose state is offloaded.
             hosted: Keeps the offloaded state of an optimizer that is not elementwise.
             group: Returns the ranks that together hold whole parameters, for optimizers that are not elementwise; those
@@ -537,7 +537,7 @@ class FullySharded:
             other.grad = None
 
     def unshard_module(self) -> None:
-        """Restore the module as before :func:`~.apply.shard`, with whole parameters on every rank. Collective.
+        """Restore the module as before :func:`~.shard.shard`, with whole parameters on every rank. Collective.
 
         New parameters replace the shards, which optimizers keep. The handle cannot be used afterwards.
         """
