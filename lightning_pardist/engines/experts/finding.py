@@ -104,8 +104,8 @@ def find_layers(
     Args:
         module: The user's module, not distributed.
         step: Runs the module on a batch.
-        chosen: Name patterns (``*`` for any part) of the only layers to take as experts; by default, those near which
-            a step chooses among as many.
+        chosen: Name patterns (``*`` for any part) of the only layers to take as experts; by default, those near
+            which the step computes a score with one entry per expert.
         left: Extended with the layers that cannot be distributed, each with the reason.
 
     Returns:

@@ -194,7 +194,7 @@ class ExpertRuntime:
 
 
 def _enter_others(layer: ExpertLayer, module: nn.Module) -> Callable[..., AbstractContextManager[None]]:
-    """Return a function that replaces the non-expert parameters of a layer's module by a function of them."""
+    """Return a context factory that replaces a layer's non-expert parameters by a function of them."""
     runner = module.get_submodule(layer.runner)
     experts = {*places_of([part for parts in layer.experts(module) for part in parts])}
     experts |= {(runner, name) for name in layer.stacked}

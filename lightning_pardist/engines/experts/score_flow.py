@@ -48,7 +48,7 @@ class Score:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a tensor is computed from.
+    """Origin of a tensor: the scores and candidates that it depends on.
 
     Attributes:
         scores: Scores that it depends on.

@@ -332,7 +332,7 @@ class _Dispatch:
 
     @classmethod
     def even(cls, index: Tensor, count: int, size: int) -> _Dispatch:
-        """Dispatch the average numbers of rows and pairs for ``k`` distinct random experts per token, without values.
+        """Dispatch the average numbers of rows and pairs of ``k`` random experts per token, with uninitialised indices.
 
         The arguments are those of :meth:`by_values`.
         """

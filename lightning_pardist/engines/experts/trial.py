@@ -27,7 +27,7 @@ from lightning_pardist.engines.experts.stacked import (
 )
 from lightning_pardist.engines.tensor.rows import Arguments, Rows
 
-#: What is communicated.
+#: Settings for what a layer of experts communicates.
 Dispatch = Literal["auto", "tokens", "weights"]
 DISPATCHES = get_args(Dispatch)
 #: Tolerance for results of other summation orders, relative to the largest; wrong results differ by their own size.
@@ -43,7 +43,7 @@ class CannotTravelError(Exception):
 
 @dataclass(frozen=True)
 class Choice:
-    """What a layer communicates, and why.
+    """Choice of what a layer communicates, with the reason.
 
     Attributes:
         dispatch: ``"tokens"`` or ``"weights"``.
@@ -206,7 +206,7 @@ def _refuse_hooks(children: Sequence[nn.Module], runner: str) -> None:
 
 
 def _in_parts(runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: Arguments, size: int) -> Tensor:
-    """Return what all ranks compute together, one rank after another."""
+    """Return the combined result of all ranks, computed one rank after another."""
     leaves = pytree.tree_leaves(call)
     index, each = leaves[route.index], layer.count // size
     places, dims = index.shape[:-1], index.dim() - 1

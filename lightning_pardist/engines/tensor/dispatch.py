@@ -488,7 +488,7 @@ class TensorRuntime:
         if name in _VIEWS and isinstance(first, self.kind):
             leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
             tensors = map(innermost, (first, *leaves))
-            # Detached tensors of our own, to tell whether anyone else still holds the memory.
+            # Keep detached tensors, to check later whether anything else still holds the memory.
             sides = {storage_key(tensor): tensor.detach() for tensor in tensors}
             for key, side in sides.items():
                 others = self._copied_views.setdefault(key, (side, set()))[1]

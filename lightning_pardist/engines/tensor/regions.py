@@ -320,9 +320,10 @@ class TensorGroup:
         return result
 
     def inside(self, parameter: Tensor) -> Tensor:
-        """Enter a replicated parameter into such a computation: rows on other ranks contribute to its gradient.
+        """Enter a replicated parameter into a computation on rows that were :meth:`taken_out`.
 
-        Like :meth:`parameter`, but gradients inside are already multiplied by the number of ranks.
+        Rows on other ranks contribute to its gradient. Like :meth:`parameter`, but gradients inside are already
+        multiplied by the number of ranks.
         """
         if not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
