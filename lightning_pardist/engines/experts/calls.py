@@ -124,7 +124,7 @@ class ListedExperts:
         own_dtype = self._like.dtype if form is None else form.dtypes[0]
         like = self._like.to(own_dtype)
         flat = [torch.cat([each.flatten(0, -2) for each in calls]) if calls else like for calls in inputs]
-        # -1 for experts that were not called, as opposed to called with no rows: they have no gradients.
+        # -1 if this rank did not call an expert, as opposed to 0 rows: an expert that no rank calls has no gradients.
         counts = torch.tensor([len(rows) if calls else -1 for rows, calls in zip(flat, inputs, strict=True)])
         told, form = self.peers.tell(self.number, counts.view(self.peers.size, self.each), form)
         form = form or Form.here(like)
@@ -152,7 +152,7 @@ class ListedExperts:
         if not called:
             return [block.new_zeros((0, self._width), dtype=dtype) for block in blocks]
         if current_backward() is None:
-            # The load was already counted if a checkpointed forward is recomputed in backward.
+            # Do not count the recomputation of a checkpointed forward in backward.
             self.load[index] += sum(sizes)
         result: Tensor = self._own_forwards[index](torch.cat(blocks))
         return [*torch.split(result.to(dtype), sizes)]

@@ -247,7 +247,7 @@ class StackedExperts:
             # The experts get zero gradients, like experts that no token chooses on a single process.
             return self.weights.returned(joined(out, *tokens, *weights, *values), values)
         if current_backward() is None:
-            # The load was already counted if a checkpointed forward is recomputed in backward.
+            # Do not count the recomputation of a checkpointed forward in backward.
             self.load = self.load.to(index.device).index_add_(0, index, torch.ones_like(index))
         of_pairs = [t[row].reshape(len(row), *shape) for t, shape in zip(tokens, shapes, strict=True)]
         with without_reentrant():
