@@ -495,7 +495,7 @@ class TensorRuntime:
                 others |= sides.keys() - {key}
 
     def check_overwrite(self, tensor: Any, name: str) -> None:
-        """Raise if a tensor is overwritten whose view, in user code, is a copy here.
+        """Reject an in-place write to a tensor that shares memory with another one in user code, but not here.
 
         Raises:
             RuntimeError: If a view of ``tensor``, or its base, was gathered in this step and is still in use.

@@ -272,7 +272,8 @@ def sliced(call: Call, x: Operand, index: Any) -> tuple[Any, Layout]:
     """Return the local form of an index and the layout of the result.
 
     Raises:
-        NoRule: If the sharded dim is indexed other than by a slice that stays local, or by several index tensors.
+        NoRule: If the sharded dim is indexed other than by a slice that stays local, or if there are several index
+            tensors.
     """
     layout = _layout(x)
     items = list(index) if isinstance(index, tuple) else [index]
