@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds some of the experts of every layer, and their tokens travel to it."""
+"""Expert parallelism: each rank holds some experts of every layer, and tokens are dispatched to them by all-to-all."""
 
 from lightning_pardist.engines.experts.finding import ExpertLayer, find_layers
 from lightning_pardist.engines.experts.holding import HeldExperts

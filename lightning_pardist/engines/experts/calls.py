@@ -1,9 +1,10 @@
-"""Experts in a list: what the module gives to each of them travels to the rank that holds it.
+"""Experts in a ``ModuleList``: each expert's inputs are dispatched to the rank that holds it.
 
-The module's forward is rehearsed first: each expert takes its input and returns zeros. Then all inputs travel at once,
-each rank runs its experts on what has come, results travel back, and the forward runs again, in which each expert
-returns what came back for it. Gradients go through the inputs of the rehearsal, whose results nobody uses. Where that
-is not what a module computes in one piece, a trial finds it, see :mod:`~lightning_pardist.engines.experts.trial`.
+The module's forward runs twice. In a dry run, each expert records its input and returns zeros. Then all inputs are
+exchanged at once, each rank runs its experts on the received rows, the results are exchanged back, and the forward runs
+again with each expert returning its results. Gradients flow to the inputs recorded in the dry run, whose outputs are
+discarded. A trial detects modules for which this is not equivalent, see
+:mod:`~lightning_pardist.engines.experts.trial`.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from lightning_pardist.engines.experts.layer_weights import LayerWeights
 
 
 class ListedExperts:
-    """Runs a module whose experts are on several ranks.
+    """Runs a module whose experts are held by several ranks.
 
     Args:
-        number: Of the layer, the same on all ranks.
-        layer: It.
-        forward: Of the module that calls experts, as its class has it.
-        experts: All of them; those of other ranks are never run.
-        weights: Of the experts of this rank.
-        peers: The ranks.
+        number: Index of the layer, the same on all ranks.
+        layer: The layer.
+        forward: The original forward of the module that calls experts.
+        experts: All experts; those of other ranks are never run.
+        weights: Parameters of this rank's experts.
+        peers: The expert group.
     """
 
     def __init__(
@@ -49,21 +50,21 @@ class ListedExperts:
         self.each = layer.count // peers.size
         own = range(peers.rank * self.each, (peers.rank + 1) * self.each)
         self.own = [experts[index] for index in own]
-        # In place of forward there will be what answers calls.
+        # Kept here because the experts' forward attributes are replaced later.
         self._own_forwards = [ReplacedForward(expert.forward) for expert in self.own]
         (given,) = pytree.tree_leaves(layer.inputs)
-        # A new one: a slice would keep the first batch.
+        # Allocate a new tensor: a slice would keep the first batch in memory.
         self._like = given.new_empty((0, given.shape[-1]))
         self._width = layer.output.shape[-1]
-        #: What an expert returns for rows of a form.
+        #: Dtype that an expert returns for rows of a form.
         self._dtypes: dict[Form, torch.dtype] = {}
         self._inputs: list[list[Tensor]] | None = None
         self._answers: list[list[Tensor]] | None = None
-        #: Rows that this rank's experts have computed since the start.
+        #: Number of rows that this rank's experts have computed since the start.
         self.load = torch.zeros(self.each, dtype=torch.int64)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the module's forward. Collective over the ranks, and so is backward."""
+        """Replacement for the module's ``forward``. Collective over the expert group, in forward and in backward."""
         before = random_state(self._like.device)
         inputs = self._inputs = [[] for _ in range(self.layer.count)]
         try:
@@ -85,7 +86,7 @@ class ListedExperts:
         return behind(output, back)
 
     def called(self, index: int) -> ReplacedForward:
-        """What stands in the place of an expert's forward; what may be computed again is its own, if it is here."""
+        """Return the replacement of an expert's forward; checkpointing recomputes the expert's own, if local."""
         replaced, own = ReplacedForward(self._called(index)), index - self.peers.rank * self.each
         replaced.again = self._own_forwards[own] if 0 <= own < self.each else None
         return replaced
@@ -108,11 +109,11 @@ class ListedExperts:
         return call
 
     def run_empty(self) -> None:
-        """Take part in what other ranks run, without tokens, in the form of theirs. Collective."""
+        """Take part in a layer that other ranks run, with no tokens and in the form of theirs. Collective."""
         self._exchanged([[] for _ in range(self.layer.count)])
 
     def _exchanged(self, inputs: list[list[Tensor]]) -> Tensor:
-        """Results for this rank's inputs of all experts, one below the other."""
+        """Return the results of all experts for this rank's inputs, concatenated."""
         forms = {Form.here(each) for calls in inputs for each in calls}
         if len(forms) > 1:
             raise RuntimeError(
@@ -123,7 +124,7 @@ class ListedExperts:
         own_dtype = self._like.dtype if form is None else form.dtypes[0]
         like = self._like.to(own_dtype)
         flat = [torch.cat([each.flatten(0, -2) for each in calls]) if calls else like for calls in inputs]
-        # None at all is something else than no rows: an expert that nobody calls has no gradients.
+        # -1 if this rank did not call an expert, as opposed to 0 rows: an expert that no rank calls has no gradients.
         counts = torch.tensor([len(rows) if calls else -1 for rows, calls in zip(flat, inputs, strict=True)])
         told, form = self.peers.tell(self.number, counts.view(self.peers.size, self.each), form)
         form = form or Form.here(like)
@@ -151,14 +152,14 @@ class ListedExperts:
         if not called:
             return [block.new_zeros((0, self._width), dtype=dtype) for block in blocks]
         if current_backward() is None:
-            # A checkpointed forward runs again in backward.
+            # Do not count the recomputation of a checkpointed forward in backward.
             self.load[index] += sum(sizes)
         result: Tensor = self._own_forwards[index](torch.cat(blocks))
         return [*torch.split(result.to(dtype), sizes)]
 
     @torch.no_grad()
     def _dtype(self, form: Form) -> torch.dtype:
-        """Of experts' results: ranks that run none have to know it as well. One row is run, the first time."""
+        """Return the dtype of experts' results, also on ranks that run none; determined by one row, the first time."""
         if form not in self._dtypes:
             row = self._like.new_zeros((1, self._like.shape[-1]), dtype=form.dtypes[0])
             with random_stays(row.device), self.weights.blank():
@@ -167,14 +168,14 @@ class ListedExperts:
 
 
 def _split(back: Tensor, inputs: list[list[Tensor]], width: int) -> list[list[Tensor]]:
-    """Results as each call has them."""
+    """Return the results split and shaped for each call."""
     shapes = [given.shape[:-1] for calls in inputs for given in calls]
     parts = iter(back.split([shape.numel() for shape in shapes]) if shapes else ())
     return [[next(parts).view(*given.shape[:-1], width) for given in calls] for calls in inputs]
 
 
 def behind(output: Any, back: Tensor) -> Any:
-    """The module's output, behind which the exchange is run backward also where this rank has called no expert."""
+    """Join the exchange to the module's output, so that its backward runs even if this rank has called no expert."""
     first = [True]
 
     def at_first(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the ranks of an expert group send each other: rows of tokens, or the weights of experts."""
+"""Communication within an expert group: rows of tokens, or the weights of experts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lightning_pardist.collectives import as_bytes
 from lightning_pardist.engines.fsdp.collective_sequencer import GATHER, CollectiveSequencer
 from lightning_pardist.engines.tensor.regions import PlainFunction
 
-#: Dtypes that a message can name; 0 stands for none.
+#: Dtypes that a message can encode; 0 encodes none.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BITS = 3
 
 
 @dataclass(frozen=True)
 class Form:
-    """Of what rows are that travel, and under which autocast they are computed.
+    """Dtypes of dispatched rows, and the autocast state in which they are computed.
 
     Attributes:
-        dtypes: Of each tensor of rows.
-        autocast: What autocast computes in; None if it is off.
+        dtypes: Dtype of each tensor of rows.
+        autocast: Autocast dtype; None if autocast is off.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -34,43 +34,43 @@ class Form:
 
     @classmethod
     def here(cls, *rows: Tensor) -> Form:
-        """Of some rows, and what holds now."""
+        """Return the form of some rows under the current autocast state."""
         kind = rows[0].device.type
         on = torch.is_autocast_enabled(kind)
         return cls(tuple(each.dtype for each in rows), torch.get_autocast_dtype(kind) if on else None)
 
     @property
     def code(self) -> int:
-        """A number of it, larger than 0."""
+        """Encoding as an integer larger than 0."""
         numbers = [0 if dtype is None else 1 + _DTYPES.index(dtype) for dtype in (self.autocast, *self.dtypes)]
         return sum(number << _BITS * place for place, number in enumerate(numbers))
 
     @classmethod
     def of_code(cls, code: int) -> Form:
-        """What has this number."""
+        """Decode :attr:`code`."""
         autocast, *dtypes = (code >> place & (1 << _BITS) - 1 for place in range(0, code.bit_length(), _BITS))
         return cls(tuple(_DTYPES[number - 1] for number in dtypes), _DTYPES[autocast - 1] if autocast else None)
 
     def entered(self, kind: str) -> AbstractContextManager[Any]:
-        """Autocast of this form, on a type of device, whatever holds outside."""
+        """Return a context with this form's autocast state on a device type, regardless of the state outside."""
         if self.autocast is None:
             return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
         return torch.autocast(kind, self.autocast)
 
 
 class Peers:
-    """The ranks that hold the experts of one model together.
+    """The process group over which the experts of one model are distributed.
 
     Args:
-        group: They; None for a rank by itself, which sends nothing.
-        longest: How many numbers a rank tells another one at most, the same on all ranks.
+        group: The process group; None for a single rank without communication.
+        longest: Maximum number of integers that :meth:`tell` sends to one rank, the same on all ranks.
 
     Attributes:
-        size: How many they are.
-        rank: This one among them.
-        sequencer: Agrees on what comes next where ranks may run different layers; None where they do not.
-        first_index: Number of the first layer among all that it tells apart.
-        sent_bytes: What this rank has sent to others since the start.
+        size: Number of ranks.
+        rank: Rank in the group.
+        sequencer: Synchronises the order of layers if ranks may run different ones; None if they cannot.
+        first_index: Index of the first layer in the sequencer's numbering.
+        sent_bytes: Bytes that this rank has sent to others since the start.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, longest: int = 0) -> None:
@@ -83,7 +83,7 @@ class Peers:
 
     @contextmanager
     def turn(self, layer: int) -> Iterator[None]:
-        """Around all that a layer sends in forward. Collective over the sequencer's group while that is active."""
+        """Context manager around a layer's communication in forward. Collective over an active sequencer's group."""
         if self.sequencer is not None:
             self.sequencer.before(GATHER, self.first_index + layer)
         yield
@@ -91,23 +91,23 @@ class Peers:
             self.sequencer.after()
 
     def tell(self, layer: int, numbers: Tensor, form: Form | None = None) -> tuple[Tensor, Form | None]:
-        """Tell every rank some numbers of its own. Collective over the group.
+        """Exchange integers with every rank, and check that layers and forms match. Collective over the group.
 
         Args:
-            layer: Which layer they are about.
-            numbers: int64 in host memory, shape ``[size, n]``: row ``i`` is for rank ``i``.
-            form: Of this rank's rows; None if it has none, and takes those of the others.
+            layer: Index of the layer.
+            numbers: int64 in host memory, shape ``[size, n]``: row ``i`` is sent to rank ``i``.
+            form: Form of this rank's rows; None if it has none and adopts that of the others.
 
         Returns:
-            Shape ``[size, n]``: row ``i`` is what rank ``i`` told this one; and the form of all ranks' rows, None if
-            none has any.
+            Shape ``[size, n]``: row ``i`` was received from rank ``i``; and the form of all ranks' rows, None if none
+            has any.
 
         Raises:
-            RuntimeError: On all ranks, if one is at another layer, or has rows of another form.
+            RuntimeError: On all ranks, if one runs another layer, or has rows of another form.
         """
         if self.group is None:
             return numbers, form
-        # A layer with other numbers would be told apart too late: all messages have one length.
+        # All messages have one length: otherwise a rank at another layer would be detected too late.
         padded = torch.zeros((self.size, 2 + self.longest), dtype=torch.int64)
         padded[:, 0], padded[:, 1] = layer, 0 if form is None else form.code
         padded[:, 2 : 2 + numbers.shape[1]] = numbers
@@ -130,12 +130,12 @@ class Peers:
         """Send rows to every rank and receive theirs, without gradients. Collective over the group.
 
         Args:
-            rows: Shape ``[sum(send), ...]``, in the order of the ranks that they are for.
-            send: How many are for each rank.
-            receive: How many come from each rank.
+            rows: Shape ``[sum(send), ...]``, ordered by destination rank.
+            send: Number of rows for each rank.
+            receive: Number of rows from each rank.
 
         Returns:
-            Shape ``[sum(receive), ...]``, in the order of the ranks that they come from.
+            Shape ``[sum(receive), ...]``, ordered by source rank.
         """
         if self.group is None:
             return rows
@@ -164,7 +164,7 @@ class Peers:
 
 
 def travel(rows: Tensor, send: Sequence[int], receive: Sequence[int], peers: Peers) -> Tensor:
-    """As :meth:`Peers.all_to_all`, with gradients, which go back the way rows came. Collective, and so is backward."""
+    """Like :meth:`Peers.all_to_all`, with gradients, which are sent back. Collective in forward and in backward."""
     result: Tensor = _Travel.run(rows, list(send), list(receive), peers)
     return result
 
@@ -184,7 +184,7 @@ class _Travel(PlainFunction):
 
 
 def joined(tensor: Tensor, *others: Tensor) -> Tensor:
-    """The tensor, with others behind it in the graph, which get gradients of zero.
+    """Return ``tensor`` with ``others`` as additional inputs in the autograd graph, which get zero gradients.
 
     So backward runs through ``others`` on every rank, whether or not the tensor was computed from them.
     """
@@ -207,37 +207,37 @@ class _Joined(PlainFunction):
 
 
 def _save_mark(ctx: Any, like: Tensor) -> None:
-    """Save a tensor for backward, to no other end than :func:`_recompute`.
+    """Save a tensor for backward, only for :func:`_recompute`.
 
-    A checkpointed block runs its forward again when the first tensor is asked for that it has saved, and no further
-    than to the last one. Both depend on a rank's own tokens, and the forward has collectives: so each exchange saves a
-    tensor, and asks for it before it sends anything back, which has all ranks run all of them in one order.
+    A checkpointed block recomputes its forward when the first of its saved tensors is unpacked, and only as far as the
+    last one. Both depend on a rank's own tokens, and the forward has collectives. So each exchange saves a tensor, and
+    unpacks it before its backward communicates: all ranks then recompute all exchanges in the same order.
     """
     ctx.save_for_backward(like.new_empty(0))
 
 
 def _recompute(ctx: Any) -> None:
-    """Run the forward of a checkpointed block again now, if it has not been by then."""
+    """Recompute the forward of a checkpointed block now, if it has not been recomputed yet."""
     _ = ctx.saved_tensors
 
 
 def anchor(like: Tensor) -> Tensor:
-    """A tensor without elements that has a gradient: to be joined to what travels, which then travels back as well."""
+    """Return an empty tensor that requires grad: joined to dispatched rows, it makes their backward run as well."""
     return torch.zeros(0, device=like.device, requires_grad=torch.is_grad_enabled())
 
 
 def gathered(runs: Sequence[Sequence[Tensor]], peers: Peers, *, stacked: bool) -> tuple[list[list[Tensor]], Tensor]:
-    """The weights of all experts, from those of each rank's. Collective over the group, and so is backward.
+    """All-gather the weights of all experts from those of each rank's. Collective in forward and in backward.
 
     In backward every rank gets the sum of all ranks' gradients of its own weights, or None where no rank has any.
 
     Args:
-        runs: For each weight of an expert, this rank's experts' in their order; one tensor if ``stacked``.
-        peers: The ranks; each has as many experts, of the same shapes.
+        runs: For each weight of an expert, this rank's experts' tensors in order; one tensor if ``stacked``.
+        peers: The group; each rank has the same number of experts, of the same shapes.
         stacked: Whether a tensor holds the weights of several experts, along its first dim.
 
     Returns:
-        The same for the experts of all ranks, and a tensor to join to what is computed from them.
+        The same for the experts of all ranks, and a tensor to join to results computed from them.
     """
     lengths = [len(run) for run in runs]
     flat = [tensor for run in runs for tensor in run]

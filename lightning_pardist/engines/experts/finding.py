@@ -1,8 +1,8 @@
-"""Which modules of a step are experts that a router chooses among.
+"""Detection of the modules of a step that are experts chosen by a router.
 
-Names of classes do not count, what happens in a step does: a module calls the members of a ``ModuleList`` of equal
-parts, or computes with parameters that are stacked along an expert dim, and near it a score is taken for each of as
-many experts (``topk``, ``softmax``, ...), which then weighs what they compute, or picks what they are given.
+Detection uses what happens in a step, not class names. A module calls the members of a ``ModuleList`` of equal parts,
+or computes with parameters that are stacked along an expert dim. Near it, a score is computed for each expert
+(``topk``, ``softmax``, ...), which later weighs the experts' results or selects their inputs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lightning_pardist.engines.experts.score_flow import ScoreFlow
 _CHOOSING = frozenset(
     ["topk", "softmax", "log_softmax", "sigmoid", "argmax", "max", "sort", "argsort", "multinomial", "gumbel_softmax"]
 )
-#: What a step does with parameters that are stacked along an expert dim.
+#: Functions that a step may apply to parameters stacked along an expert dim.
 _STACKED_USES = frozenset(
     ["__getitem__", "select", "index_select", "unbind", "bmm", "baddbmm", "matmul", "__matmul__", "__rmatmul__"]
     + ["einsum", "grouped_mm", "_grouped_mm", "transpose", "permute", "__get__", "to", "chunk", "split", "__iter__"]
     + ["view", "reshape", "unsqueeze", "expand", "flatten", "float", "half", "bfloat16"]
     + ["dim", "size", "data_ptr", "contiguous", "is_contiguous", "stride", "numel", "__len__", "grouped_mm_fallback"]
 )
-#: Of these, what does not compute.
+#: Those of them that do not compute.
 _LOOKS = frozenset(["__get__", "dim", "size", "data_ptr", "is_contiguous", "stride", "numel", "__len__"])
 
 
@@ -40,16 +40,16 @@ class ExpertLayer:
     """Experts that one module chooses among.
 
     Attributes:
-        name: Of the list of experts, or of the module that owns stacked parameters.
-        runner: Name of the module whose forward computes with them; the same for stacked parameters.
+        name: Name of the list of experts, or of the module that owns stacked parameters.
+        runner: Name of the module whose forward computes with them; the same as ``name`` for stacked parameters.
         count: Number of experts.
         stacked: Names of the runner's own parameters that hold all experts along their first dim.
-        lists: Names of lists whose member ``e`` belongs to expert ``e``; none if stacked.
+        lists: Names of lists whose member ``e`` belongs to expert ``e``; empty if stacked.
         call: Arguments of the runner's first call in the step.
-        inputs: Of lists, what the first member that was called was given.
-        output: Of lists, what it returned; of stacked parameters, what the runner did.
-        outside: Whether no module's forward runs when experts of a list are called.
-        why_whole: Why they cannot be taken apart; empty if they can.
+        inputs: For lists, the arguments of the first member that was called.
+        output: For lists, that member's result; for stacked parameters, the runner's.
+        outside: Whether experts of a list are called outside of any module's forward.
+        why_whole: Reason why they cannot be distributed; empty if they can.
     """
 
     name: str
@@ -64,27 +64,27 @@ class ExpertLayer:
     why_whole: str = ""
 
     def forget_batch(self) -> None:
-        """Keep nothing of the batch that the layer was found with."""
+        """Release the tensors of the batch with which the layer was found."""
         self.call, self.inputs, self.output = ((), {}), ((), {}), None
 
     def parameter_names(self, module: nn.Module) -> list[str]:
-        """Full names of the parameters of all experts."""
+        """Return the full names of the parameters of all experts."""
         if self.stacked:
-            # The module itself may run them, and has no name.
+            # The root module itself may be the runner, with an empty name.
             return [f"{self.runner}.{name}".lstrip(".") for name in self.stacked]
         return [
             f"{prefix}.{name}" for prefix in self.lists for name, _ in module.get_submodule(prefix).named_parameters()
         ]
 
     def experts(self, module: nn.Module) -> list[list[nn.Module]]:
-        """The modules of each expert; empty where parameters are stacked."""
+        """Return the modules of each expert; empty if parameters are stacked."""
         lists = [module.get_submodule(name) for name in self.lists]
         return [[each[index] for each in lists] for index in range(self.count)] if lists else []  # type: ignore[index]
 
 
 @dataclass
 class _Seen:
-    """What a step has shown of a candidate."""
+    """Observations of one candidate module in a step."""
 
     callers: list[str | None] = field(default_factory=list)
     around: set[str] = field(default_factory=set)
@@ -102,14 +102,14 @@ def find_layers(
     """Find layers of experts by running a step. Not collective.
 
     Args:
-        module: As the user wrote it, whole.
+        module: The user's module, not distributed.
         step: Runs the module on a batch.
-        chosen: Patterns of names (``*`` for any part) that are taken for experts, and no others; by default those near
-            which a step chooses among as many.
-        left: Gets the layers that cannot be taken apart, each with the reason.
+        chosen: Name patterns (``*`` for any part) of the only layers to take as experts; by default, those near
+            which the step computes a score with one entry per expert.
+        left: Extended with the layers that cannot be distributed, each with the reason.
 
     Returns:
-        In the order of the module's names.
+        The layers, in the order of the module's names.
     """
     watch = _Watch(module)
     with watch.running():
@@ -132,7 +132,7 @@ def find_layers(
         elif before is None:
             found[layer.name] = layer
         elif layer.lists and before.lists and before.count == layer.count:
-            # One expert in several lists: of first and second layers, say.
+            # One expert has parts in several lists, such as lists of first and of second linear layers.
             before.lists += layer.lists
         else:
             layer.why_whole = f"{layer.runner!r} computes with {before.name!r} as well, which are taken apart"
@@ -142,7 +142,7 @@ def find_layers(
 
 
 class _Watch:
-    """Notes, in one run, who calls whom, and what is done with parameters that may be stacked."""
+    """Records module calls and the use of possibly stacked parameters in one run."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -153,11 +153,11 @@ class _Watch:
         several: dict[int, int] = {}
         for _, parameter in module.named_parameters(remove_duplicate=False):
             several[id(parameter)] = several.get(id(parameter), 0) + 1
-        #: Parameters that the module has in several places, which cannot be taken apart in one of them.
+        #: Ids of parameters that are used in several places of the module, and cannot be distributed in one of them.
         self.tied = {number for number, times in several.items() if times > 1}
-        #: Whose arguments may be needed.
+        #: Names of modules whose arguments may be needed.
         self.kept = self._candidates()
-        #: Of each member of a list of modules, the list's name.
+        #: Member name -> name of its list of modules.
         self.list_of: dict[str, str] = {}
         counts: set[int] = set()
         for child, name in self.names.items():
@@ -224,7 +224,7 @@ class _Watch:
         return hook
 
     def note(self, name: str, tensors: Sequence[Tensor], result: Any) -> Any:
-        """A function was called; what it returned."""
+        """Record a function call, and return its result."""
         for tensor in tensors:
             if id(tensor) in self.uses:
                 self.uses[id(tensor)].add(name)
@@ -233,7 +233,7 @@ class _Watch:
         return self.flow.called(name, tensors, result, place=place, scores=scores)
 
     def stacked(self, name: str, child: nn.Module) -> ExpertLayer | None:
-        """The layer whose parameters this module has, stacked."""
+        """Return the layer formed by this module's stacked parameters, or None."""
         call = self.seen[name].call
         own = {key: value for key, value in own_parameters(child).items() if value is not None}
         large = [value for value in own.values() if value.dim() >= 3]
@@ -259,7 +259,7 @@ class _Watch:
         return layer
 
     def listed(self, name: str, child: nn.ModuleList) -> ExpertLayer | None:
-        """The layer whose experts this list has."""
+        """Return the layer formed by the experts of this list, or None."""
         members = [f"{name}.{key}" if name else key for key, _ in child.named_children()]
         callers = {caller for member in members for caller in self.seen[member].callers}
         if len(members) < 2 or not callers:
@@ -274,7 +274,7 @@ class _Watch:
         if why:
             return ExpertLayer(name, runner or "", len(members), lists=(name,), why_whole=why)
         first = self.seen[called[0]]
-        # Where nobody's forward runs, the step itself calls them.
+        # If no module's forward is running, the step itself calls them.
         call = ((), {}) if runner is None else self.seen[runner].call
         if call is None or first.call is None:
             return None
@@ -290,10 +290,10 @@ class _Watch:
         )
 
     def is_routed(self, layer: ExpertLayer) -> bool:
-        """Whether a score for each of as many experts is taken where they are run, for them, and not inside of them."""
+        """Return whether a score with one entry per expert is computed near the layer, for it and outside of it."""
         places: set[str | None] = {layer.runner}
         if layer.stacked:
-            # The router is a sibling, or its caller chooses.
+            # The router is a sibling of the module, or its caller chooses.
             places |= set(self.seen[layer.name].callers)
         inside = {name for name in self.seen for each in (layer.lists or (layer.name,)) if name.startswith(f"{each}.")}
         scores = {score.place for score in self.flow.reached(layer.name) if score.count == layer.count}
@@ -315,12 +315,12 @@ class _Functions(TorchFunctionMode):
 
 
 def _equal_parts(modules: nn.ModuleList) -> bool:
-    """Whether there are several, with parameters of their own of the same names and shapes, and no buffers."""
+    """Return whether there are several members, with own parameters of equal names and shapes, and no buffers."""
     return len(modules) > 1 and not _why_unequal(modules)
 
 
 def _why_unequal(modules: nn.ModuleList) -> str:
-    """What is in the way of giving each rank some of them; empty if nothing is."""
+    """Return the reason why members cannot be distributed over ranks; empty if they can."""
     shapes = [[(key, tuple(p.shape), p.dtype) for key, p in member.named_parameters()] for member in modules]
     if not shapes[0] or any(each != shapes[0] for each in shapes):
         return "they have no parameters of the same names, shapes and dtypes"

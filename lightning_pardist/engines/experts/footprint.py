@@ -1,4 +1,4 @@
-"""What a forward leaves behind: a module that runs twice, or on other ranks' tokens, may leave other things."""
+"""Snapshot of a module's non-parameter state, to detect side effects of a forward that runs twice or elsewhere."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-#: Objects of these packages lead to the Trainer and to the interpreter itself.
+#: Packages whose objects are not inspected: they lead to the Trainer and to the interpreter itself.
 _FOREIGN = ("torch.", "lightning.", "pytorch_lightning.", "lightning_pardist.", "builtins.", "typing.", "logging.")
-#: Of longer containers the length alone is noted.
+#: Containers longer than this are recorded by their length only.
 _LONG = 10_000
-#: How far numbers of two equal runs may lie apart, relative to the largest.
+#: Tolerance between numbers of two equal runs, relative to the largest.
 _CLOSE = 1e-3
-#: Of every nn.Module; its tables are looked at as what they are.
+#: Attributes of every nn.Module; its tables are inspected separately.
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class Footprint:
-    """Values of all that user code can reach from a module: buffers, attributes, their contents, lists of its files.
+    """Values that user code can reach from a module: buffers, attributes and their contents, globals of its files.
 
-    Two are equal if the same is at the same places, numbers up to rounding.
+    Two are equal if they have the same entries with equal values, numbers up to rounding. Of global containers, only
+    the lengths are recorded.
 
     Args:
-        module: Not changed. Its parameters are not part of it.
+        module: Not changed. Its parameters are not included.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -55,7 +56,7 @@ class Footprint:
 
     def _look_into(self, place: str, value: Any) -> None:
         if isinstance(value, Tensor):
-            # Of tensors elsewhere or of other kinds, there is no more to see.
+            # Sparse tensors and meta tensors are recorded by their shape.
             plain = value.layout == torch.strided and not value.is_meta
             self.values[place] = value.detach().clone() if plain else tuple(value.shape)
         elif isinstance(value, np.ndarray):
@@ -76,14 +77,14 @@ class Footprint:
             self._note(f"{place}.{key}", value)
 
     def _note_file(self, name: str) -> None:
-        """Lengths of containers at the top of a file: to register a loss in one of them is usual."""
+        """Record lengths of module-level containers of a file, in which user code often registers losses."""
         for key, value in [*vars(sys.modules[name]).items()] if name in sys.modules else ():
             if isinstance(value, (list, dict, set, deque)) and not key.startswith("__"):
                 self.values[f"{name}:{key}"] = len(value)
 
 
 def _has(value: Any) -> bool:
-    """Whether an object has attributes of its own that are the user's."""
+    """Return whether an object has attributes and its class is the user's."""
     return hasattr(value, "__dict__") and not f"{type(value).__module__}.".startswith(_FOREIGN)
 
 

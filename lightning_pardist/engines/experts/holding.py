@@ -1,4 +1,4 @@
-"""Which rank holds which experts: parameters taken apart, put together again, and loaded."""
+"""Distribution of experts over ranks: sharding, restoring and loading of their parameters."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from lightning_pardist.mesh import EXPERT_AXIS
 
 
 class HeldExperts:
-    """The experts of a module over the ranks of a group, in equal runs.
+    """The experts of a module, distributed over the ranks of a group in equal contiguous runs.
 
-    Stacked parameters become ``DTensor``s of their global shape, of which each rank has its run of experts. Of lists,
-    the experts of other ranks get parameters without values, on ``meta``.
+    Stacked parameters become ``DTensor``s of their global shape, of which each rank holds its run of experts. In lists,
+    experts of other ranks get placeholder parameters without values, on ``meta``.
 
     Args:
-        module: The root module, whole, with the same values on every rank.
-        layers: Its layers of experts; their numbers divide by that of ranks.
+        module: The root module, not distributed, with equal values on every rank.
+        layers: Its layers of experts; the number of ranks divides the number of experts.
         mesh: One-dimensional mesh of the ranks.
-        sharding: How the ranks that share experts hold them together; whole on each if None.
+        sharding: Sharding over the ranks that hold the same experts; replicated if None.
 
     Attributes:
-        parameters: Of experts on this rank.
-        replaced: For each parameter that was whole, what stands in its place.
+        parameters: Parameters of experts on this rank.
+        replaced: For each parameter that was full, its replacement.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HeldExperts:
         self.module, self.mesh, self.sharding = module, mesh, sharding
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.parameters: set[nn.Parameter] = set()
-        #: What stands in for experts of other ranks, by any of their names.
+        #: Placeholders for experts of other ranks, by any of their names.
         self._elsewhere: dict[str, RemoteParameter] = {}
         #: For each parameter of an expert in a list, by any of its names, the rank that holds it.
         self.owner: dict[str, int] = {}
@@ -94,7 +94,7 @@ class HeldExperts:
         own_parameters(self.module.get_submodule(owner))[last] = parameter
 
     def _shard(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter of an expert that is here, or what is left of it here."""
+        """Return a parameter of a local expert, sharded if experts are sharded over the ranks that share them."""
         split = parameter if self.sharding is None else self.sharding.listed(parameter)
         if split is parameter:
             return parameter
@@ -103,7 +103,7 @@ class HeldExperts:
         return made
 
     def weights(self, layer: ExpertLayer) -> LayerWeights:
-        """Parameters of this rank's experts of a layer: stacked ones by name, of lists expert by expert."""
+        """Return the parameters of this rank's experts of a layer: stacked ones by name, listed ones by expert."""
         each = layer.count // self.size
         own = layer.experts(self.module)[self.rank * each : (self.rank + 1) * each]
         places = [place for parts in own for place in places_of(parts)]
@@ -116,23 +116,23 @@ class HeldExperts:
         return ShardedWeights(places, self.sharding, shapes, first_dim=STACKED_DIM if layer.stacked else 0)
 
     def knows(self, parameter: nn.Parameter) -> bool:
-        """Whether it is of an expert, on this rank or another; equal on all ranks."""
+        """Return whether a parameter belongs to an expert, on this rank or another; equal on all ranks."""
         return parameter in self.parameters or any(parameter is each for each in self._elsewhere.values())
 
     def forget_missing(self) -> None:
-        """Let go of what is no longer the module's: of layers that other ranks of a pipeline hold. Not collective."""
+        """Drop parameters that are no longer in the module, of layers on other pipeline ranks. Not collective."""
         self.parameters &= set(self.module.parameters())
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def part_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank's module takes of a state dict of one process. Not collective."""
+        """Return this rank's part of a single process's state dict. Not collective."""
         own = self.module.state_dict(keep_vars=True)
         found: dict[str, Any] = {}
         for name, value in state.items():
             mine = own.get(name)
             if isinstance(mine, RemoteParameter):
-                # Loading a stand-in into itself does nothing, and its name is not missed.
+                # Loading a placeholder into itself is a no-op, and its key is not reported as missing.
                 found[name] = mine
             elif isinstance(mine, DTensor) and self.is_split(mine) and _is_plain(value):
                 found[name] = self.part(value, mine)
@@ -142,11 +142,11 @@ class HeldExperts:
 
     @staticmethod
     def is_split(parameter: Tensor) -> bool:
-        """Whether ranks have different experts of a parameter."""
+        """Return whether a parameter is sharded over the ranks that hold different experts."""
         return is_over(parameter, EXPERT_AXIS)
 
     def part(self, whole: Tensor, like: DTensor) -> DTensor:
-        """A whole tensor as this rank holds it of a stacked parameter.
+        """Return a full tensor sharded like a stacked parameter.
 
         Raises:
             ValueError: If the shapes differ.
@@ -160,15 +160,15 @@ class HeldExperts:
 
     @torch.no_grad()
     def restore(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Make the module whole again on every rank. Collective over the ranks, and those that share experts.
+        """Make the module full again on every rank. Collective over the ranks, and over those that share experts.
 
         Returns:
-            Each parameter that was in parts or elsewhere, and the whole one in its place.
+            Each parameter that was sharded or on another rank -> the full one that replaces it.
         """
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in list(self.module.named_parameters(remove_duplicate=False)):
             if parameter.is_meta and self._elsewhere.get(name) is not parameter:
-                # Of a layer that a pipeline has given to other ranks.
+                # A parameter of a layer that the pipeline has moved to other ranks.
                 continue
             if name in self.owner:
                 whole = self._broadcast(name, self._over_shards(parameter))
@@ -183,7 +183,7 @@ class HeldExperts:
 
     @staticmethod
     def _over_shards(parameter: nn.Parameter) -> nn.Parameter:
-        """The part of a rank of the experts', whole where ranks that share it have shards."""
+        """Return this rank's part of an expert parameter, gathered over the ranks that share it in shards."""
         if not isinstance(parameter, DTensor):
             return parameter
         if sharded_axes(parameter):

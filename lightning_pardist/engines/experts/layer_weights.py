@@ -1,4 +1,4 @@
-"""Parameters of a layer's experts on this rank, for the time in which these compute."""
+"""Parameters of a layer's experts on this rank, as used by the experts' computation."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ Place = tuple[nn.Module, str]
 
 
 def places_of(parts: Sequence[nn.Module]) -> list[Place]:
-    """Owner and name of every parameter of an expert, which may have parts in several lists."""
+    """Return owner and name of every parameter of an expert, which may have parts in several lists."""
     return [
         (owner, name) for part in parts for owner in part.modules() for name, _ in owner.named_parameters(recurse=False)
     ]
 
 
 class LayerWeights:
-    """Parameters of this rank's experts of a layer, for the time in which these compute.
+    """Parameters of this rank's experts of a layer, as used by the experts' computation.
 
     Args:
-        places: The owner and the name of each.
+        places: Owner and name of each parameter.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
         self.places = list(places)
 
     def taken(self) -> list[Tensor]:
-        """Their values whole, with gradients. Collective where they are sharded, and so is backward."""
+        """Return the full values, with gradients. Collective in forward and in backward if they are sharded."""
         return [_part(own_parameters(owner)[name]) for owner, name in self.places]
 
     def returned(self, result: Tensor, values: Sequence[Tensor]) -> Tensor:
-        """What was computed from :meth:`taken` values, which nobody needs before backward reaches the result."""
+        """Return a result computed from :meth:`taken` values, which may be freed until backward reaches the result."""
         return result
 
     @contextmanager
     def in_modules(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """The modules that own the parameters compute with these values."""
+        """Context in which the modules that own the parameters compute with these values."""
         yield
 
     @contextmanager
     def blank(self) -> Iterator[None]:
-        """The modules can run without values being gathered, to see what a result is like."""
+        """Context in which the modules can run without gathered values, to determine the form of a result."""
         yield
 
 
 def in_place(module: nn.Module, values: dict[str, Tensor], attributes: dict[str, Any]) -> AbstractContextManager[None]:
-    """The module has other parameters and attributes inside, and where what was checkpointed inside runs again."""
+    """Replace a module's parameters and attributes inside, and in recomputations of functions checkpointed inside."""
     entries = [(own_parameters(module), name, value) for name, value in values.items()]
     return _inside([*entries, *((vars(module), name, value) for name, value in attributes.items())])
 
 
 def all_in_place(places: Sequence[Place], values: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """As :func:`in_place`, for parameters of several modules."""
+    """Like :func:`in_place`, for parameters of several modules."""
     return _inside([(own_parameters(owner), name, value) for (owner, name), value in zip(places, values, strict=True)])
 
 
@@ -85,7 +85,7 @@ def _inside(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None
 
 
 def without_reentrant() -> AbstractContextManager[None]:
-    """Refuse reentrant checkpointing inside: it runs a function again as a step of its own, with what is there then."""
+    """Reject reentrant checkpointing inside: it reruns a function as a step of its own, after the weights are gone."""
     return patches.refused_reentrant(
         "Experts are checkpointed with use_reentrant=True, which runs them again when their weights are gone"
         " from their modules. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
@@ -93,11 +93,11 @@ def without_reentrant() -> AbstractContextManager[None]:
 
 
 def _part(parameter: Any) -> Tensor:
-    """This rank's part, whose gradient becomes the parameter's."""
+    """Return this rank's part of a parameter, whose gradient becomes the parameter's."""
     if not isinstance(parameter, DTensor):
         own: Tensor = parameter
         return own
-    # What runs split layers takes every DTensor for a part of one of them.
+    # Bypass torch functions: the tensor-parallel runtime would take any DTensor for a parameter of its own.
     with below_torch_functions():
         local: Tensor = parameter.to_local()
     return local

@@ -1,4 +1,4 @@
-"""Runs a module whose experts are on several ranks."""
+"""Runtime of a module whose experts are distributed over several ranks."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ _ABSENT = object()
 
 
 class ExpertRuntime:
-    """Puts what runs layers of experts in the places of their modules' forwards.
+    """Replaces the forwards of modules with experts by runners that dispatch tokens or gather weights.
 
     Args:
-        module: The root module, whose experts are held by several ranks.
-        layers: Of experts.
-        choices: What travels in each.
-        held: Which experts are here.
-        group: The ranks.
-        on_plain: Makes of what a layer computes with ordinary tensors what takes those that other ranks split, see
+        module: The root module, whose experts are distributed over several ranks.
+        layers: Its layers of experts.
+        choices: What each layer communicates: tokens or weights.
+        held: The experts of this rank.
+        group: The expert group.
+        on_plain: Wraps a function that runs on plain tensors so that it accepts tensors sharded by other axes, see
             :meth:`~lightning_pardist.axes.base.RunContext.on_plain`.
-        in_parts: Whether they split sequences.
-        even: Whether tokens go to stacked experts alike, whatever routers choose: where nothing has values.
+        in_parts: Whether sequences are sharded over ranks.
+        even: Whether tokens are dispatched evenly to stacked experts, whatever the router chooses, for tensors
+            without values.
 
     Attributes:
-        peers: The ranks, and what was sent to them.
-        runners: Of each layer.
+        peers: The expert group, with the bytes sent.
+        runners: The runner of each layer.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ExpertRuntime:
         even: bool = False,
     ) -> None:
         self._even = even
-        # Of a list, ranks tell how many rows there are for each expert.
+        # For lists, ranks exchange the number of rows for each expert.
         self.peers = Peers(group, max([3, *(layer.count // group.size() for layer in layers if not layer.stacked)]))
         self.layers, self.choices = tuple(layers), tuple(choices)
         self.runners: list[Runner] = []
@@ -104,51 +105,51 @@ class ExpertRuntime:
 
     @torch.no_grad()
     def answer(self, index: int) -> None:
-        """Take part in a layer that this rank has no batch for, in evaluation. Collective over the group."""
+        """Take part, in evaluation, in a layer for which this rank has no batch. Collective over the group."""
         self.runners[index].run_empty()
 
     def share(self, sequencer: CollectiveSequencer, first_index: int) -> None:
-        """Another engine's sequencer tells layers apart from what that engine runs, and that engine starts and ends it.
+        """Use another engine's sequencer for the order of layers; that engine starts and ends it.
 
-        Two would wait for each other: a rank that has nothing left to do answers one of them at a time.
+        Two sequencers would deadlock: a rank that has nothing left to do serves one of them at a time.
 
         Args:
-            sequencer: Of ranks that this rank's are among; it calls :meth:`answer`.
-            first_index: Number of the first layer there.
+            sequencer: Sequencer over ranks that include this rank's group; it calls :meth:`answer`.
+            first_index: Index of the first layer in its numbering.
         """
         self.peers.sequencer, self.peers.first_index, self._is_shared = sequencer, first_index, True
 
     def start_uneven(self) -> None:
-        """From here on ranks may run different layers: each says which before it does. Not collective."""
+        """Allow ranks to run different layers from here on, synchronised before each layer. Not collective."""
         self._sequencer.active = not self._is_shared
 
     def end_uneven(self) -> None:
-        """Take part in what other ranks still run, until none does. Collective over the group."""
+        """Take part in layers that other ranks still run, until none does. Collective over the group."""
         if self._sequencer.active:
             self._sequencer.wait_for_all()
             self._sequencer.active = False
 
     def meet(self) -> None:
-        """Right before another collective: take part in what other ranks run until all have come here."""
+        """Take part in layers that other ranks run until all have called this. Call right before another collective."""
         if self._sequencer.active:
             self._sequencer.wait_for_all()
 
     def forget_loads(self) -> None:
-        """Count tokens of experts from here on. Not collective."""
+        """Reset the token counts of experts. Not collective."""
         for runner in self.runners:
             if runner.load is not None:
                 runner.load.zero_()
 
     def loads(self, group: dist.ProcessGroup, device: torch.device) -> dict[str, torch.Tensor]:
-        """Tokens that each expert has had since they were forgotten. Collective over ``group``.
+        """Return the tokens of each expert since the last reset. Collective over ``group``.
 
         Args:
             group: All ranks whose tokens count: those that hold the experts together, others that share them, and those
                 that run other layers.
-            device: Where the group exchanges.
+            device: Device on which the group communicates.
 
         Returns:
-            For each layer whose tokens travel its name, and int64 of shape ``[experts]``; the same on all ranks.
+            For each layer whose tokens are dispatched, its name -> int64 of shape ``[experts]``; the same on all ranks.
         """
         counted = [(layer, runner.load) for layer, runner in zip(self.layers, self.runners, strict=True)]
         wholes = []
@@ -165,7 +166,7 @@ class ExpertRuntime:
         return {name: part for (name, _), part in zip(wholes, parts, strict=True)}
 
     def remove(self) -> None:
-        """Give the modules their forwards back. Not collective."""
+        """Restore the modules' original forwards. Not collective."""
         for module, before in reversed(self._before):
             if before is _ABSENT:
                 vars(module).pop("forward", None)
@@ -174,7 +175,7 @@ class ExpertRuntime:
         self._before.clear()
 
     def describe(self) -> str:
-        """What is where, and what travels, in lines."""
+        """Return lines on the placement of experts and on what each layer communicates."""
         size = self.peers.size
         lines = []
         for layer, choice in zip(self.layers, self.choices, strict=True):
@@ -193,7 +194,7 @@ class ExpertRuntime:
 
 
 def _enter_others(layer: ExpertLayer, module: nn.Module) -> Callable[..., AbstractContextManager[None]]:
-    """Has a layer's module compute with what a function makes of its parameters, those of experts left out."""
+    """Return a context factory that replaces a layer's non-expert parameters by a function of them."""
     runner = module.get_submodule(layer.runner)
     experts = {*places_of([part for parts in layer.experts(module) for part in parts])}
     experts |= {(runner, name) for name in layer.stacked}
@@ -201,7 +202,7 @@ def _enter_others(layer: ExpertLayer, module: nn.Module) -> Callable[..., Abstra
 
     def enter(function: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
         found = [(place, own_parameters(place[0])[place[1]]) for place in others]
-        # Shards of another engine's are put together by it.
+        # DTensors are another engine's shards, which it gathers itself.
         plain = [(place, value) for place, value in found if value is not None and not isinstance(value, DTensor)]
         return all_in_place([place for place, _ in plain], [function(value) for _, value in plain])
 

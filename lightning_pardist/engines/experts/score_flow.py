@@ -1,8 +1,8 @@
-"""Follows scores through a step: whether they weigh what candidates for experts compute, or pick what they are given.
+"""Data flow of scores through a step: whether they weigh the results of expert candidates, or select their inputs.
 
-A score of as many as there are blocks in a stack may be of something else: of classes, or of positions. A router's is
-known by where it goes. It is not computed from what the experts return, and it meets that in an operator that weighs or
-places (a product, an indexed sum), or picks rows for each expert.
+A score with as many entries as a stack has blocks may belong to something else: classes or positions. A router's score
+is recognised by its use. It is not computed from the experts' results, and it meets them in an operator that weighs or
+places (a product, an indexed sum), or selects rows for each expert.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pardist.compat import pytree
 
-#: Functions by which a score weighs, picks or places something.
+#: Functions by which a score weighs, selects or places something.
 _WEIGHS = frozenset(
     ["mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__", "div", "__truediv__", "addcmul", "where", "lerp"]
     + ["matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "addmm", "mv", "dot", "einsum", "tensordot"]
@@ -29,14 +29,14 @@ _WEIGHS = frozenset(
 
 @dataclass(frozen=True)
 class Score:
-    """One score that was taken in a step.
+    """One score computed in a step.
 
     Attributes:
-        place: Name of the module in whose forward.
-        caller: Name of the module that called that one. When it returns, the score is of no interest any more.
-        count: Of how many.
+        place: Name of the module whose forward computes it.
+        caller: Name of the module that called that one. When it returns, the score is no longer tracked.
+        count: Number of entries.
         after: Names of candidates from whose results it is computed.
-        number: Of the score among all.
+        number: Index among all scores.
     """
 
     place: str
@@ -48,11 +48,11 @@ class Score:
 
 @dataclass(frozen=True)
 class _Mark:
-    """What a tensor is computed from.
+    """Origin of a tensor: the scores and candidates that it depends on.
 
     Attributes:
-        scores: These scores.
-        made: Results, or stacked parameters, of these candidates.
+        scores: Scores that it depends on.
+        made: Candidates on whose results, or stacked parameters, it depends.
     """
 
     scores: frozenset[Score] = frozenset()
@@ -63,23 +63,23 @@ class _Mark:
 
 
 class ScoreFlow:
-    """What scores of a step have met.
+    """Tracks the scores of a step and the candidates' results that they are combined with.
 
     Args:
-        counts: Of how many scores are of interest.
+        counts: Numbers of entries of the scores to track.
 
     Attributes:
-        met: Names of candidates, each with a score that has weighed or picked what they compute.
+        met: Pairs of a candidate's name and a score that has weighed or selected its results.
     """
 
     def __init__(self, counts: set[int]) -> None:
         self.counts = counts
         self.met: set[tuple[str, Score]] = set()
-        #: Of each list, the scores behind the inputs of its members' calls, and which tensors these were.
+        #: For each list, an id of each tensor that its members were called with, and the scores it depends on.
         self._given: dict[str, list[tuple[int, _Mark]]] = {}
         self._marks: Any = WeakIdKeyDictionary()
         self._owners: dict[int, str] = {}
-        #: Of each candidate, the module in whose forward its results matter.
+        #: For each candidate, the module whose forward uses its results.
         self._homes: dict[str, str | None] = {}
         self._serials: Any = WeakIdKeyDictionary()
         self._next = self._numbers()
@@ -92,7 +92,7 @@ class ScoreFlow:
             number += 1
 
     def own(self, parameters: Sequence[nn.Parameter], name: str) -> None:
-        """Parameters may be stacked experts of the module of this name."""
+        """Register parameters as possibly stacked experts of the module ``name``."""
         self._owners.update((id(parameter), name) for parameter in parameters)
         self._homes[name] = None
 
@@ -108,17 +108,17 @@ class ScoreFlow:
     def called(
         self, name: str, tensors: Sequence[Tensor], result: Any, *, place: tuple[str, str | None] | None, scores: bool
     ) -> Any:
-        """A function was called.
+        """Record a function call.
 
         Args:
-            name: Of the function.
-            tensors: That it was given.
-            result: What it returned.
-            place: Name of the module in whose forward, and of its caller; None outside of all.
-            scores: Whether the function takes scores, along the last dim of its first tensor.
+            name: Name of the function.
+            tensors: Its tensor arguments.
+            result: Its result.
+            place: Name of the module whose forward calls it, and of that module's caller; None outside of all.
+            scores: Whether the function computes scores, along the last dim of its first tensor.
 
         Returns:
-            The result; an iterator over tensors as another one over the same.
+            The result; an iterator over tensors is replaced by another one over the same.
         """
         marks = [mark for mark in map(self._mark, tensors) if mark != _NONE]
         if name in _WEIGHS:
@@ -150,7 +150,7 @@ class ScoreFlow:
                 self.met.update((name, score) for other in marks for score in other.scores if name not in other.made)
 
     def enter(self, name: str, list_name: str | None, given: Any, *, caller: str | None) -> None:
-        """A module is called, which may be a member of a list."""
+        """Record the call of a module that may be a member of a list."""
         if name in self._homes:
             self._homes[name] = caller
         if list_name is None:
@@ -163,7 +163,7 @@ class ScoreFlow:
                 self._given.setdefault(list_name, []).append((self._serials[leaf], self._mark(leaf)))
 
     def leave(self, name: str, list_name: str | None, result: Any) -> None:
-        """A module has returned. What matters inside of it only is forgotten, or marks would grow with the depth."""
+        """Record a module's return. Marks used only inside of it are dropped, or they would grow with depth."""
         made = frozenset(() if list_name is None else [list_name])
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and (made or leaf in self._marks):
@@ -173,12 +173,12 @@ class ScoreFlow:
                 self._marks[leaf] = _Mark(scores, others | made)
 
     def reached(self, name: str) -> set[Score]:
-        """The scores that weigh or pick what a candidate computes, and are not computed from it."""
+        """Return the scores that weigh or select a candidate's results, and are not computed from them."""
         found = {score for candidate, score in self.met if candidate == name}
         given = self._given.get(name, [])
         several = len({serial for serial, _ in given}) == len(given)
         if several and not any(name in mark.made for _, mark in given):
-            # Each member has rows of its own, none of another's result.
+            # Each member is called with tensors of its own, none of which is another's result.
             found.update(score for _, mark in given for score in mark.scores)
         return {score for score in found if name not in score.after}
 

@@ -1,12 +1,12 @@
-"""Experts sharded once more, over the ranks that share them: whole only while their layer computes with them.
+"""Sharding of experts over the ranks that share them: full only while their layer computes.
 
 [Note: why not fully_shard]
-``fully_shard`` gathers a module's parameters when the module is called. Of experts in a list, each rank calls those
-that its own tokens go to, so that ranks would wait for each other's gathers; and a layer's exchange of tokens, not the
-call of a module, is the place that all ranks come to. So a layer's experts are gathered in its exchange, in one
-message, freed when its results are there, and gathered again when backward reaches these (ZeRO, arXiv 1910.02054, stage
-3). Nodes of the autograd graph bring both about, one before and one behind what the experts compute: ranks that run the
-same layers in the same order meet in the same order in backward, whatever their tokens are.
+``fully_shard`` gathers a module's parameters when the module is called. With experts in a list, each rank calls those
+that its own tokens are routed to, so ranks would deadlock in each other's gathers; all ranks take part in a layer's
+exchange of tokens, not in the call of each module. So a layer's experts are gathered in its exchange, in one message,
+freed once its results are computed, and gathered again when backward reaches these (ZeRO, arXiv 1910.02054, stage 3).
+Two nodes of the autograd graph do this, one before and one after the experts' computation: ranks that run the same
+layers in the same order issue the same order of collectives in backward, whatever their tokens are.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from lightning_pardist.engines.experts.layer_weights import LayerWeights, Place,
 from lightning_pardist.engines.tensor.regions import PlainFunction
 from lightning_pardist.local_tensors import own_part, wrapped_like
 
-#: The axis over which experts are sharded; over others of the mesh they are replicated.
+#: Mesh axis over which experts are sharded; over the others they are replicated.
 SHARD_AXIS = "data_shard"
-#: The first dim along which stacked parameters are sharded: along that of experts, ranks of experts have split them.
+#: First dim along which stacked parameters may be sharded: dim 0, of experts, is already sharded over the expert axis.
 STACKED_DIM = 1
 
 
 @dataclass(frozen=True)
 class ExpertSharding:
-    """How the ranks that share experts hold them together.
+    """Sharding of experts over the ranks that hold the same ones.
 
     Attributes:
-        mesh: These ranks, one axis or several, with the names of the job's; None for a rank by itself.
-        with_experts: The same, and as the last axis the ranks that hold different experts.
-        average_over: Number of ranks by which all gradients are divided, those of other experts among them.
-        compute_dtype: In which experts compute and travel; their own if None.
-        reduce_dtype: In which gradients are summed; that in which experts compute if None.
-        keep: Whether they stay whole from a layer's forward to the end of its backward.
-        copies: Ranks that are in no mesh and hold the same, whose gradients are summed as well.
+        mesh: These ranks, one axis or several, with the names of the job's mesh; None for a single rank.
+        with_experts: The same mesh with the expert axis as its last axis.
+        average_over: Number of ranks by which all gradients are divided, including those with other experts.
+        compute_dtype: Dtype in which experts are gathered and compute; their own if None.
+        reduce_dtype: Dtype in which gradients are reduced; the compute dtype if None.
+        keep: Whether they stay gathered from a layer's forward to the end of its backward.
+        copies: Replicas that are in no mesh, whose gradients are summed as well.
     """
 
     mesh: DeviceMesh | None
@@ -67,17 +67,17 @@ class ExpertSharding:
 
     @property
     def rank(self) -> int:
-        """This rank's number among them."""
+        """Rank in the shard group."""
         return 0 if self.shard_group is None else self.shard_group.rank()
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """Ranks that have different shards."""
+        """Group of the ranks that hold different shards; None if experts are not sharded."""
         return next(iter(self._groups(True)), None)
 
     @property
     def replicate_groups(self) -> list[dist.ProcessGroup]:
-        """Ranks that have the same shards, axis by axis."""
+        """Groups of the ranks that hold the same shards, one for each axis."""
         return [*self._groups(False), *([] if self.copies is None else [self.copies])]
 
     def _groups(self, shards: bool) -> list[dist.ProcessGroup]:
@@ -87,7 +87,7 @@ class ExpertSharding:
         return [self.mesh.get_group(axis) for axis, name in names if (name == SHARD_AXIS) == shards]
 
     def listed(self, local: Tensor) -> Tensor:
-        """This rank's shard of a parameter of an expert that it has. Not collective."""
+        """Return this rank's shard of a parameter of a local expert. Not collective."""
         dim = None if self.mesh is None else shard_dim(local, self.size)
         if self.mesh is None or dim is None:
             return local
@@ -95,11 +95,11 @@ class ExpertSharding:
         return _around(self.piece(local, dim), self.mesh, placements, like=local)
 
     def stacked(self, whole: Tensor, local: Tensor) -> Tensor:
-        """This rank's shard of a stacked parameter, as a ``DTensor`` of the whole's shape. Not collective.
+        """Return this rank's shard of a stacked parameter, as a ``DTensor`` of the full shape. Not collective.
 
         Args:
-            whole: Of all experts.
-            local: Of those of this rank.
+            whole: Parameter of all experts.
+            local: Slice of this rank's experts.
         """
         names = _names(self.with_experts)[:-1]
         dim = None if self.mesh is None else shard_dim(local, self.size, STACKED_DIM)
@@ -109,7 +109,7 @@ class ExpertSharding:
         return _around(self.piece(local, dim), self.with_experts, [*placements, Shard(0)], like=whole)
 
     def piece(self, local: Tensor, dim: int | None) -> Tensor:
-        """This rank's rows of a tensor along a dim, contiguous memory of their own; a copy of all if there is none."""
+        """Return a contiguous copy of this rank's slice of a tensor along ``dim``; a full copy if ``dim`` is None."""
         if dim is None:
             return local.detach().clone(memory_format=torch.contiguous_format)
         step = -(-local.size(dim) // self.size)
@@ -119,7 +119,7 @@ class ExpertSharding:
 
 
 def shard_dim(local: Tensor, size: int, first_dim: int = 0) -> int | None:
-    """The dim along which an expert's parameter is sharded: the first that divides, else the longest, if any."""
+    """Return the dim along which to shard an expert's parameter: the first that divides, else the longest, if any."""
     dims = range(first_dim, local.dim())
     if not dims or not local.numel():
         return None
@@ -127,13 +127,13 @@ def shard_dim(local: Tensor, size: int, first_dim: int = 0) -> int | None:
 
 
 class ShardedWeights(LayerWeights):
-    """Parameters that several ranks hold in shards.
+    """Expert parameters that are sharded over several ranks.
 
     Args:
-        places: The owner and the name of each.
-        sharding: How they are held.
-        shapes: Of each, as it is whole on a rank of the experts'.
-        first_dim: Dims before it are not split.
+        places: Owner and name of each parameter.
+        sharding: How they are sharded.
+        shapes: Unsharded shape of each on a rank of the expert group.
+        first_dim: First dim that may be sharded.
     """
 
     def __init__(
@@ -153,9 +153,9 @@ class ShardedWeights(LayerWeights):
         self._dtypes = [own_parameters(owner)[name].dtype for owner, name in self.places]  # type: ignore[union-attr]
 
     def taken(self) -> list[Tensor]:
-        """Gathered over the ranks that share them."""
+        """Return the values gathered over the ranks that share them."""
         parameters: list[Any] = [own_parameters(owner)[name] for owner, name in self.places]
-        # Not by to_local(), which in torch 2.11 makes zeros of a gradient that there is none of.
+        # Not by to_local(), which in torch 2.11 replaces a missing gradient by zeros.
         return list(_Taken.run(self, *parameters))
 
     def returned(self, result: Tensor, values: Sequence[Tensor]) -> Tensor:
@@ -163,7 +163,7 @@ class ShardedWeights(LayerWeights):
         if not torch.is_grad_enabled():
             return result
         result = _Returned.run(self, result, *values)
-        # What a checkpointed block computes again in backward is needed at once.
+        # Values recomputed by a checkpointed block in backward are needed at once.
         if self.sharding.size > 1 and not self.sharding.keep and current_backward() is None:
             for value in values:
                 value.untyped_storage().resize_(0)
@@ -171,13 +171,13 @@ class ShardedWeights(LayerWeights):
 
     @contextmanager
     def in_modules(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """The values stand in the parameters' places."""
+        """Context in which the values replace the parameters."""
         with without_reentrant(), all_in_place(self.places, values):
             yield
 
     @contextmanager
     def blank(self) -> Iterator[None]:
-        """Zeros stand in the parameters' places."""
+        """Context in which zeros replace the parameters."""
         like = [own_part(own_parameters(owner)[name]) for owner, name in self.places]  # type: ignore[arg-type]
         zeros = [
             each.new_zeros(shape, dtype=self._computes(i))
@@ -195,16 +195,16 @@ class ShardedWeights(LayerWeights):
         return self.sharding.reduce_dtype or self._computes(i)
 
     def _piece_shape(self, i: int) -> list[int]:
-        """Of a shard, padded to the length of the first rank's."""
+        """Return the shape of a shard, padded to the length of the first rank's."""
         shape, dim = list(self._shapes[i]), self._dims[i]
         if dim is not None:
             shape[dim] = -(-shape[dim] // self.sharding.size)
         return shape
 
-    # --- whole from shards ----------------------------------------------------------------------------------------
+    # --- gather ---------------------------------------------------------------------------------------------------
 
     def gathered(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Whole values, each in memory of its own where ranks have shards. Collective over the shard group."""
+        """All-gather full values, each in its own memory if there are shards. Collective over the shard group."""
         group = self.sharding.shard_group
         cast = [shard.detach().to(self._computes(i)) for i, shard in enumerate(shards)]
         if group is None:
@@ -236,25 +236,25 @@ class ShardedWeights(LayerWeights):
 
     @torch.no_grad()
     def refill(self, values: Sequence[Tensor]) -> None:
-        """Gather freed values once more, into their own memory. Collective over the shard group, where they were."""
+        """Gather freed values again, into their own memory. Collective over the shard group if they were freed."""
         if self.sharding.size == 1 or all(value.untyped_storage().size() for value in values if value.numel()):
             return
         for value, fresh in zip(values, self.gathered(super().taken()), strict=True):
             value.untyped_storage().resize_(fresh.untyped_storage().size())
-            # By .data: its own counter of versions, so that this is no change to what backward looks at.
+            # By .data, which has its own version counter: backward must not detect a change of saved tensors.
             value.data.copy_(fresh)
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def reduced(self, gradients: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
-        """This rank's shards of the mean gradients. Collective over the ranks that share the parameters.
+        """Return this rank's shards of the mean gradients. Collective over the ranks that share the parameters.
 
         Args:
-            gradients: Of whole values, sums over the tokens of the ranks that hold the experts together.
-            wanted: Whose, the same on all ranks.
+            gradients: Gradients of full values, summed over the tokens of the expert group.
+            wanted: Whether each gradient is needed, the same on all ranks.
 
         Returns:
-            None where no rank has any.
+            None for parameters for which no rank has a gradient.
         """
         numbers = [i for i, asked in enumerate(wanted) if asked]
         used = self._used_anywhere(torch.tensor([gradients[i] is not None for i in numbers], dtype=torch.int32))
@@ -282,7 +282,7 @@ class ShardedWeights(LayerWeights):
         return torch.Size(self._piece_shape(i)).numel()
 
     def _slices(self, i: int, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """What each rank gets of a gradient, shape ``[ranks, slice]``: all of it, where the parameter is not split."""
+        """Return each rank's slice of a gradient, shape ``[ranks, slice]``; all of it if the parameter is unsharded."""
         size, dim = self.sharding.size, self._dims[i]
         if gradient is None:
             like = own_part(own_parameters(self.places[i][0])[self.places[i][1]])  # type: ignore[arg-type]
@@ -320,7 +320,7 @@ class ShardedWeights(LayerWeights):
             step, length = part.size(dim), self._shapes[i][dim]
             start = min(self.sharding.rank * step, length)
             part = part.narrow(dim, 0, min(step, length - start))
-        # Memory of its own: the buffer of all would stay as long as one of them.
+        # Copy, because a view would keep the buffer of all gradients alive.
         return part.to(self._dtypes[i], copy=True).contiguous()
 
 
@@ -330,7 +330,7 @@ class _Taken(PlainFunction):
         shards = [own_part(parameter) for parameter in parameters]
         ctx.weights, ctx.parameters = weights, parameters
         ctx.set_materialize_grads(False)
-        # For a checkpointed block, see exchange.py.
+        # For checkpointed blocks, see exchange.py.
         ctx.save_for_backward(shards[0].new_empty(0))
         whole = weights.gathered(shards)
         return tuple(
@@ -351,7 +351,7 @@ class _Returned(PlainFunction):
     @staticmethod
     def forward(ctx: Any, weights: ShardedWeights, result: Tensor, *values: Tensor) -> Tensor:
         ctx.weights, ctx.count = weights, len(values)
-        # What backward finds here is what the layer's own nodes have saved, also of a forward that has run again.
+        # These are the tensors that the layer's own nodes have saved, also if the forward has been recomputed.
         ctx.save_for_backward(*values)
         return result.view_as(result)
 

@@ -1,9 +1,9 @@
-"""Experts stacked in parameters: tokens travel to the ranks whose experts the router has chosen for them.
+"""Experts stacked in parameters: tokens are dispatched to the ranks that hold the experts chosen by the router.
 
-The module that owns the parameters is given tokens, the numbers of the experts that each goes to, and their weights. A
-token is sent once to each rank that has one of its experts; there the module's own forward runs on one row for each
-pair of token and expert, with the parameters and the number of experts of that rank; the sum of a token's rows comes
-back (Lepikhin et al., GShard, arXiv 2006.16668, without capacities).
+The module that owns the parameters is called with tokens, the expert indices of each token, and their weights. A token
+is sent once to each rank that holds one of its experts. There the module's own forward runs on one row for each pair of
+token and expert, with that rank's parameters and number of experts; the sum of a token's rows is sent back (Lepikhin et
+al., GShard, arXiv 2006.16668, without capacities).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from lightning_pardist.engines.tensor.rows import Arguments
 
 @dataclass(frozen=True)
 class StackedRoute:
-    """What the arguments of a module with stacked experts are, by their numbers among all leaves.
+    """Roles of the arguments of a module with stacked experts, by their indices among all leaves.
 
     Attributes:
-        index: Numbers of experts, integers of shape ``[..., k]``.
+        index: Expert indices, integers of shape ``[..., k]``.
         weights: Tensors of the same shape.
         tokens: Tensors of shape ``[..., features]``.
         counts: Attributes of the module that hold the number of experts.
@@ -46,20 +46,20 @@ class StackedRoute:
     choices: tuple[str, ...] = ()
 
 
-#: Arguments of these types say how to compute, and are the same for all ranks' tokens; ranks compare them.
+#: Types of arguments that select how to compute, and are the same for all ranks' tokens; compared across ranks.
 _MODES = (bool, str, type(None))
 _OTHER = -1
 
 
 def stays(route: StackedRoute, call: Arguments) -> list[tuple[int, Any]]:
-    """Arguments that do not travel and may be of a rank's own samples, by their numbers among all leaves."""
+    """Return the arguments that are not dispatched and may depend on a rank's samples, with their leaf indices."""
     travelling = {route.index, *route.weights, *route.tokens}
     leaves = enumerate(pytree.tree_leaves(call))
     return [(i, leaf) for i, leaf in leaves if i not in travelling and not isinstance(leaf, _MODES)]
 
 
 def _digest(route: StackedRoute, call: Arguments) -> int:
-    """A number that differs between calls whose tokens cannot be computed together; ``_OTHER`` if none can."""
+    """Return a checksum that differs between calls whose tokens cannot be computed together; ``_OTHER`` if none can."""
     if stays(route, call):
         return _OTHER
     leaves = pytree.tree_leaves(call)
@@ -68,7 +68,7 @@ def _digest(route: StackedRoute, call: Arguments) -> int:
 
 
 def routes(layer: ExpertLayer, module: nn.Module) -> Iterator[StackedRoute]:
-    """What the arguments of a layer's first call may be, the likeliest first."""
+    """Yield possible roles of the arguments of a layer's first call, the likeliest first."""
     leaves = pytree.tree_leaves(layer.call)
     floats = [
         i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() >= 2
@@ -106,12 +106,12 @@ def run_pairs(
     """Run the module's forward on one row for each pair of token and expert.
 
     Args:
-        module: Whose forward.
-        forward: It, as the module's class has it.
-        route: What its arguments are.
-        call: Arguments, for what does not travel.
-        parameters: Of the experts that there are here, in the place of the module's.
-        pairs: Numbers of experts ``[pairs]``, tokens ``[pairs, ...]`` and weights ``[pairs]``.
+        module: The module whose forward runs.
+        forward: Its original forward.
+        route: Roles of its arguments.
+        call: Arguments, for the ones that are not dispatched.
+        parameters: Parameters of the local experts, which replace the module's.
+        pairs: Expert indices ``[pairs]``, tokens ``[pairs, ...]`` and weights ``[pairs]``.
 
     Returns:
         Shape ``[pairs, ...]``.
@@ -134,7 +134,7 @@ def run_pairs(
 
 
 def replaced(call: Arguments, changed: dict[int, Any]) -> Arguments:
-    """Arguments with other leaves in some places."""
+    """Return arguments with some leaves replaced."""
     numbers = iter(range(10**9))
     result: Arguments = pytree.tree_map(
         lambda leaf: changed[number] if (number := next(numbers)) in changed else leaf, call
@@ -143,17 +143,17 @@ def replaced(call: Arguments, changed: dict[int, Any]) -> Arguments:
 
 
 class StackedExperts:
-    """Runs a module with stacked experts on the tokens of all ranks that their router has sent here.
+    """Runs a module with stacked experts on the tokens of all ranks that are routed to this rank.
 
     Args:
-        number: Of the layer, the same on all ranks.
-        layer: It.
-        route: What the arguments of its module are.
+        number: Index of the layer, the same on all ranks.
+        layer: The layer.
+        route: Roles of the arguments of its module.
         module: The module.
-        forward: Of the module, as its class has it.
-        weights: Of the experts of this rank, in the order of the layer's names.
-        peers: The ranks.
-        even: Whether tokens are sent to experts alike, whatever the router chooses: where nothing has values.
+        forward: Its original forward.
+        weights: Parameters of this rank's experts, in the order of the layer's names.
+        peers: The expert group.
+        even: Whether tokens are dispatched evenly, whatever the router chooses, for tensors without values.
     """
 
     def __init__(
@@ -173,17 +173,17 @@ class StackedExperts:
         self.module, self.forward, self.weights, self.peers = module, forward, weights, peers
         leaves = pytree.tree_leaves(layer.call)
         travelling = {i: leaves[i] for i in (route.index, *route.tokens, *route.weights)}
-        # New ones: a slice would keep the first batch.
+        # Allocate new tensors: slices would keep the first batch in memory.
         self._empty = replaced(layer.call, {i: t.new_empty((0, *t.shape[1:])) for i, t in travelling.items()})
         self._dims = leaves[route.index].dim() - 1
         self._tail = layer.output.shape[self._dims :]
-        #: What the module returns for rows of a form.
+        #: Dtype that the module returns for rows of a form.
         self._dtypes: dict[Form, torch.dtype] = {}
-        #: Pairs of token and expert that this rank has computed since the start, by expert of its own.
+        #: Number of token-expert pairs that this rank has computed since the start, by local expert.
         self.load = torch.zeros(layer.count // peers.size, dtype=torch.int64)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In the place of the module's forward. Collective over the ranks, and so is backward."""
+        """Replacement for the module's ``forward``. Collective over the expert group, in forward and in backward."""
         leaves = pytree.tree_leaves((args, kwargs))
         form = Form.here(*(leaves[i] for i in (*self.route.tokens, *self.route.weights)))
         with self.peers.turn(self.number):
@@ -218,11 +218,11 @@ class StackedExperts:
         return joined(whole.reshape(*places, *self._tail))
 
     def run_empty(self) -> None:
-        """Take part in what other ranks run, without tokens, in the form of theirs. Collective."""
+        """Take part in a layer that other ranks run, with no tokens and in the form of theirs. Collective."""
         self._run(self._empty, None)
 
     def _check(self, digests: Tensor) -> None:
-        """All ranks see the same, and raise together."""
+        """Check that calls match. All ranks compare the same digests, and raise together."""
         if (digests != digests[0]).any() or (digests == _OTHER).any():
             raise RuntimeError(
                 f"The experts {self.layer.name!r} were called with other arguments than in the trial or on another"
@@ -237,17 +237,17 @@ class StackedExperts:
     def _computed(
         self, call: Arguments, form: Form, row: Tensor, index: Tensor, tokens: list[Tensor], weights: list[Tensor]
     ) -> Tensor:
-        """The sum of each received token's experts, shape ``[received, ...]``."""
+        """Return the sum over experts for each received token, shape ``[received, ...]``."""
         values = self.weights.taken()
         parameters = dict(zip(self.layer.stacked, values, strict=True))
         shapes = [pytree.tree_leaves(call)[i].shape[self._dims :] for i in self.route.tokens]
         dtype = self._dtype(call, form, parameters, shapes, index.device)
         out = tokens[0].new_zeros((len(tokens[0]), math.prod(self._tail)), dtype=dtype)
         if not len(row):
-            # The experts' gradients are zeros then, as of those that no token of one process chooses.
+            # The experts get zero gradients, like experts that no token chooses on a single process.
             return self.weights.returned(joined(out, *tokens, *weights, *values), values)
         if current_backward() is None:
-            # A checkpointed forward runs again in backward.
+            # Do not count the recomputation of a checkpointed forward in backward.
             self.load = self.load.to(index.device).index_add_(0, index, torch.ones_like(index))
         of_pairs = [t[row].reshape(len(row), *shape) for t, shape in zip(tokens, shapes, strict=True)]
         with without_reentrant():
@@ -264,7 +264,7 @@ class StackedExperts:
         shapes: Sequence[torch.Size],
         device: torch.device,
     ) -> torch.dtype:
-        """Of the module's result: ranks without rows have to know it as well. One row is run, the first time."""
+        """Return the dtype of the module's result, also on ranks without rows; found by running one row once."""
         if form not in self._dtypes:
             dtypes = iter(form.dtypes)
             tokens = [torch.zeros(1, *shape, dtype=next(dtypes), device=device) for shape in shapes]
@@ -278,15 +278,15 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class _Dispatch:
-    """Which tokens go to which ranks, and which of their experts they are for there.
+    """The tokens to send to each rank, and their experts there.
 
     Attributes:
-        tokens: How many there are.
-        rows: Of the tokens that are sent, by rank.
-        pairs: Places of pairs in the numbers of experts, flat, by rank.
-        about: Of each pair the row among those that the rank receives from here, and the rank's own number of the
-            expert, shape ``[pairs, 2]``.
-        numbers: For each rank how many rows and how many pairs it is sent, shape ``[ranks, 2]``, on the host.
+        tokens: Number of tokens.
+        rows: Token indices of the rows to send, ordered by rank.
+        pairs: Positions of pairs in the flattened expert indices, ordered by rank.
+        about: For each pair, the row among those that the rank receives from this one, and the local index of the
+            expert there, shape ``[pairs, 2]``.
+        numbers: Numbers of rows and of pairs sent to each rank, shape ``[ranks, 2]``, on the host.
     """
 
     tokens: int
@@ -297,23 +297,23 @@ class _Dispatch:
 
     @property
     def rows_to(self) -> list[int]:
-        """How many rows go to each rank."""
+        """Number of rows for each rank."""
         found: list[int] = self.numbers[:, 0].tolist()
         return found
 
     @property
     def pairs_to(self) -> list[int]:
-        """How many pairs go to each rank."""
+        """Number of pairs for each rank."""
         found: list[int] = self.numbers[:, 1].tolist()
         return found
 
     @classmethod
     def by_values(cls, index: Tensor, count: int, size: int) -> _Dispatch:
-        """As a router has chosen.
+        """Dispatch as a router has chosen.
 
         Args:
-            index: Numbers of experts, shape ``[tokens, k]``; one that there is not stands for none.
-            count: Number of experts; the ranks have equal runs of them.
+            index: Expert indices, shape ``[tokens, k]``; an index out of range stands for no expert.
+            count: Number of experts; the ranks hold equal runs of them.
             size: Number of ranks.
         """
         tokens, choices = index.shape
@@ -332,7 +332,7 @@ class _Dispatch:
 
     @classmethod
     def even(cls, index: Tensor, count: int, size: int) -> _Dispatch:
-        """As many of each as ``k`` different experts drawn for each token make on average; what they are is left open.
+        """Dispatch the average numbers of rows and pairs of ``k`` random experts per token, with uninitialised indices.
 
         The arguments are those of :meth:`by_values`.
         """

@@ -1,4 +1,4 @@
-"""Tries on one rank whether a layer of experts gives the same when its tokens travel, with gradients."""
+"""Trial on one rank whether a layer of experts gives the same results and gradients if its tokens are dispatched."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from lightning_pardist.engines.experts.stacked import (
 )
 from lightning_pardist.engines.tensor.rows import Arguments, Rows
 
-#: What travels.
+#: Settings for what a layer of experts communicates.
 Dispatch = Literal["auto", "tokens", "weights"]
 DISPATCHES = get_args(Dispatch)
-#: How far results of other orders of adding may lie apart, relative to the largest; a wrong one is as far as its size.
+#: Tolerance for results of other summation orders, relative to the largest; wrong results differ by their own size.
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _LOW_PRECISION = 0.1
-#: Rows on which a trial looks for what depends on other rows, at most, where a batch has no more.
+#: Maximum number of rows with which a trial looks for dependence between rows, if a batch does not have more.
 _ROWS = 16384
 
 
 class CannotTravelError(Exception):
-    """Tokens of a layer cannot travel; the message says why."""
+    """Raised if tokens of a layer cannot be dispatched, with the reason."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What travels in a layer, and why.
+    """Choice of what a layer communicates, with the reason.
 
     Attributes:
         dispatch: ``"tokens"`` or ``"weights"``.
-        route: Of stacked experts whose tokens travel.
-        reason: Why weights do.
-        rows: Of the layer's call, each of which it computes by itself; None if it does not, or nobody asked.
+        route: Roles of the arguments of stacked experts whose tokens are dispatched.
+        reason: Reason for ``"weights"``.
+        rows: Rows of the layer's call that it treats independently; None if it does not, or this was not tried.
     """
 
     dispatch: Dispatch
@@ -66,17 +66,17 @@ def choose_routes(
     dispatch: Dispatch = "auto",
     in_parts: bool = False,
 ) -> list[Choice]:
-    """Choose what travels in each layer, by running it on this rank alone. Not collective.
+    """Choose what each layer communicates, by running it on this rank alone. Not collective.
 
     Args:
-        module: As the user wrote it, whole.
-        layers: Of it.
-        size: Number of ranks that share the experts.
-        dispatch: ``"tokens"`` refuses a layer whose tokens cannot travel, ``"weights"`` tries none.
-        in_parts: Whether other ranks will have other rows of one sequence: rows are looked for.
+        module: The user's module, not distributed.
+        layers: Its layers of experts.
+        size: Number of ranks over which the experts are distributed.
+        dispatch: ``"tokens"`` rejects a layer whose tokens cannot be dispatched, ``"weights"`` tries none.
+        in_parts: Whether sequences will be sharded over ranks, so that independent rows are looked for.
 
     Raises:
-        ValueError: If a layer cannot do what was set.
+        ValueError: If a layer does not support the setting.
     """
     found = []
     for layer in layers:
@@ -100,12 +100,12 @@ def choose_routes(
 
 
 def assume_routes(module: nn.Module, layers: Sequence[ExpertLayer], *, dispatch: Dispatch = "auto") -> list[Choice]:
-    """What travels in each layer where nothing has values to try it with: tokens, if they can be told.
+    """Choose what each layer communicates without a trial, for tensors without values: tokens, if they are recognised.
 
     Args:
-        module: Whole; its tensors need no values.
-        layers: Of it.
-        dispatch: As set.
+        module: Not distributed; its tensors need no values.
+        layers: Its layers of experts.
+        dispatch: The setting.
     """
     found = []
     for layer in layers:
@@ -160,7 +160,7 @@ def _stacked_route(runner: nn.Module, layer: ExpertLayer, size: int) -> StackedR
 
 
 def _drawn_call(layer: ExpertLayer, route: StackedRoute) -> Arguments:
-    """Arguments of the first call's shapes, with random values, some experts more often than others and one never."""
+    """Return arguments of the first call's shapes with random values; experts have unequal counts, and one has none."""
     leaves = pytree.tree_leaves(layer.call)
     index = leaves[route.index]
     places = index.shape[:-1].numel()
@@ -177,7 +177,7 @@ def _drawn_call(layer: ExpertLayer, route: StackedRoute) -> Arguments:
 
 @torch.no_grad()
 def _rows_are_lonely(runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: Arguments, size: int) -> bool:
-    """Whether results for rows are the same in two halves, of several experts and where all go to one of them."""
+    """Return whether each row's result is independent of the other rows, for one expert and for several."""
     leaves = pytree.tree_leaves(call)
     places, dims, each = leaves[route.index].shape[:-1].numel(), leaves[route.index].dim() - 1, layer.count // size
     rows = max(6, places, min(size * places, _ROWS))
@@ -185,7 +185,7 @@ def _rows_are_lonely(runner: nn.Module, layer: ExpertLayer, route: StackedRoute,
     tokens = [torch.randn_like(t.new_empty(rows, *t.shape[dims:])) for t in (leaves[i] for i in route.tokens)]
     weights = [torch.rand_like(leaves[i].new_empty(rows)) for i in route.weights]
     for each_of in tokens:
-        # So that means over rows are others, too.
+        # Shift the values so that means over rows differ as well.
         each_of[rows // 3 :] += 3
 
     def run(index: Tensor, part: slice) -> Tensor:
@@ -206,7 +206,7 @@ def _refuse_hooks(children: Sequence[nn.Module], runner: str) -> None:
 
 
 def _in_parts(runner: nn.Module, layer: ExpertLayer, route: StackedRoute, call: Arguments, size: int) -> Tensor:
-    """What ranks compute together, one after another."""
+    """Return the combined result of all ranks, computed one rank after another."""
     leaves = pytree.tree_leaves(call)
     index, each = leaves[route.index], layer.count // size
     places, dims = index.shape[:-1], index.dim() - 1
@@ -251,7 +251,7 @@ def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None
     rehearsed = ListedExperts(0, layer, runner.forward, experts, LayerWeights([]), Peers(None))
     with ExitStack() as stack:
         for expert in experts:
-            # Dropout inside would draw in another order.
+            # Dropout inside would draw random numbers in another order.
             stack.callback(expert.train, expert.training)
             expert.eval()
         _try_rows(experts, given[0])
@@ -278,7 +278,7 @@ def _try_lists(module: nn.Module, runner: nn.Module, layer: ExpertLayer) -> None
 
 
 def _try_rows(experts: Sequence[nn.Module], given: Tensor) -> None:
-    """An expert's result for a row does not depend on other rows."""
+    """Check that an expert's result for a row does not depend on other rows."""
     rows = torch.randn(6, given.shape[-1], device=given.device).to(given.dtype)
     rows[2:] += 3
     try:
@@ -306,7 +306,7 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[No
 
 
 def _rows(module: nn.Module, layer: ExpertLayer, choice: Choice) -> Rows | None:
-    """What a layer's call computes each by itself, so that ranks may each call it with some."""
+    """Return the rows that a layer's call treats independently, so that each rank may call it with some of them."""
     if choice.route is not None:
         return _rows_of_route(layer, choice.route)
     leaves = pytree.tree_leaves(layer.call)
@@ -324,7 +324,7 @@ def _rows(module: nn.Module, layer: ExpertLayer, choice: Choice) -> Rows | None:
                 if (found := _rows_along(runner, layer.call, first.shape[:places])) is not None:  # type: ignore[union-attr]
                     return found
             except (RuntimeError, ValueError, TypeError, IndexError, CannotTravelError):
-                # A forward that is not made for other shapes.
+                # The forward does not support other shapes.
                 continue
     return None
 
@@ -335,7 +335,7 @@ def _rows_of_route(layer: ExpertLayer, route: StackedRoute) -> Rows:
 
 
 def _rows_along(runner: nn.Module, call: Arguments, shape: torch.Size) -> Rows | None:
-    """Rows along the first dims, if results and gradients for some of them at a time are those for all."""
+    """Return rows along the first dims if results and gradients computed in two parts equal those of all rows."""
     places = len(shape)
     having = [i for i, t in enumerate(pytree.tree_leaves(call)) if isinstance(t, Tensor) and t.shape[:places] == shape]
     drawn = pytree.tree_map(_drawn_like, call)
@@ -384,7 +384,7 @@ def _drawn_like(leaf: Any) -> Any:
 
 @contextmanager
 def _drawn_parameters(runner: nn.Module, layer: ExpertLayer, module: nn.Module) -> Iterator[None]:
-    """Experts have random weights inside: those of a fresh module may be zeros, of which every sum is right."""
+    """Give experts random weights inside: a new module's may be zeros, for which every sum is correct."""
     owners = [runner] if layer.stacked else [o for parts in layer.experts(module) for p in parts for o in p.modules()]
     places = [
         (owner, name)
@@ -409,7 +409,7 @@ def _trained(leaf: Any) -> Any:
 
 
 def _results(runner: nn.Module, run: Callable[[], Any], call: Arguments) -> list[Tensor | None]:
-    """Floating outputs of a run from one random state, and gradients of a sum of them."""
+    """Return floating-point outputs of a run with a fixed seed, and gradients of a weighted sum of them."""
     torch.manual_seed(0)
     inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor) and leaf.requires_grad]
     inputs += [value for child in runner.modules() for value in own_parameters(child).values() if value is not None]

@@ -1,7 +1,8 @@
-"""Experts whose weights travel: every rank runs all of them on its own tokens, as one process does.
+"""Experts whose weights are gathered: every rank runs all of them on its own tokens, as a single process does.
 
-Nothing is asked of the module. Weights are whole from the forward of the module that computes with them to the end of
-their backward, as those of a unit under ZeRO-2; parameters, gradients and optimizer state stay one in N.
+This needs nothing of the module. Weights are gathered from the forward of the module that computes with them to the end
+of their backward, like those of a unit under ZeRO-2; parameters, gradients and optimizer state stay sharded, 1/N on
+each rank.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from lightning_pardist.engines.experts.layer_weights import (
 
 
 class GatheredExperts:
-    """Runs a module with the weights of all ranks' experts in place.
+    """Runs a module with the gathered weights of all ranks' experts.
 
     Args:
-        number: Of the layer, the same on all ranks.
-        layer: It.
-        module: That computes with the experts.
-        forward: Of the module, as its class has it.
-        weights: Of the experts of this rank.
+        number: Index of the layer, the same on all ranks.
+        layer: The layer.
+        module: The module that computes with the experts.
+        forward: Its original forward.
+        weights: Parameters of this rank's experts.
         experts: For lists, the modules of each expert of all ranks.
-        peers: The ranks.
+        peers: The expert group.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class GatheredExperts:
         self.load: Tensor | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the module's forward. Collective over the ranks, and so is backward."""
+        """Replacement for the module's ``forward``. Collective over the expert group, in forward and in backward."""
         with ExitStack() as stack:
             with self.peers.turn(self.number):
                 mark = self._put_in_place(stack)
@@ -61,7 +62,7 @@ class GatheredExperts:
             return behind(self.forward(*args, **kwargs), mark)
 
     def run_empty(self) -> None:
-        """Take part in what other ranks run. Collective."""
+        """Take part in a layer that other ranks run. Collective."""
         with ExitStack() as stack:
             self._put_in_place(stack)
 

@@ -1,8 +1,8 @@
-"""A torch function call as sharding rules see it: operands with shapes and layouts, no data.
+"""Data model of the sharding rules: a torch function call as operands with shapes and layouts, without data.
 
-The same rules serve the plan, which asks what would happen, and the step, which makes it happen: a rule looks at a
-:class:`Call` and answers with an :class:`Outcome` (how each operand is needed and how the results lie) or raises
-:class:`NoRule` (what stands in the way, and whose fault it is).
+Planning and execution share the same rules. A rule takes a :class:`Call` and returns an :class:`Outcome` (the layout
+in which each operand is needed and the layout of the results), or raises :class:`NoRule` with the reason and the
+operands that prevent local execution.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightning_pardist.engines.tensor.layout import Layout
 
 @dataclass(eq=False)
 class Operand:
-    """A tensor argument.
+    """A tensor argument of a call.
 
     Attributes:
         shape: Global shape.
-        layout: How it is split; None if every rank has all of it.
+        layout: Sharding over the tensor ranks; None if replicated.
         dtype: Element type.
-        tensor: Its number among the call's tensors at run time, something that identifies it while planning.
+        tensor: Index among the call's tensors at run time; an identifying object while planning.
     """
 
     shape: tuple[int, ...]
@@ -41,31 +41,31 @@ class Operand:
         return len(self.shape)
 
     def keep(self) -> Need:
-        """Used as it lies."""
+        """Return a need for the operand in its present layout."""
         return Need(self, "keep", self.layout)
 
     def whole(self) -> Need:
-        """Used as a whole in a computation that is split."""
+        """Return a need for the replicated operand in a sharded computation."""
         return Need(self, "whole", None)
 
     def gathered(self) -> Need:
-        """Used as a whole in a computation that is split, however it lies."""
+        """Return a need for the full operand in a sharded computation; gathered first if it is sharded."""
         return self.whole() if self.layout is None else Need(self, "gather", None)
 
     def moved(self, layout: Layout) -> Need:
-        """Used split like ``layout``, however it lies."""
+        """Return a need for the operand sharded by ``layout``; redistributed if it has another layout."""
         return self.part(layout) if self.layout in (None, layout) else Need(self, "move", layout)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Number of elements of the full tensor."""
         return math.prod(self.shape)
 
     def part(self, layout: Layout) -> Need:
-        """Used split like ``layout``: nothing to do if it lies so, a slice of it if it is whole.
+        """Return a need for the operand sharded by ``layout``: kept if it has that layout, sliced if it is replicated.
 
         Raises:
-            NoRule: If it is split in another way.
+            NoRule: If it is sharded in another way.
         """
         if self.layout == layout:
             return self.keep()
@@ -78,9 +78,9 @@ class Operand:
 class Need:
     """How an operand enters the local computation.
 
-    ``keep``: as it lies. ``whole``: a whole tensor in a split computation. ``part``: a slice of a whole tensor.
-    ``raw``: a whole tensor where all ranks compute the same. ``gather``: a split tensor, put together. ``move``: a
-    split tensor, laid out in another way.
+    ``keep``: in its present layout. ``whole``: a replicated tensor in a sharded computation. ``part``: a slice of a
+    replicated tensor. ``raw``: a replicated tensor in a computation that is the same on all ranks. ``gather``: a
+    sharded tensor, gathered. ``move``: a sharded tensor, redistributed to another layout.
     """
 
     operand: Operand
@@ -89,12 +89,12 @@ class Need:
 
 
 class NoRule(Exception):
-    """Raised where a call cannot run on local shards.
+    """Raised if a call cannot run on local shards.
 
     Args:
-        reason: What stands in the way.
-        blame: Operands that would have to be whole; all split ones if not given.
-        segments: If the split dim lay in this many segments it would work.
+        reason: What prevents local execution.
+        blame: Operands that would have to be replicated; all sharded ones if not given.
+        segments: Number of segments with which the call would work, if any (see the layout module's note on segments).
     """
 
     def __init__(self, reason: str, blame: list[Operand] | None = None, segments: int | None = None) -> None:
@@ -111,14 +111,14 @@ class Call:
     Attributes:
         func: The function as intercepted.
         name: Its plain name, without dunders and the underscore of in-place variants.
-        args: Positional arguments, tensors replaced by :class:`Operand`.
+        args: Positional arguments, with tensors replaced by :class:`Operand`.
         kwargs: Keyword arguments, likewise.
         size: Number of tensor ranks.
         inplace: Whether the first operand is overwritten.
-        sequence: Activations may be split along the sequence, to be gathered where features are split.
-        planning: Nothing is run; parameters and buffers may still change their layout.
-        rank: This rank among them.
-        context: Activations are split, and parameters are whole: operands are moved rather than put together.
+        sequence: Whether activations may be sharded along the sequence, to be gathered before feature-sharded layers.
+        planning: Whether nothing is executed; parameters and buffers may still change their layout.
+        rank: Rank in the tensor group.
+        context: Whether activations are sharded and parameters replicated: operands are redistributed, not gathered.
     """
 
     func: Callable[..., Any]
@@ -133,24 +133,24 @@ class Call:
     context: bool = False
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument given by position or by name."""
+        """Return an argument given by position or by name."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
 
     def operands(self) -> list[Operand]:
-        """All tensor arguments, also those in lists, in order."""
+        """Return all tensor arguments in order, including those in lists."""
         return list(iterate_operands((self.args, self.kwargs)))
 
     def split_operands(self) -> list[Operand]:
-        """The tensor arguments that are split."""
+        """Return the sharded tensor arguments."""
         return [operand for operand in self.operands() if operand.layout is not None]
 
     def only_split(self) -> Operand:
-        """The one split operand.
+        """Return the only sharded operand.
 
         Raises:
-            NoRule: If there are several.
+            NoRule: If there is not exactly one.
         """
         found = self.split_operands()
         if len(found) != 1:
@@ -158,7 +158,7 @@ class Call:
         return found[0]
 
     def meta(self) -> Any:
-        """The results of the call on tensors without data: their global shapes.
+        """Return the results of the call on meta tensors, which have the global shapes.
 
         Raises:
             NoRule: If the shapes depend on values, such as a size that is a tensor.
@@ -178,15 +178,15 @@ class Outcome:
     """How a call runs on local shards.
 
     Attributes:
-        args: Positional arguments, operands replaced by :class:`Need` and sizes by local ones.
+        args: Positional arguments, with operands replaced by :class:`Need` and sizes by local ones.
         kwargs: Keyword arguments, likewise.
         out: Layout of the result, or of each result of a tuple or list.
-        reduce: The local results are parts of a sum, ``"mean"`` of a mean; ``out`` is then None.
-        random: Draws random numbers, which have to differ between ranks.
-        run: What to run in place of the function, given the tensor group and the resolved arguments.
-        after: Applied to the result after the reduction, given the result and ``after_needs``.
+        reduce: ``"sum"`` or ``"mean"`` if the local results are partial and have to be reduced; ``out`` is then None.
+        random: Whether the call draws random numbers, which have to differ between ranks.
+        run: Callable that replaces the function; called with the tensor group and the resolved arguments.
+        after: Callable applied after the reduction; called with the result and ``after_needs``.
         after_needs: Operands of ``after``.
-        collectives: What ``run`` sends, as ``(kind, number of elements)``, for the plan.
+        collectives: Collectives issued by ``run``, as ``(kind, number of elements)``, for the plan.
     """
 
     args: tuple[Any, ...]
@@ -216,12 +216,12 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def find_rule(name: str) -> Rule | None:
-    """The rule for a function of this plain name."""
+    """Return the rule registered for a plain function name, or None."""
     return _RULES.get(name)
 
 
 def map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply ``function`` to every ``kind`` in nested tuples, lists and dicts: a lean ``tree_map_only``."""
+    """Apply ``function`` to every ``kind`` in nested tuples, lists and dicts; a faster ``tree_map_only``."""
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, (tuple, list)):
@@ -235,7 +235,7 @@ def map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], tree
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Everything in nested tuples, lists and dicts, in order: a lean ``tree_leaves``."""
+    """Return all leaves of nested tuples, lists and dicts in order; a faster ``tree_leaves``."""
     found: list[Any] = []
     _collect(tree, found)
     return found
@@ -253,7 +253,7 @@ def _collect(tree: Any, found: list[Any]) -> None:
 
 
 def iterate_operands(tree: Any) -> Iterator[Operand]:
-    """Operands in nested tuples, lists and dicts, in order."""
+    """Yield the operands in nested tuples, lists and dicts in order."""
     if isinstance(tree, Operand):
         yield tree
     elif isinstance(tree, (tuple, list)):
@@ -266,9 +266,9 @@ def iterate_operands(tree: Any) -> Iterator[Operand]:
 
 @cache
 def plain_name(func: Callable[..., Any]) -> tuple[str, bool]:
-    """Name of a torch function without dunders and suffixes, and whether it overwrites its first argument.
+    """Return a torch function's name without dunders and suffixes, and whether it overwrites its first argument.
 
-    Property reads come as ``get:shape``, writes as ``set:data``.
+    Property reads are named ``get:shape``, writes ``set:data``.
     """
     name = getattr(func, "__name__", None) or type(func).__name__
     if name in ("__get__", "__set__", "__delete__"):
@@ -294,7 +294,7 @@ _OPERATORS = {
     "matmul": "matmul", "getitem": "getitem",
 }  # fmt: skip
 
-#: Answered by the global view alone, for parameters and split tensors.
+#: Properties evaluated on the global tensor, for parameters and split tensors.
 GLOBAL_PROPERTIES = frozenset([
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
     "is_signed", "get_device", "len", "hash", "get:shape", "get:dtype", "get:device", "get:ndim", "get:layout",
@@ -302,7 +302,7 @@ GLOBAL_PROPERTIES = frozenset([
     "has_names", "get:is_nested", "get:is_cpu", "get:is_mps", "get:is_xpu", "get:is_mkldnn", "is_inference",
     "is_conj", "is_neg", "get:name", "is_same_size", "result_type", "can_cast",
 ])  # fmt: skip
-#: Answered by this rank's part.
+#: Properties evaluated on the local shard.
 LOCAL_PROPERTIES = frozenset(
     [
         "get:requires_grad",
@@ -318,7 +318,7 @@ LOCAL_PROPERTIES = frozenset(
         "data_ptr",
     ]
 )
-#: On a parameter these mean the DTensor itself.
+#: Methods that are applied to the DTensor itself if called on a parameter.
 PARAMETER_METHODS = frozenset([
     "detach", "get:data", "get:grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
     "requires_grad", "get:_local_tensor", "deepcopy", "reduce_ex", "format", "repr", "get:is_leaf",

@@ -1,11 +1,11 @@
-"""Context parallelism: activations split along the sequence, parameters whole.
+"""Context parallelism: activations sharded along the sequence, parameters replicated.
 
-User code computes on whole tensors until one of them holds a number for every token and feature: at an embedding, a
-linear layer or a norm. There the sequence is taken apart, and the tensor goes on as a
-:class:`~lightning_pardist.engines.tensor.split_tensor.SplitTensor` of global shape. Token ids, masks and positions stay
-whole, being small.
+User code runs on replicated tensors until an operator whose input has one entry per token (an embedding, a linear layer
+or a norm). There the input is sharded along the sequence and becomes a
+:class:`~lightning_pardist.engines.tensor.split_tensor.SequenceTensor` of global shape. Token ids, masks and positions
+stay replicated because they are small.
 
-Which dim is taken apart decides about cost alone: whatever it is, the sharding rules keep what one process computes.
+The choice of the sharded dim affects cost only: the sharding rules preserve the single-process result for any dim.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _LAYERS = frozenset([F.linear, F.layer_norm, F.rms_norm, torch.layer_norm, torch
 
 @dataclass(frozen=True)
 class Entry:
-    """A place at which whole tensors are taken apart.
+    """A place at which replicated tensors are sharded.
 
     Attributes:
         operator: Plain name of the torch function.
         dims: Number of dims of its input.
-        dim: That is taken apart.
+        dim: The dim that is sharded.
     """
 
     operator: str
@@ -54,16 +54,17 @@ class Entry:
 
 
 class ContextRuntime(TensorRuntime):
-    """Runs the user's step on activations that are split over the ranks of a context group.
+    """Runs the user's step on activations that are sharded over the ranks of a context group.
 
     Args:
         mesh: One-dimensional mesh of the context ranks.
-        sequence_dim: The sequence's dim in token ids and in inputs of layers, the last dim of which are features; the
-            longest if None.
+        sequence_dim: The sequence dim of token ids and of layer inputs (whose last dim holds the features); the longest
+            dim if None.
 
     Attributes:
-        entries: Where whole tensors were taken apart since the start, and the extent of the latest.
-        taken_over: Number of dims and split dim of what came in parts from another stage of a pipeline, and the extent.
+        entries: Places at which replicated tensors were sharded since the start, with the latest extent.
+        taken_over: Extent of tensors received already sharded from another pipeline stage, by number of dims and
+            sharded dim.
     """
 
     kind = SequenceTensor
@@ -75,23 +76,23 @@ class ContextRuntime(TensorRuntime):
     def __init__(self, mesh: DeviceMesh, *, sequence_dim: int | None = None) -> None:
         super().__init__(mesh)
         self.sequence_dim = sequence_dim
-        #: Whether tensor ranks take tensors apart before.
+        #: Whether the tensors are sharded over tensor ranks first (context parallelism nested in tensor parallelism).
         self.is_inside = False
         self.entries: dict[Entry, int] = {}
         self.taken_over: dict[tuple[int, int], int] = {}
         self._extents: frozenset[int] = frozenset()
         self._first: tuple[tuple[int, ...], int] | None = None
-        #: How much is running of what stays whole: custom autograd functions, forward or backward, layers of experts.
+        #: Number of active regions that run on full tensors: custom autograd functions (either pass), expert layers.
         self._in_custom = 0
 
     def nest(self) -> None:
-        """Split parts of tensors, of which tensor ranks have one each, and leave parameters to these."""
+        """Shard the local parts of tensor-parallel tensors, and leave parameters to the tensor runtime."""
         self.is_inside = True
         self.kinds = (SequenceTensor,)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Around code that runs on whole tensors: nothing is taken apart inside."""
+        """Context manager for code that runs on full tensors: nothing is sharded inside."""
         self._in_custom += 1
         try:
             yield
@@ -99,11 +100,11 @@ class ContextRuntime(TensorRuntime):
             self._in_custom -= 1
 
     def expect(self, batch: Any) -> None:
-        """A step is about to run on ``batch``: its tensors tell how long sequences may be. Not collective."""
+        """Record the possible sequence lengths of the coming step from the tensors of ``batch``. Not collective."""
         shapes = [leaf.shape for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
         behind = {extent for shape in shapes for extent in shape[1:]}
         extents = behind or {shape[0] for shape in shapes}
-        # What a step predicts from is one shorter than what it is given.
+        # Inputs may be one shorter than the batch: a language model's inputs and targets are shifted by one.
         self._extents = frozenset([*extents, *(extent - 1 for extent in extents)])
 
     def _forget(self) -> None:
@@ -113,9 +114,9 @@ class ContextRuntime(TensorRuntime):
 
     @override
     def custom_function(self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a custom autograd function; its forward takes nothing apart, nor does its backward.
+        """Run a custom autograd function without sharding anything in its forward or its backward.
 
-        What a function saves for its backward, and what that computes again, are leaves of a graph of their own.
+        Tensors that it saves for its backward, or recomputes there, are leaves of a separate autograd graph.
         """
         with self.suspended():
             result = apply(*args, **kwargs)
@@ -153,12 +154,12 @@ class ContextRuntime(TensorRuntime):
         return split
 
     def take_rows(self, given: Arguments, rows: Rows) -> TakenRows | None:
-        """This rank's rows of a call's arguments, and all others as wholes.
+        """Return this rank's rows of a call's arguments, with all other arguments in full.
 
-        Collective where arguments are split in several ways, or some are and do not hold rows.
+        Collective if arguments have different layouts, or if sharded arguments do not hold rows.
 
         Returns:
-            None if no argument is split along its rows.
+            None if no argument is sharded along its rows.
         """
         leaves = dict(enumerate(pytree.tree_leaves(given)))
         split = [leaf for i in rows.arguments if isinstance(leaf := leaves.get(i), SequenceTensor)]
@@ -194,7 +195,7 @@ class ContextRuntime(TensorRuntime):
         )
 
     def _laid_out(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """This rank's part of a tensor, whole or split in any way, as a layout has it."""
+        """Return this rank's shard by ``layout`` of a tensor that is replicated or sharded in any way."""
         if isinstance(tensor, SequenceTensor):
             if tensor.split_layout == layout:
                 return tensor.local
@@ -202,13 +203,13 @@ class ContextRuntime(TensorRuntime):
         return self.group.scatter(tensor, layout)
 
     def outside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function on whole tensors, or take its input apart first."""
+        """Run a torch function on replicated tensors, or shard its input first if it is an entry."""
         looks_up = func in _LOOK_UPS
         if self._in_custom or (not looks_up and func not in _LAYERS):
             return func(*args, **kwargs)
         source = args[0] if args else kwargs.get("input")
         if not isinstance(source, Tensor) or isinstance(source, (DTensor, FakeTensor)):
-            # What another stage of a pipeline computes has no values to take apart here.
+            # A fake tensor stands for the output of another pipeline stage and has no values to shard here.
             return func(*args, **kwargs)
         if source.layout is not torch.strided:
             return func(*args, **kwargs)
@@ -225,7 +226,7 @@ class ContextRuntime(TensorRuntime):
         return self.call(func, args, {**kwargs, "input": split})
 
     def summary(self) -> str:
-        """What was taken apart, sent and put together since the counts were reset, in lines; empty if nothing was.
+        """Return lines on tensors sharded, collectives and fallbacks since the counts were reset; empty without any.
 
         Not collective.
         """
@@ -258,7 +259,7 @@ class ContextRuntime(TensorRuntime):
         return found
 
     def _sequence_of_ids(self, shape: tuple[int, ...]) -> int | None:
-        """The dim of the sequence in what an embedding looks up."""
+        """Return the sequence dim of an embedding's index tensor, or None."""
         if not shape:
             return None
         length = self._first[0][self._first[1]] if self._first else None
@@ -272,7 +273,7 @@ class ContextRuntime(TensorRuntime):
         return dim if dim is not None and shape[dim] >= self.group.size else None
 
     def _sequence_of_features(self, shape: tuple[int, ...]) -> int | None:
-        """The dim of the sequence in the input of a layer: neither features, the last, nor samples, the first."""
+        """Return the sequence dim of a layer's input, or None: neither the features (last) nor the samples (first)."""
         if len(shape) < 3:
             return None
         length = self._first[0][self._first[1]] if self._first else None
@@ -284,7 +285,7 @@ class ContextRuntime(TensorRuntime):
             return self.sequence_dim % len(shape)
         first = self._first
         if first and len(shape) == len(first[0]) and first[1] in dims and shape[first[1]] == length:
-            # What runs again in backward is taken apart as it was the first time.
+            # An input recomputed in backward is sharded along the same dim as in forward.
             return first[1]
         if length is not None and length in (shape[dim] for dim in dims):
             return next(dim for dim in dims if shape[dim] == length)
@@ -293,6 +294,6 @@ class ContextRuntime(TensorRuntime):
 
 
 def _looks_at_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an embedding does more than look up: weights renormalized, or gradients divided by frequencies."""
+    """Return whether an embedding does more than look up: renormalizes weights or scales gradients by frequency."""
     max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
     return max_norm is not None or bool(args[5] if len(args) > 5 else kwargs.get("scale_grad_by_freq"))

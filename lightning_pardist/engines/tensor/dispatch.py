@@ -64,20 +64,20 @@ _VIEWS = frozenset([
 
 
 _KINDS = ("step", "call")
-#: Of how many different calls the rules' answers are kept: a model of many layers and lengths has a few hundred.
+#: Maximum number of calls whose rule outcomes are cached: a model of many layers and lengths has a few hundred.
 _KNOWN_CALLS = 4096
-#: How long a process group's thread may hold what it has sent, with the machine busy.
+#: Seconds for which a process group's thread may hold a sent tensor on a busy machine.
 _LET_GO_S = 1.0
 
 
 @dataclass
 class Fallback:
-    """An operator that ran on whole tensors for lack of a rule.
+    """An operator that ran on full tensors for lack of a rule.
 
     Attributes:
-        reason: What stood in the way.
-        calls: How often, on this rank.
-        bytes_gathered: Bytes of the whole tensors that were put together for it.
+        reason: Why it could not run on local shards.
+        calls: Number of calls on this rank.
+        bytes_gathered: Bytes of the full tensors that were gathered for it.
     """
 
     reason: str
@@ -90,19 +90,19 @@ class TensorRuntime:
 
     Args:
         mesh: One-dimensional mesh of the tensor ranks.
-        sequence_parallel: Results of row-wise layers stay split along the sequence, dim 1 of three.
+        sequence_parallel: Whether results of row-wise layers stay sharded along the sequence, dim 1 of three.
 
     Attributes:
         group: The tensor ranks, with a count of the collectives.
-        fallbacks: Operators that ran on whole tensors since the start, by name.
+        fallbacks: Operators that ran on full tensors since the start, by name.
     """
 
-    #: Of the tensors that it takes apart, and all kinds that it looks at.
+    #: Tensor subclass that the runtime unwraps, and all types that it intercepts.
     kind: ClassVar[type[PartedTensor]] = SplitTensor
     kinds: tuple[type, ...] = (SplitTensor, DTensor)
-    #: Whether activations are split and parameters whole.
+    #: Whether activations are sharded and parameters replicated.
     context = False
-    #: What to do about a write into a split tensor.
+    #: Advice in errors about writes into a split tensor.
     remedy = 'Replicate the parameters that produce it: plan={"pattern": "replicate"}.'
     split_over = "tensor"
 
@@ -110,30 +110,30 @@ class TensorRuntime:
         self.group: TensorGroup = TensorGroup(mesh)
         self.sequence_parallel = sequence_parallel
         self.fallbacks: dict[str, Fallback] = {}
-        # Both sides of views that became copies, by storage, until the step ends: the memory, and that of the others.
+        # Views that became copies, until the step ends: storage key -> (tensor on it, keys of its copies).
         self._copied_views: dict[int, tuple[Tensor, set[int]]] = {}
-        # What the rules answered, by call: they depend on shapes, layouts and plain values alone.
+        # Cache of rule outcomes by call: they depend only on shapes, layouts and plain values.
         self._known: dict[Any, Outcome] = {}
-        #: Whether the history of a parameter's part says which parameter it is of, see :func:`opened_parameter`.
+        #: Whether the autograd node of a parameter's local shard records the parameter, see :func:`opened_parameter`.
         self._notes_parameters = False
         self._depth = 0
         self._called: tuple[nn.Module, ExitStack] | None = None
         self._handles: list[RemovableHandle] = []
 
     def nest(self) -> None:
-        """Let tensors' parts be split once more, along the sequence over context ranks. Before the first step."""
+        """Allow local shards to be sharded again, along the sequence over context ranks. Call before the first step."""
         self.group = NestedGroup(self.group.mesh)
         self._notes_parameters = True
 
     def __deepcopy__(self, memo: Any) -> TensorRuntime:
-        """The same: copies of a module, which users make at any time, live on the same ranks."""
+        """Return the runtime itself: copies of a module, which users may make at any time, use the same ranks."""
         return self
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around everything that touches the module: forward, loss and backward, and every evaluation step.
+        """Context manager around all use of the module: forward, loss and backward, and every evaluation step.
 
-        Global shapes hold inside. May be nested. What leaves the block should go through :meth:`whole`.
+        Tensors have global shapes inside. May be nested. Outputs that leave the block should go through :meth:`whole`.
         """
         if self._depth:
             yield
@@ -162,11 +162,11 @@ class TensorRuntime:
         self._copied_views.clear()
 
     def whole(self, tree: Any) -> Any:
-        """The same with every split tensor gathered. Collective over the tensor group if there are any."""
+        """Return ``tree`` with every split tensor gathered. Collective over the tensor group if there are any."""
         return pytree.tree_map_only(self.kind, self.gather, tree)
 
     def plain(self, tree: Any) -> Any:
-        """The same with every split tensor and every parameter as a plain whole tensor, for code that knows no other.
+        """Return ``tree`` with every split tensor and parameter as a plain full tensor, for code that needs plain ones.
 
         Collective over the tensor group if there are any.
         """
@@ -179,10 +179,10 @@ class TensorRuntime:
         return self.gather(opened) if isinstance(opened, self.kind) else opened
 
     def part_of(self, tensor: Tensor) -> tuple[Tensor, Layout | None] | None:
-        """This rank's part of a split tensor or parameter, with its history, and how it is split.
+        """Return the local shard of a split tensor or parameter, with its autograd history, and its layout.
 
         Returns:
-            A plain tensor, and None as its layout if it is whole; None for what is neither.
+            A plain tensor and its layout (None if replicated); None if ``tensor`` is neither.
         """
         if isinstance(tensor, DTensor):
             tensor = self._open(tensor)
@@ -190,14 +190,14 @@ class TensorRuntime:
         return (tensor.local, tensor.split_layout) if isinstance(tensor, self.kind) else None
 
     def of_part(self, part: Tensor, layout: Layout) -> Tensor:
-        """The split tensor of which this rank has ``part``: the opposite of :meth:`part_of`. Not collective."""
+        """Return the split tensor whose local shard is ``part``: the inverse of :meth:`part_of`. Not collective."""
         return self.kind(part, layout, self)
 
     def meet(self, kind: Literal["step", "call"], first: int = 0, second: int = 0) -> Tensor:
-        """Make sure that all ranks are about to do the same, and exchange two numbers. Collective; one small gather.
+        """Check that all ranks make the same kind of call, and exchange two numbers. Collective; one small all-gather.
 
         Args:
-            kind: A step begins, or the module is called outside of one.
+            kind: ``"step"`` if a step begins, ``"call"`` if the module is called outside of one.
             first: Any number.
             second: Any number.
 
@@ -205,7 +205,7 @@ class TensorRuntime:
             Every rank's numbers, shape ``[ranks, 2]``.
 
         Raises:
-            RuntimeError: If ranks do different things: they would wait for each other, or exchange the wrong tensors.
+            RuntimeError: If kinds differ between ranks, which would lead to a deadlock or to mismatched collectives.
         """
         told = self.group.exchange(_KINDS.index(kind), first, second)
         if (told[:, 0] != told[0, 0]).any():
@@ -217,9 +217,9 @@ class TensorRuntime:
         return told[:, 1:]
 
     def wrap_calls(self, module: nn.Module) -> None:
-        """Have calls of the module and its submodules outside of :meth:`step` run as in one, with plain results.
+        """Run calls of the module and its submodules outside of :meth:`step` as in a step, with plain outputs.
 
-        Hooks of users and callbacks call modules where no step runs. Undone by :meth:`uncover`.
+        User hooks and callbacks call modules outside of steps. Undone by :meth:`uncover`.
         """
         for child in module.modules():
             if next(child.parameters(), None) is None:
@@ -228,7 +228,7 @@ class TensorRuntime:
             self._handles.append(child.register_forward_hook(self._leave_by_call, always_call=True))
 
     def uncover(self) -> None:
-        """Take back :meth:`wrap_calls`."""
+        """Undo :meth:`wrap_calls`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -247,10 +247,11 @@ class TensorRuntime:
             return self.plain(output)
 
     def custom_function(self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a custom autograd function on whole tensors; what it returns has the history that it gave it.
+        """Run a custom autograd function on full tensors, and keep its outputs attached to its autograd node.
 
-        A function that calls layers may return split tensors. Autograd then hangs the function on the wrapper, which
-        nothing reads: no gradient would reach what is before it. Collective over the group if there are any.
+        A function that calls layers may return split tensors. Autograd then attaches the function's node to the wrapper
+        instead of the local shard that later operators use, and no gradient would reach the function's inputs.
+        Collective over the group if there are any.
         """
         return pytree.tree_map_only(self.kind, self._of_custom_function, apply(*args, **kwargs))
 
@@ -260,11 +261,11 @@ class TensorRuntime:
         return _Unwrap.run(tensor) if attached else tensor
 
     def gather(self, tensor: PartedTensor) -> Tensor:
-        """A split tensor as a whole one, with autograd. Collective over the tensor group."""
+        """Gather a split tensor into a full one, with autograd. Collective over the tensor group."""
         return self.group.gather(tensor.local, tensor.split_layout)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function some of whose arguments are split tensors or parameters."""
+        """Run a torch function that has split tensors or parameters among its arguments."""
         name, inplace = plain_name(func)
         if name in GLOBAL_PROPERTIES:
             with below_subclasses():
@@ -288,7 +289,7 @@ class TensorRuntime:
         return self._on_parts(func, name, inplace, args, kwargs)
 
     def _register_hook(self, tensor: PartedTensor, hook: Callable[[Any], Any]) -> Any:
-        """The user's hook sees a split gradient, as split as the tensor."""
+        """Register the user's hook so that it receives the gradient as a split tensor of the same layout."""
 
         def seen(grad: Tensor) -> Any:
             result = hook(self.kind(grad, tensor.split_layout, self))
@@ -297,9 +298,9 @@ class TensorRuntime:
         return tensor.local.register_hook(seen)
 
     def _open(self, parameter: DTensor) -> Tensor:
-        """A parameter as a plain tensor if it is whole, as a split tensor if not; gradients come back as DTensors.
+        """Return a parameter as a plain tensor if replicated, as a split tensor if sharded; its gradient is a DTensor.
 
-        Collective over the group for what DTensor has computed of parameters and not added up yet.
+        Collective over the group for partial DTensors, which DTensor has computed of parameters but not yet reduced.
         """
         if any(placement.is_partial() for placement in parameter.placements):
             return parameter.full_tensor()
@@ -313,7 +314,7 @@ class TensorRuntime:
         return local if layout is None else self.kind(local, layout, self)
 
     def _on_parameters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In-place changes and properties of parameters are DTensor's own business."""
+        """Leave in-place changes and properties of parameters to DTensor."""
 
         def close(tensor: PartedTensor) -> DTensor:
             placement = to_placement(tensor.split_layout)
@@ -336,7 +337,7 @@ class TensorRuntime:
             key = (func, describe(args, tensors, kind), describe(kwargs, tensors, kind) if kwargs else None)
             known = self._known.get(key)
         except TypeError:
-            # Something among the arguments that has no value to compare.
+            # An argument is unhashable or has no value to compare.
             tensors, known, key = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)], None, None
         if known is None:
             try:
@@ -344,7 +345,7 @@ class TensorRuntime:
             except NoRule as problem:
                 return self._on_whole(func, name, inplace, args, kwargs, problem.reason)
             except (TypeError, ValueError, IndexError, AttributeError, KeyError) as problem:
-                # A call of a form that the rule does not know; if it is the user's mistake it fails the same way below.
+                # The rule does not cover this form of the call; if the call itself is wrong, it fails below.
                 return self._on_whole(func, name, inplace, args, kwargs, f"{type(problem).__name__}: {problem}")
             if key is not None:
                 if len(self._known) >= _KNOWN_CALLS:
@@ -355,7 +356,7 @@ class TensorRuntime:
     def _look_up(
         self, func: Callable[..., Any], name: str, inplace: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Outcome:
-        """What the rule for a call answers; its operands hold numbers in place of tensors, to serve all calls alike."""
+        """Return the outcome of a call's sharding rule; operands hold tensor indices, so that it can be cached."""
         numbers = itertools.count()
         rule = lookup(name)
         if rule is None:
@@ -403,7 +404,7 @@ class TensorRuntime:
         if isinstance(outcome.out, Layout):
             for operand in tensors:
                 if isinstance(operand, self.kind) and operand.local is result and operand.split_layout == outcome.out:
-                    # As torch does where there is nothing to do (contiguous, a cast to the same dtype).
+                    # In torch, functions with nothing to do return their argument (contiguous, cast to the same dtype).
                     return operand
         if outcome.reduce:
             layout = scattered(name, result.shape, group.size) if self.sequence_parallel else None
@@ -419,12 +420,12 @@ class TensorRuntime:
         return self._wrap(result, outcome.out)
 
     def _stub_of(self, local: Tensor, outcome: Outcome) -> Tensor:
-        """A tensor without values of the global shape: part of it was computed with what another stage has."""
+        """Return a tensor of the global shape without values: an input was another pipeline stage's fake tensor."""
         layout = outcome.out if isinstance(outcome.out, Layout) else None
         return local if layout is None else local.new_empty(layout.global_shape(local.shape, self.group.size))
 
     def _after(self, outcome: Outcome, result: PartedTensor, after: tuple[Tensor, ...]) -> Any:
-        # On tensors split along the sequence the bias meets parts: its gradient is summed over ranks.
+        # The bias is added to shards along the sequence, so its gradient has to be summed over ranks.
         with _Mode(self):
             return outcome.after(result, *after) if outcome.after is not None else result
 
@@ -440,11 +441,11 @@ class TensorRuntime:
         return tensor.local if isinstance(tensor, self.kind) else tensor
 
     def _enter(self, tensor: Tensor) -> Tensor:
-        """A whole tensor in a computation that is split."""
+        """Enter a replicated tensor into a sharded computation."""
         return self.group.copy(tensor)
 
     def outside(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function none of whose arguments is split."""
+        """Run a torch function that has no sharded arguments."""
         return func(*args, **kwargs)
 
     def _wrap(self, result: Any, out: Any) -> Any:
@@ -466,7 +467,7 @@ class TensorRuntime:
         kwargs: dict[str, Any],
         reason: str,
     ) -> Any:
-        """The net under everything: gather, run as on one process, remember that it happened."""
+        """Run the function on gathered tensors as on a single process, and record the fallback."""
         if isinstance(kwargs.get("out"), self.kind):
             raise RuntimeError(
                 f"{name}(out=...) writes into a tensor that is split over the {self.split_over} ranks. {self.remedy}"
@@ -476,33 +477,33 @@ class TensorRuntime:
         args, kwargs = self.whole((args, kwargs))
         result = func(*args, **kwargs)
         if inplace and isinstance(first, self.kind):
-            # Written into the part that was there, so that views of it change as they should.
+            # Write into the existing local shard so that its views change with it.
             first.local.copy_(self.group.scatter(args[0], first.split_layout))
             return first
         self._note_copies(name, first, result)
         return result
 
     def _note_copies(self, name: str, first: Any, result: Any) -> None:
-        """Remember what shares memory on one process and does not here, see :meth:`check_overwrite`."""
+        """Record tensors that share memory on a single process but not here, see :meth:`check_overwrite`."""
         if name in _VIEWS and isinstance(first, self.kind):
             leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
             tensors = map(innermost, (first, *leaves))
-            # Tensors of our own, by which others can be told from them.
+            # Keep detached tensors, to check later whether anything else still holds the memory.
             sides = {storage_key(tensor): tensor.detach() for tensor in tensors}
             for key, side in sides.items():
                 others = self._copied_views.setdefault(key, (side, set()))[1]
                 others |= sides.keys() - {key}
 
     def check_overwrite(self, tensor: Any, name: str) -> None:
-        """Refuse to overwrite one of two tensors that user code believes to share memory, and that do not.
+        """Reject an in-place write to a tensor that shares memory with another one in user code, but not here.
 
         Raises:
-            RuntimeError: If a view of ``tensor``, or what it is a view of, was gathered in this step and is used still.
+            RuntimeError: If a view of ``tensor``, or its base, was gathered in this step and is still in use.
         """
         local = innermost(tensor) if isinstance(tensor, self.kind) else tensor
         if isinstance(local, DTensor) or not isinstance(local, Tensor):
             return
-        # Views of views share memory on one process as well.
+        # Views of views share memory on a single process as well.
         waiting, others = [storage_key(local)], set[int]()
         while waiting:
             _, partners = self._copied_views.get(waiting.pop(), (None, ()))
@@ -524,10 +525,10 @@ class TensorRuntime:
 
 
 def _let_go(tensors: Sequence[Tensor]) -> bool:
-    """Whether nobody else holds the memory of ``tensors``.
+    """Return whether nothing else holds the memory of ``tensors``.
 
-    A process group's thread (gloo's) holds what it has sent for a moment after the collective has returned, on one rank
-    longer than on another: all of them have to come to the same answer.
+    A process group's thread (gloo's) holds a sent tensor for a moment after the collective has returned, for a
+    different time on each rank; the wait keeps the result equal on all ranks.
     """
     deadline = time.monotonic() + _LET_GO_S
     while not all(map(is_only_holder, tensors)):
@@ -538,10 +539,10 @@ def _let_go(tensors: Sequence[Tensor]) -> bool:
 
 
 class _Open(PlainFunction):
-    """A parameter's local tensor: ``DTensor.to_local()``, at a tenth of its price and with gradients of their own.
+    """Return a parameter's local tensor: ``DTensor.to_local()`` at a tenth of the cost, with unshared gradients.
 
-    ``to_local()`` wraps the gradient as it comes. Where autograd gives one buffer to two parameters, both would then
-    keep it, and clipping would scale it twice.
+    The backward of ``to_local()`` wraps the incoming gradient without a copy. If autograd passes one buffer to two
+    parameters, both would keep it, and gradient clipping would scale it twice.
     """
 
     @staticmethod
@@ -557,25 +558,25 @@ class _Open(PlainFunction):
         if grad is None:
             return None
         if torch.is_grad_enabled():
-            # For gradients of gradients: what the result is made of has a history.
+            # Double backward: the gradient of the gradient needs an autograd history.
             return DTensor.from_local(grad, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
         if grad.stride() != ctx.strides or not is_unshared(grad):
             grad = torch.empty_strided(grad.shape, ctx.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
         return DTensor(grad, spec, requires_grad=False)
 
 
-#: Under which a node of the graph keeps the parameter that it opens.
+#: Key in an autograd node's metadata for the parameter that the node opens.
 _PARAMETER = "pardist_parameter"
 
 
 def opened_parameter(tensor: Tensor) -> DTensor | None:
-    """The parameter of which a tensor is this rank's part, as it was opened; None if it is something else."""
+    """Return the parameter of which a tensor is the opened local shard; None for any other tensor."""
     node: Any = tensor.grad_fn
     return None if node is None else node.metadata.get(_PARAMETER)
 
 
 class _Unwrap(PlainFunction):
-    """A split tensor whose history is the wrapper's, and not its part's, as a whole tensor."""
+    """Gather a split tensor whose autograd history is attached to the wrapper instead of the local shard."""
 
     @staticmethod
     def forward(ctx: Any, tensor: PartedTensor) -> Tensor:
@@ -587,7 +588,7 @@ class _Unwrap(PlainFunction):
 
 
 class _Mode(TorchFunctionMode):
-    """Sends torch functions with parameters or split tensors among their arguments to the runtime."""
+    """Dispatches torch functions with parameters or split tensors among their arguments to the runtime."""
 
     def __init__(self, runtime: TensorRuntime) -> None:
         super().__init__()
@@ -611,17 +612,17 @@ class _Mode(TorchFunctionMode):
         return self.runtime.outside(func, args, kwargs)
 
 
-#: Functions that run the autograd engine, and where among their arguments those are that gradients are asked for.
+#: Functions that run the autograd engine -> position of their ``inputs`` argument.
 _ENGINE_CALLS: dict[Callable[..., Any], int] = {Tensor.backward: 4, torch.autograd.backward: 5, torch.autograd.grad: 1}
 
 
 def _whole_outputs(
     runtime: TensorRuntime, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for the engine, with whole tensors in place of split ones. Collective over the group if there are any.
+    """Return an engine call's arguments with split tensors gathered. Collective over the group if there are any.
 
     Raises:
-        RuntimeError: If gradients of a split tensor are asked for.
+        RuntimeError: If gradients of a split tensor are requested.
     """
     position = _ENGINE_CALLS[func]
     inputs = args[position] if len(args) > position else kwargs.get("inputs")
@@ -635,8 +636,8 @@ def _whole_outputs(
 
 @contextmanager
 def _inside_engine(mode: _Mode) -> Iterator[None]:
-    """Have the mode on while the autograd engine runs: activation checkpointing calls user code from there."""
-    # Modes belong to a thread: the engine's own threads for accelerators would run user code without it.
+    """Keep the mode active while the autograd engine runs: activation checkpointing calls user code from there."""
+    # Modes are thread-local: the engine's own threads for accelerators would run user code without it.
     with patches.backward_inside(mode), torch.autograd.set_multithreading_enabled(False):
         yield
 
@@ -651,7 +652,7 @@ def _concerned(values: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def _only_states(leaves: list[Any]) -> bool:
-    """Gradients, optimizer states and the like: DTensors among themselves, with nothing to differentiate."""
+    """Return whether the leaves are only gradients, optimizer states and the like: DTensors that need no autograd."""
     grad = torch.is_grad_enabled()
     found = False
     for leaf in leaves:
@@ -674,7 +675,7 @@ def _operand(tensor: Tensor, number: int, kind: type[PartedTensor]) -> Operand:
     return Operand(tuple(tensor.shape), None, tensor.dtype, number)
 
 
-#: Arguments that a rule may look at and that are equal where they look equal.
+#: Types of arguments that a rule may inspect and for which ``==`` identifies equal values.
 _VALUES = frozenset([
     int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
     torch.memory_format,
@@ -682,14 +683,14 @@ _VALUES = frozenset([
 
 
 def describe(tree: Any, tensors: list[Tensor], kind_of_parts: type[PartedTensor] = SplitTensor) -> Any:
-    """All of an argument that a sharding rule can see, to tell calls apart; tensors are collected in order.
+    """Return a hashable key of everything a sharding rule can see of an argument; tensors are appended to ``tensors``.
 
     Raises:
-        TypeError: If there is something in it that cannot be told apart from others of its kind.
+        TypeError: If the argument contains an object whose values cannot be compared.
     """
     kind = type(tree)
     if kind in _VALUES:
-        # 1, 1.0 and True are equal, and not the same to a rule.
+        # 1, 1.0 and True compare equal but differ for a rule.
         return tree if kind is int or kind is str else (kind, tree)
     if isinstance(tree, Tensor):
         tensors.append(tree)
@@ -712,13 +713,13 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Compiled parts run eagerly inside: a compiler would trace through what takes split tensors apart."""
+    """Run compiled code eagerly inside: a compiler would trace through the code that unwraps split tensors."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
 def _without_mha_fast_path() -> Iterator[None]:
-    """Torch's fused inference kernel for encoder layers takes plain parameters only."""
+    """Disable torch's fused inference kernel for encoder layers, which takes plain parameters only."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -728,12 +729,12 @@ def _without_mha_fast_path() -> Iterator[None]:
 
 
 def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> AbstractContextManager[None]:
-    """Custom autograd functions are no torch functions: without this their input would lose its history."""
+    """Intercept custom autograd functions, which bypass torch functions: their inputs would lose their history."""
 
     def call(cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if cls.__module__.startswith("torch.distributed.fsdp") and _concerned(args, runtime.kinds):
             return _on_locals(lambda *parts: apply(*parts, **kwargs), args, runtime)
-        # DTensor's own functions know what they are given.
+        # DTensor's own autograd functions handle DTensors themselves.
         if cls.__module__.startswith("torch.distributed.") or only_keeps_inputs(cls):
             return apply(*args, **kwargs)
         if _concerned(args, runtime.kinds):
@@ -747,7 +748,7 @@ def _whole_arguments_for_custom_functions(runtime: TensorRuntime) -> AbstractCon
 
 
 def _on_locals(apply: Callable[..., Any], args: tuple[Any, ...], runtime: TensorRuntime) -> Any:
-    """A function that hands its tensors through to add hooks to their history, on the parts of split ones."""
+    """Run a function that passes its tensors through to add autograd hooks, on the local shards of split tensors."""
     layouts = [arg.split_layout if isinstance(arg, runtime.kind) else None for arg in args]
     results = apply(*(arg.local if isinstance(arg, runtime.kind) else arg for arg in args))
     if not isinstance(results, tuple):
@@ -760,7 +761,7 @@ def _on_locals(apply: Callable[..., Any], args: tuple[Any, ...], runtime: Tensor
 
 
 def _gathered(parameter: DTensor) -> DTensor:
-    """A parameter that is sharded over data ranks too, and used where its module has not gathered it."""
+    """Gather a parameter that is also sharded over data ranks and is used outside its module's call."""
     gather = getattr(parameter, "_pardist_gather", None)
     if gather is None:
         raise RuntimeError(

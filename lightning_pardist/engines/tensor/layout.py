@@ -1,10 +1,9 @@
-"""Layout of a tensor over the tensor ranks: the sharded dim, and its number of segments.
+"""Layout of a tensor over the tensor ranks: the sharded dim and its number of segments.
 
-[Note: segments] A fused projection computes q, k and v with one weight of shape ``[3 * C, C]``, and user code takes
-its output apart with ``split(C, dim=2)``. Split into plain blocks, rank 0 of 2 would hold all of q and half of k, and
-the split would need a gather. With ``segments=3`` every third of the dim is split by itself: rank 0 holds the first
-half of q, of k and of v, one after the other, and the user's split needs nothing. torch's placement for it is
-``StridedShard``.
+[Note: segments] A fused projection computes q, k and v with one weight of shape ``[3 * C, C]``, and user code divides
+its output with ``split(C, dim=2)``. With contiguous shards, rank 0 of 2 would hold all of q and half of k, and the
+split would need a gather. With ``segments=3`` each third of the dim is sharded separately: rank 0 holds the first half
+of q, of k and of v, one after the other, and the user's split is local. torch's placement for it is ``StridedShard``.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from lightning_pardist.compat.dtensor import StridedShard
 
 @dataclass(frozen=True)
 class Layout:
-    """One dim of a tensor split over the tensor ranks; ``None`` in its place means the whole tensor on every rank.
+    """Sharding of one dim of a tensor over the tensor ranks; ``None`` instead of a layout means replicated.
 
     Attributes:
-        dim: The split dim, counted from the front.
-        segments: Equal runs of the dim, each of which is split by itself.
-        ends: Where the part of each rank ends in a segment; None for equal parts. See :func:`parted`.
+        dim: The sharded dim, counted from the front.
+        segments: Number of equal runs of the dim, each of which is sharded separately.
+        ends: End of each rank's part within a segment; None for equal parts. See :func:`parted`.
     """
 
     dim: int
@@ -35,36 +34,36 @@ class Layout:
     ends: tuple[int, ...] | None = None
 
     def at(self, dim: int) -> Layout:
-        """The same along another dim."""
+        """Return the same layout along another dim."""
         return Layout(dim, self.segments, self.ends)
 
     def run(self, extent: int, rank: int, size: int) -> tuple[int, int]:
-        """Where the part of a rank starts and ends in a segment of a dim of global ``extent``."""
+        """Return start and end of a rank's part within a segment of a dim of global ``extent``."""
         if self.ends is not None:
             return (self.ends[rank - 1] if rank else 0), self.ends[rank]
         step = extent // self.segments // size
         return rank * step, (rank + 1) * step
 
     def local_shape(self, shape: Sequence[int], size: int, rank: int = 0) -> tuple[int, ...]:
-        """Shape of one rank's part of a tensor of global ``shape`` on ``size`` ranks."""
+        """Return the shape of one rank's shard of a tensor of global ``shape`` on ``size`` ranks."""
         local = list(shape)
         start, stop = self.run(local[self.dim], rank, size)
         local[self.dim] = (stop - start) * self.segments
         return tuple(local)
 
     def global_shape(self, local_shape: Sequence[int], size: int) -> tuple[int, ...]:
-        """Shape of the whole tensor whose parts on ``size`` ranks have ``local_shape``."""
+        """Return the global shape of a tensor whose shards on ``size`` ranks have ``local_shape``."""
         whole = list(local_shape)
         whole[self.dim] = whole[self.dim] * size if self.ends is None else self.segments * self.ends[-1]
         return tuple(whole)
 
     def divides(self, shape: Sequence[int], size: int) -> bool:
-        """Whether ``size`` equal parts of a tensor of global ``shape`` exist."""
+        """Return whether a tensor of global ``shape`` divides into ``size`` equal shards."""
         extent = shape[self.dim]
         return extent > 0 and extent % (self.segments * size) == 0
 
     def take(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """This rank's part of a whole tensor: a view for one segment, a copy for several."""
+        """Return this rank's shard of a full tensor: a view for one segment, a copy for several."""
         start, stop = self.run(whole.shape[self.dim], rank, size)
         if self.segments == 1:
             return whole.narrow(self.dim, start, stop - start)
@@ -73,7 +72,7 @@ class Layout:
         return part
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor of its parts, in the order of ranks."""
+        """Return the full tensor from all shards, in rank order."""
         if self.segments == 1:
             return torch.cat(list(parts), self.dim)
         steps = [part.shape[self.dim] // self.segments for part in parts]
@@ -85,17 +84,17 @@ class Layout:
         return torch.cat(runs, self.dim)
 
     def describe(self) -> str:
-        """Short form for tables: ``dim 0`` or ``dim 0 in 3 segments``."""
+        """Return a short form for tables: ``dim 0`` or ``dim 0 in 3 segments``."""
         parts = "" if self.ends is None else f", ending at {', '.join(map(str, self.ends))}"
         return f"dim {self.dim}" + (f" in {self.segments} segments" if self.segments > 1 else "") + parts
 
 
 def parted(dim: int, extent: int, size: int) -> Layout:
-    """A dim of any extent over ``size`` ranks, in parts that differ by one at most, the longer ones first.
+    """Return a layout that shards a dim of any extent; shards differ by at most one, the longer ones first.
 
     Args:
-        dim: To split.
-        extent: Of the dim.
+        dim: The dim to shard.
+        extent: Extent of the dim.
         size: Number of ranks.
     """
     short, longer = divmod(extent, size)
@@ -103,14 +102,14 @@ def parted(dim: int, extent: int, size: int) -> Layout:
 
 
 def ended(dim: int, ends: Sequence[int]) -> Layout:
-    """A dim split where ``ends`` say, in the one form that equal parts have."""
+    """Return a layout with shards ending at ``ends``, normalised: equal shards have ``ends=None``."""
     step = ends[0]
     equal = step > 0 and all(end == step * (rank + 1) for rank, end in enumerate(ends))
     return Layout(dim, ends=None if equal else tuple(ends))
 
 
 def to_placement(layout: Layout | None) -> Placement:
-    """Torch's placement of a layout on a one-dimensional mesh."""
+    """Return the torch placement of a layout on a one-dimensional mesh."""
     if layout is None:
         return Replicate()
     if layout.segments == 1:
@@ -119,10 +118,10 @@ def to_placement(layout: Layout | None) -> Placement:
 
 
 def from_placement(placement: Placement, ndim: int) -> Layout | None:
-    """The layout of torch's placement.
+    """Return the layout of a torch placement.
 
     Raises:
-        RuntimeError: If the placement is neither replicated nor split along a dim.
+        RuntimeError: If the placement is neither replicated nor sharded.
     """
     if isinstance(placement, Replicate):
         return None

@@ -1,11 +1,11 @@
-"""Propagates parameter layouts through a traced step and searches a consistent set of them.
+"""Propagates parameter layouts through a traced step and searches for a consistent set of them.
 
-The step's calls are walked in order with the same rules that run it later. A weight that meets whole inputs is split
-by its outputs (column-wise); the split travels through the calls that follow; a weight that meets a split input is
-split by its inputs (row-wise), which ends it with a sum. So pairs with nothing but elementwise work between them,
-attention heads, and channels with their norms find each other, whatever the classes are called. Where the split
-cannot go on, the weight that started it is made whole (or its outputs are laid out in segments) and the walk goes
-back to where it was met.
+The step's calls are visited in order with the same rules that execute it later. A weight whose inputs are replicated is
+sharded by its outputs (column-wise); the sharding propagates through the calls that follow; a weight whose input is
+sharded is sharded by its inputs (row-wise), and a sum over ranks ends the propagation. This finds pairs of layers with
+only elementwise operators between them, attention heads, and channels with their norms, whatever the class names. If
+the sharding cannot be propagated further, the weight that started it is replicated (or its outputs are laid out in
+segments), and the walk restarts at the call where that weight was first used.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class LayoutConstraints:
     """Constraints on parameter layouts, extended until a walk of the trace succeeds.
 
     Attributes:
-        fixed: Layouts set by hand.
-        whole: Parameters that must be whole, and why.
-        segments: Segments in which the outputs of a column-wise weight lie.
-        gather: Weights whose split outputs may be gathered, because holding them whole would cost more.
-        lookups: Embedding weights worth splitting by vocabulary.
+        fixed: Layouts set by the user.
+        whole: Parameters that must be replicated -> reason.
+        segments: Number of segments in which the outputs of a column-wise weight are laid out.
+        gather: Weights whose sharded outputs may be gathered, because replicating them would cost more.
+        lookups: Embedding weights worth sharding by vocabulary.
     """
 
     fixed: dict[str, Layout] = field(default_factory=dict)
@@ -67,23 +67,23 @@ class _Event:
 
 
 class LayoutPropagation:
-    """One walk over a trace under fixed constraints.
+    """One walk over a trace under given constraints.
 
     Args:
         trace: The recorded step.
         size: Number of tensor ranks.
-        constraints: What is known; extended where the split cannot go on.
-        layouts: Layouts that stand. With ``decide`` false nothing is added to them.
-        decide: Whether undecided weights may be split.
-        sequence: Whether results of row-wise weights stay split along the sequence. Not while deciding.
+        constraints: Known constraints; extended where a sharding cannot be propagated.
+        layouts: Initial layouts. With ``decide`` false nothing is added to them.
+        decide: Whether undecided weights may be sharded.
+        sequence: Whether results of row-wise weights stay sharded along the sequence. Not while deciding.
 
     Attributes:
-        layouts: Layouts of the split parameters and buffers.
-        why: Reasons, by name.
-        problems: Sources that had to be blamed in a walk without decisions.
-        paired: Sources whose split ends in the sum of a row-wise weight.
-        starts: Weights that start a split.
-        ended: Sources whose split ends in any sum or in the loss.
+        layouts: Layouts of the sharded parameters and buffers.
+        why: Reasons by name.
+        problems: Sources whose sharding could not be propagated, with the reason, in a walk without decisions.
+        paired: Sources whose sharding ends in the reduction of a row-wise weight.
+        starts: Weights that start a sharding.
+        ended: Sources whose sharding ends in any reduction or in the loss.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class LayoutPropagation:
         self._entered: set[tuple[int, int]] = set()
 
     def run(self) -> LayoutPropagation:
-        """LayoutPropagation all calls, going back where a decision turns out wrong."""
+        """Visit all calls, going back if a decision has to be revised."""
         position = 0
         while position < len(self.trace.nodes):
             position = self._visit(position)
         return self
 
     def value(self, slot: TraceSlot) -> _Value:
-        """How a tensor lies."""
+        """Return the layout of a tensor, and the parameters that its sharding comes from."""
         if slot.name and slot.index not in self.values:
             layout = self.layouts.get(slot.name)
             return _Value(layout, frozenset([slot.name]) if layout else frozenset())
@@ -146,7 +146,7 @@ class LayoutPropagation:
                 raise NoRule("no sharding rule")
             outcome = rule(call)
             if self.decide and outcome.reduce and node.name in _SUMS and not self._has_weight(node):
-                # Possible, but scores of attention split within heads are dearer than all that is saved.
+                # Possible, but reducing attention scores that are sharded within heads costs more than it saves.
                 raise NoRule("a sum of two activations over the split dim")
         except NoRule as problem:
             return self._stuck(node, position, call, problem)
@@ -173,7 +173,7 @@ class LayoutPropagation:
     # -- decisions --------------------
 
     def _decide(self, node: Node, position: int) -> bool:
-        """Split the weights of a call whose operands are all whole; True if one was."""
+        """Shard the weights of a call whose operands are all replicated; return whether one was."""
         if node.name == "multi_head_attention_forward":
             return self._decide_attention(node, position)
         found = _weight(node)
@@ -220,7 +220,7 @@ class LayoutPropagation:
         return True
 
     def _origin(self, slot: TraceSlot, dim: int) -> tuple[str, Layout | None]:
-        """The parameter behind a tensor, and its layout that makes the tensor split along ``dim``."""
+        """Return the parameter that a tensor is a form of, and its layout that shards the tensor along ``dim``."""
         if slot.index not in self.moved:
             return slot.name, Layout(dim)
         name, nodes = self.moved[slot.index]
@@ -231,7 +231,7 @@ class LayoutPropagation:
         return name, None
 
     def _through(self, nodes: Iterable[Node], start: Layout) -> Layout | None:
-        """Layout at the end of a chain of moves of one tensor that starts with ``start``."""
+        """Propagate layout ``start`` through a chain of moves of one tensor; None if the sharding is lost."""
         layout = start
         for node in nodes:
             first = node.args[0]
@@ -254,7 +254,7 @@ class LayoutPropagation:
         return layout
 
     def _note_moves(self, node: Node) -> None:
-        """Remember tensors that are a parameter seen another way: transposed, cast, one expert of many."""
+        """Record tensors that are another form of a parameter: transposed, cast, or one expert of a stacked weight."""
         if node.name not in _MOVES or not node.args or not isinstance(node.args[0], TraceSlot):
             return
         source = node.args[0]
@@ -276,7 +276,7 @@ class LayoutPropagation:
             self._set(node, layout, frozenset([name]))
 
     def _follow(self, outcome: Outcome, node: Node, position: int) -> bool:
-        """Split the parameters that the call wants split; True if the call has to be looked at again."""
+        """Shard the parameters that the call needs sharded; return whether the call has to be visited again."""
         changed = False
         for need in _needs((outcome.args, outcome.kwargs)):
             if need.how != "part" or need.layout is None or not self.decide:
@@ -302,7 +302,7 @@ class LayoutPropagation:
             changed = True
         return changed
 
-    # -- where it cannot go on --------------------
+    # -- conflicts --------------------
 
     def _stuck(self, node: Node, position: int, call: Call, problem: NoRule) -> int:
         blamed = problem.blame or call.split_operands()
@@ -344,7 +344,7 @@ class LayoutPropagation:
         return True
 
     def _back(self, sources: Iterable[str], position: int) -> int:
-        """Forget everything since the first of ``sources`` was met."""
+        """Discard all decisions since the first of ``sources`` was met, and return the position to resume from."""
         start = min((self.met.get(name, 0) for name in sources), default=0)
         for name in [name for name, met in self.met.items() if met >= start]:
             del self.met[name]
@@ -356,7 +356,7 @@ class LayoutPropagation:
         self.values = {index: value for index, value in self.values.items() if not value.sources & set(sources)}
         return min(start, position)
 
-    # -- what it costs --------------------
+    # -- costs --------------------
 
     def _account(self, outcome: Outcome, call: Call, node: Node, position: int) -> None:
         sources = frozenset().union(*(self.value(operand.tensor).sources for operand in call.split_operands()))
@@ -401,7 +401,7 @@ class LayoutPropagation:
         self._set(node, out, sources if outcome.out is not None else frozenset())
 
     def collectives(self, shorten: Callable[[str], str]) -> tuple[CollectivePlan, ...]:
-        """Collectives of the step, those of like submodules together."""
+        """Return the collectives of the step, with those of similar submodules combined."""
         grouped: dict[tuple[str, str, str], list[int]] = {}
         for event in self.events:
             grouped.setdefault((event.kind, event.phase, shorten(event.why)), []).append(event.bytes)
@@ -411,7 +411,7 @@ class LayoutPropagation:
         )
 
     def fallback_plans(self, shorten: Callable[[str], str]) -> tuple[FallbackPlan, ...]:
-        """Operators on whole tensors, those of like submodules together."""
+        """Return the operators on full tensors, with those of similar submodules combined."""
         grouped: dict[tuple[str, str, str], list[int]] = {}
         for _, item in self.fallbacks:
             grouped.setdefault((item.operator, shorten(item.module), item.reason), []).append(item.bytes)
@@ -426,7 +426,7 @@ def _needs(tree: Any) -> list[Need]:
 
 
 def _weight(node: Node) -> tuple[TraceSlot, int, str] | None:
-    """The weight of a call that makes new features, and the dim of them."""
+    """Return the weight of a call that produces new features, its output dim and the reason; None without one."""
 
     def given(position: int, name: str) -> Any:
         return node.args[position] if position < len(node.args) else node.kwargs.get(name)
@@ -460,7 +460,7 @@ def _weight(node: Node) -> tuple[TraceSlot, int, str] | None:
 
 
 def _einsum_weight(node: Node) -> tuple[Any, int]:
-    """A parameter among two factors, and the first of its dims that the product has from it alone."""
+    """Return the parameter among two factors, and its first dim that only it contributes to the product."""
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])

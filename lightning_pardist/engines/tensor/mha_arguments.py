@@ -1,4 +1,4 @@
-"""What the arguments of ``F.multi_head_attention_forward`` come to: projections and masks."""
+"""Projections and masks computed from the arguments of ``F.multi_head_attention_forward``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Names of the weights among the arguments.
+#: Names of the weight arguments.
 MHA_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj_weight")
 
 
 def project(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Queries, keys and values of ``F.multi_head_attention_forward``, given its arguments."""
+    """Return queries, keys and values of ``F.multi_head_attention_forward``, given its arguments."""
     bias = given["in_proj_bias"]
     biases = (None,) * 3 if bias is None else bias.chunk(3)
     if given["use_separate_proj_weight"]:
@@ -26,7 +26,7 @@ def project(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) ->
 
 
 def added_mask(given: dict[str, Any], q: Tensor) -> Tensor | None:
-    """Attention and padding masks added up, broadcast over ``[batch, heads, queries, keys]``."""
+    """Return the sum of attention and padding masks, broadcast over ``[batch, heads, queries, keys]``."""
     total: Tensor | None = None
     mask, padding = given["attn_mask"], given["key_padding_mask"]
     if mask is not None:

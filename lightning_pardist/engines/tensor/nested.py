@@ -1,8 +1,9 @@
-"""Tensor parallelism around context parallelism: parts of tensors that are themselves split along the sequence.
+"""Tensor parallelism around context parallelism: shards of tensors that are themselves sharded along the sequence.
 
-A rank of both axes has a part of the features (heads, classes) of a part of the sequence. The tensor runtime takes the
-outer part apart and calls torch on what is inside, which the context runtime takes apart in turn. Collectives of tensor
-ranks run on the ordinary tensors in the middle: tensor ranks of one context rank have the same part of the sequence.
+With both axes, a rank holds a shard of the features (heads, classes) of a shard of the sequence. The tensor runtime
+unwraps the outer tensor and calls torch on its local part, which the context runtime unwraps in turn. Collectives of
+the tensor group run on the innermost plain tensors: all tensor ranks of one context rank hold the same part of the
+sequence.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from lightning_pardist.engines.tensor.split_tensor import PartedTensor
 
 
 class NestedGroup(TensorGroup):
-    """Tensor ranks whose tensors may be split over context ranks.
+    """Tensor ranks whose tensors may be sharded over context ranks as well.
 
-    Where both would split the same dim, the sequence is put together first.
+    If both axes would shard the same dim, the sequence is gathered first.
     """
 
     def _inside(self, run: Callable[[Tensor], Tensor], tensor: Tensor, *dims: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operator trace of the user's step: torch functions and their tensors in order, without data."""
+"""Operator trace of the user's step: torch function calls in order, with tensor metadata but no data."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _NO_DATA = frozenset([
 
 @dataclass(frozen=True)
 class TraceSlot:
-    """A tensor of the run; one that is overwritten becomes a new slot.
+    """A tensor of the run; an overwritten tensor gets a new slot.
 
     Attributes:
-        index: Its number.
+        index: Its index in the trace.
         shape: Global shape.
         dtype: Element type.
         requires_grad: Whether a gradient flows back through it.
-        name: Name of the parameter or buffer that it is, or "".
+        name: Name if it is a parameter or buffer, else "".
     """
 
     index: int
@@ -44,7 +44,7 @@ class TraceSlot:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One call of a torch function, tensors replaced by :class:`TraceSlot`."""
+    """One call of a torch function, with tensors replaced by :class:`TraceSlot`."""
 
     func: Callable[..., Any]
     name: str
@@ -60,8 +60,8 @@ class OperatorTrace:
     """The calls of one step.
 
     Attributes:
-        nodes: In order.
-        parameters: Parameters by name; tied ones once, under the first.
+        nodes: Calls in order.
+        parameters: Parameters by name; tied ones once, under their first name.
         buffers: Buffers by name, likewise.
         aliases: Other names of tied parameters, by first name.
     """
@@ -73,10 +73,12 @@ class OperatorTrace:
 
 
 def trace_operators(module: nn.Module, step: Callable[[], Any]) -> OperatorTrace:
-    """Run ``step`` once on one process and record it. Parameters, buffers, gradients and random state are put back.
+    """Run ``step`` once on a single process and record it.
+
+    Parameters, buffers, gradients and random state are restored.
 
     Args:
-        module: Plain module, not yet split.
+        module: Plain module, not yet sharded.
         step: Calls the module as training does, up to the loss; may call backward.
     """
     found = OperatorTrace()
@@ -113,7 +115,7 @@ class _Recorder(TorchFunctionMode):
         self.producers: dict[Any, TraceSlot] = {}
 
     def leave(self) -> None:
-        """A submodule has returned."""
+        """Record that a submodule has returned."""
         self.modules.pop()
 
     def _new(self, tensor: Tensor, name: str = "") -> TraceSlot:
@@ -129,7 +131,7 @@ class _Recorder(TorchFunctionMode):
         slot = self._new(tensor)
         sources = self._unseen_sources(tensor)
         if sources:
-            # Made of known tensors by something that is no torch function, such as a scripted function.
+            # Computed from known tensors by code that is not a torch function, such as a scripted function.
             self._append(_unseen, "(not a torch function)", False, tuple(sources), {}, slot)
         return slot
 
@@ -163,7 +165,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _result(self, tensor: Tensor) -> TraceSlot:
-        # A function may hand back its own argument, as contiguous() does.
+        # A function may return its own argument, as contiguous() does.
         found: TraceSlot | None = self.slots.get(tensor)
         return found if found is not None else self._new(tensor)
 
@@ -184,11 +186,11 @@ class _Recorder(TorchFunctionMode):
 
 
 def _unseen(*args: Any) -> None:
-    """Stands in a trace for code that torch functions cannot see."""
+    """Represent code in a trace that torch functions cannot intercept."""
 
 
 def _opaque_functions(recorder: _Recorder) -> AbstractContextManager[None]:
-    """Record custom autograd functions as one call; the recomputing one of activation checkpointing is transparent."""
+    """Record custom autograd functions as one call; torch's own, as for activation checkpointing, are transparent."""
 
     def call(cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if cls.__module__.startswith("torch."):
@@ -205,7 +207,7 @@ def _opaque_functions(recorder: _Recorder) -> AbstractContextManager[None]:
 
 @contextmanager
 def _module_names(module: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Tell the recorder which submodule is running."""
+    """Keep the name of the running submodule in the recorder."""
     handles = []
     for name, child in module.named_modules():
         handles.append(child.register_forward_pre_hook(lambda *_, name=name: recorder.modules.append(name)))

@@ -26,21 +26,21 @@ def resolve_overrides(
     on_indivisible: str,
     constraints: LayoutConstraints,
 ) -> dict[str, str]:
-    """Turn overrides into layouts that stand.
+    """Resolve user overrides to fixed layouts.
 
     Args:
         module: The user's module.
-        found: Its trace: how a weight is used says which of its dims are outputs.
-        overrides: Patterns to ways.
+        found: Its trace, which shows how a weight is used and so which of its dims are outputs.
+        overrides: Name patterns -> sharding styles.
         tp_size: Number of tensor ranks.
         on_indivisible: ``"error"`` or ``"replicate"``.
-        constraints: Extended.
+        constraints: Extended in place.
 
     Returns:
         Reasons by parameter name.
 
     Raises:
-        ValueError: If a pattern matches nothing, a way is unknown or impossible, or a size does not divide.
+        ValueError: If a pattern matches nothing, a style is unknown or impossible, or a size does not divide.
     """
     if on_indivisible not in ("error", "replicate"):
         raise ValueError(f"on_indivisible={on_indivisible!r} is unknown. Use 'error' or 'replicate'.")
@@ -80,7 +80,7 @@ def _indivisible(pattern: str, way: str, name: str, shape: tuple[int, ...], dim:
 
 
 def _matching(module: nn.Module, pattern: str) -> list[str]:
-    """Parameters that a pattern names, directly or through their module."""
+    """Return the parameters that match a pattern, directly or through their module."""
     every = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     direct = [name for name in every if fnmatchcase(name, pattern)]
     modules = [name for name, _ in module.named_modules() if name and fnmatchcase(name, pattern)]
@@ -112,19 +112,19 @@ def _way(pattern: str, value: Any, embedding: bool) -> str:
 
 
 def _uses(found: OperatorTrace) -> dict[str, str]:
-    """The function that uses each parameter as a weight."""
+    """Return the name of the function that uses each parameter as a weight."""
     uses: dict[str, str] = {}
     for node in found.nodes:
         for arg in (*node.args, *node.kwargs.values()):
             weight = isinstance(arg, TraceSlot) and arg.name and node.name not in ("t", "to", "transpose")
-            # A tied weight is named after its head: for an embedding, columns would be something else.
+            # A tied weight is treated as its head's weight: the columns of an embedding would be another dim.
             if weight and uses.get(arg.name) in (None, "embedding"):
                 uses[arg.name] = node.name
     return uses
 
 
 def _layout(found: OperatorTrace, name: str, way: str, use: str | None) -> Layout | None:
-    """Layout of one parameter: dims of a weight are ``[out, in, ...]`` but for matrix products and transposed ones."""
+    """Return a parameter's layout: weights are ``[out, in, ...]`` except for matrix products and transposed ones."""
     if way == "replicate":
         return None
     shape = found.parameters[name].shape

@@ -1,4 +1,4 @@
-"""Applies a plan: replaces parameters by DTensors in place, and back."""
+"""Application of a plan: replaces parameters by DTensors in place, and undoes it."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def apply_layout(
     init: InitFunction | None = None,
     plain: Iterable[str] = (),
 ) -> TensorRuntime:
-    """Split a module in place. Collective over the mesh; make optimizers afterwards.
+    """Shard a module in place. Collective over the mesh; make optimizers afterwards.
 
-    Every parameter becomes a DTensor on ``mesh`` (split or replicated, so that optimizers and gradient norms see
-    one kind), tied ones stay tied, and values are those of the first tensor rank. Buffers that belong to split
-    channels are split, others are made equal. A module that was built on ``meta`` gets its values submodule by
-    submodule, in the order of its construction, so that no rank ever holds more than one whole.
+    Every parameter becomes a DTensor on ``mesh`` (sharded or replicated, so that optimizers and gradient norms handle
+    one type), tied ones stay tied, and values are those of the first tensor rank. Buffers that belong to sharded
+    channels are sharded, others are broadcast. A module that was built on ``meta`` is initialised submodule by
+    submodule, in the order of its construction, so that no rank ever holds more than one full submodule.
 
     Args:
-        module: The module that the plan was made for, whole, on the device it trains on or on ``meta``.
-        plan: From :func:`~lightning_pardist.engines.tensor.tensor_plan`.
+        module: The module that the plan was made for, not sharded, on the device it trains on or on ``meta``.
+        plan: From :func:`~lightning_pardist.engines.tensor.plan_layout`.
         mesh: One-dimensional mesh of the tensor ranks.
-        init: Gives values to the own parameters of one submodule that was built on ``meta``, in place of its
-            ``reset_parameters``; the random state is to be the same on all ranks.
-        plain: Names of parameters that stay plain tensors: somebody else divides them.
+        init: Initialises the own parameters of one submodule that was built on ``meta``, instead of its
+            ``reset_parameters``; the random state must be equal on all ranks.
+        plain: Names of parameters that stay plain tensors because they are sharded elsewhere (experts).
 
     Returns:
         The runtime: ``with runtime.step(): loss = module.training_step(batch, 0); loss.backward()``.
 
     Raises:
-        ValueError: If the mesh has another size than the plan, or the module other parameters or shapes, or parameters
-            on ``meta`` belong to a module that says nothing about their values.
+        ValueError: If the mesh size differs from the plan's, or the module's parameters or shapes do, or if parameters
+            on ``meta`` belong to a module that does not define their initial values.
     """
     if mesh.size() != plan.tp_size:
         raise ValueError(
@@ -74,14 +74,14 @@ def apply_layout(
 
 
 class _Splitting:
-    """One run of :func:`apply`: the parameters and buffers of one submodule after the other."""
+    """State of one :func:`apply_layout`, which shards parameters and buffers submodule by submodule."""
 
     def __init__(
         self, module: nn.Module, plan: TensorParallelPlan, runtime: TensorRuntime, plain: Iterable[str]
     ) -> None:
         self.module, self.runtime, self.layouts = module, runtime, plan.layouts()
         self.prefixes = {owner: prefix for prefix, owner in module.named_modules()}
-        # Their gradients name rows, which a DTensor cannot.
+        # Sparse gradients hold row indices, which a DTensor cannot represent.
         sparse = set(sparse_parameters(module))
         self.plain = set(plain) | {
             full for owner, name, full in _slots(module, buffers=False) if own_parameters(owner)[name] in sparse
@@ -96,7 +96,7 @@ class _Splitting:
 
     @torch.no_grad()
     def split(self, owner: nn.Module) -> None:
-        """What is the submodule's own, not that of its children. Collective over the tensor ranks."""
+        """Shard the submodule's own parameters and buffers, not its children's. Collective over the tensor ranks."""
         prefix = self.prefixes[owner]
         for name in list(own_parameters(owner)):
             self._split_parameter(owner, name, f"{prefix}.{name}" if prefix else name)
@@ -120,29 +120,29 @@ class _Splitting:
             split = _distribute(self._on_device(parameter.detach()), self.layouts.get(full), self.runtime)
             self.made[id(parameter)] = take_place(nn.Parameter(split, requires_grad=parameter.requires_grad), parameter)
             make_settable(self.made[id(parameter)])
-            # Kept alive, so that its id is not given to another tensor meanwhile.
+            # Keep the parameter alive so that its id is not reused by another tensor.
             self.wholes[id(parameter)] = parameter
-        # By attribute, because RNNs keep a list of their weights that follows assignments.
+        # Assign by attribute, because RNNs keep a list of their weights that follows assignments.
         setattr(owner, name, self.made[id(parameter)])
         if self.on_meta and full not in self.tied:
             parameter.data = parameter.data.new_empty(0)
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        # What was on meta has its values on the host.
+        # Values of a module built on meta were initialised on the host.
         return tensor.to(self.runtime.group.mesh.device_type) if self.on_meta else tensor
 
     def finish(self) -> None:
-        """All submodules have been split."""
+        """Update remaining references after all submodules have been sharded."""
         _replace_references(self.module, self.made)
 
 
 def unsplit_module(module: nn.Module) -> None:
-    """Take back what :func:`apply` did: plain whole parameters and buffers on every rank. Collective.
+    """Undo :func:`apply_layout`: plain full parameters and buffers on every rank. Collective.
 
-    Tied parameters stay tied. Gradients are let go.
+    Tied parameters stay tied. Gradients are dropped.
 
     Args:
-        module: A module after :func:`apply`; one that was not split stays as it is.
+        module: A module after :func:`apply_layout`; a module that was not sharded is left unchanged.
     """
     made: dict[int, nn.Parameter] = {}
     for owner, name, _ in _slots(module, buffers=False):
@@ -176,14 +176,14 @@ def _check(module: nn.Module, plan: TensorParallelPlan) -> None:
 
 
 def _slots(module: nn.Module, *, buffers: bool) -> Iterator[tuple[nn.Module, str, str]]:
-    """Owner, attribute and full name of every parameter or buffer, tied ones each time."""
+    """Yield owner, attribute and full name of every parameter or buffer; tied ones each time."""
     for prefix, owner in module.named_modules():
         for name in list(own_buffers(owner) if buffers else own_parameters(owner)):
             yield owner, name, f"{prefix}.{name}" if prefix else name
 
 
 def _replace_references(module: nn.Module, new: Mapping[int, nn.Parameter]) -> None:
-    """Modules may keep parameters in plain attributes, lists and dicts as well, which assignments do not reach."""
+    """Replace parameters that modules keep in plain attributes, lists and dicts, which assignments do not reach."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, nn.Parameter):
@@ -229,10 +229,10 @@ def _distribute(whole: Tensor, layout: Layout | None, runtime: TensorRuntime) ->
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """A parameter, gradient or optimizer state as a plain whole tensor. Collective over its mesh if it is split.
+    """Return a parameter, gradient or optimizer state as a plain full tensor. Collective over its mesh if sharded.
 
     Args:
-        tensor: A DTensor on a one-dimensional mesh, or a plain tensor, which is returned as it is.
+        tensor: A DTensor on a one-dimensional mesh, or a plain tensor, which is returned detached.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach()
@@ -248,7 +248,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def local_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A plain whole tensor laid out over the tensor ranks as ``like`` is; the inverse of :func:`whole_tensor`.
+    """Shard a plain full tensor over the tensor ranks like ``like``; the inverse of :func:`whole_tensor`.
 
     Not collective.
 

@@ -16,10 +16,10 @@ from lightning_pardist.engines.tensor.operator_trace import OperatorTrace, Trace
 from lightning_pardist.engines.tensor.overrides import resolve_overrides
 from lightning_pardist.engines.tensor.tensor_plan import TensorParallelPlan, TensorPlan
 
-#: An unpaired weight smaller than this share of the model is not worth the collectives of splitting it.
+#: An unpaired weight smaller than this share of the model is not worth the collectives of sharding it.
 _SMALL = 0.01
 _NOT_WORTH_IT = "small, not worth splitting"
-#: A head this large keeps its split even if its outputs have to be gathered.
+#: A head of at least this share of the model stays sharded even if its outputs have to be gathered.
 _LARGE = 0.1
 
 
@@ -33,23 +33,23 @@ def plan_layout(
     sequence_parallel: bool = False,
     plain: Iterable[str] = (),
 ) -> TensorParallelPlan:
-    """Decide how to split a module, from its structure and one traced run. Not collective; needs no process group.
+    """Derive how to shard a module from its structure and one traced run. Not collective; needs no process group.
 
-    The plan depends on shapes, so ranks that trace batches of the same shapes derive the same plan. Where control flow
-    depends on data (routing, early exits) derive it on one rank and broadcast it: it is plain data.
+    The plan depends on shapes, so ranks that trace batches of the same shapes derive the same plan. If control flow
+    depends on data (routing, early exits), derive it on one rank and broadcast it: it is plain data.
 
     Args:
-        module: The user's module, whole, on any device. Left as it was: buffers, gradients and random state too.
+        module: The user's module, not sharded, on any device. Left unchanged: buffers, gradients and random state too.
         step: Runs the module as training does, up to the loss, e.g. ``lambda: module.training_step(batch, 0)``.
         tp_size: Number of tensor ranks.
         overrides: Glob patterns of module or parameter names to ``"column"``, ``"row"``, ``"vocab"``, ``"replicate"``
-            or a torch ``ParallelStyle``; they win over what is found.
+            or a torch ``ParallelStyle``; they take precedence over the derived layouts.
         on_indivisible: What to do with an override whose size ``tp_size`` does not divide.
-        sequence_parallel: Leave results of row-wise layers split along the sequence.
-        plain: Names of parameters that somebody else divides.
+        sequence_parallel: Whether results of row-wise layers stay sharded along the sequence.
+        plain: Names of parameters that are sharded elsewhere (experts).
 
     Raises:
-        ValueError: If an override matches nothing, names something that has no such split, or does not divide.
+        ValueError: If an override matches nothing, names a parameter without that split, or does not divide.
     """
     if tp_size < 1:
         raise ValueError(f"tp_size={tp_size} is not a positive number of ranks. Use 1 or more.")
@@ -85,7 +85,7 @@ def plan_layout(
 
 
 def _prepare(found: OperatorTrace, constraints: LayoutConstraints) -> None:
-    """Which embeddings to split by vocabulary, and which heads to keep split at the price of a gather."""
+    """Choose the embeddings to shard by vocabulary, and the heads to keep sharded at the cost of a gather."""
     total = sum(parameter.numel() for parameter in found.parameters.values()) or 1
     embedded, multiplied = set(), set()
     last = ""
@@ -106,14 +106,14 @@ def _prepare(found: OperatorTrace, constraints: LayoutConstraints) -> None:
 
 
 def _settle(found: OperatorTrace, tp_size: int, constraints: LayoutConstraints) -> LayoutPropagation:
-    """Propagate until nothing new is learnt: first deciding, then once more with every decision in place."""
+    """Propagate until no new constraint is found: each round walks once with decisions and once with them fixed."""
     total = sum(parameter.numel() for parameter in found.parameters.values()) or 1
     while True:
         walk = LayoutPropagation(found, tp_size, constraints, constraints.fixed, decide=True).run()
         final = LayoutPropagation(found, tp_size, constraints, walk.layouts, decide=False).run()
         learnt = dict(final.problems)
         if not learnt:
-            # Sources end in a sum; what follows them (biases, norms) is no source of its own.
+            # Only weights that start a sharding are checked; those that follow one (biases, norms) are no sources.
             for name in walk.layouts:
                 if name in constraints.fixed or name not in walk.starts:
                     continue

@@ -1,12 +1,12 @@
-"""Autograd functions between whole and sharded tensors: copy, reduce, scatter and gather regions.
+"""Autograd functions between replicated and sharded tensors: copy, reduce, scatter and gather regions.
 
-They are Megatron-LM's conjugate pairs (arXiv 1909.08053, section 3): what is an identity forward is an all-reduce
-backward and the other way round, so that the gradient of a whole tensor is equal on all ranks and counted once.
+They are Megatron-LM's conjugate pairs (arXiv 1909.08053, section 3): an identity in forward is an all-reduce in
+backward and vice versa, so that the gradient of a replicated tensor is equal on all ranks and counted once.
 
 =============  =====================  ====================================
 name           forward                backward
 =============  =====================  ====================================
-``copy``       identity               all-reduce (each rank has a part)
+``copy``       identity               all-reduce (gradients are partial)
 ``reduce``     all-reduce             identity
 ``scatter``    slice                  all-gather
 ``gather``     all-gather             slice
@@ -34,12 +34,12 @@ from lightning_pardist.compat.fake_group import backend_on
 from lightning_pardist.compat.tensors import gradient_hooks_of, is_unshared, is_view, version_of
 from lightning_pardist.engines.tensor.layout import Layout
 
-#: How many recently entered tensors are remembered: q, k and v of one input share one all-reduce of its gradient.
+#: Number of recently entered tensors that are cached: q, k and v of one input share one all-reduce of its gradient.
 _REMEMBERED = 4
 
 
 class TensorGroup:
-    """The ranks over which tensors are split, and a count of what they sent.
+    """The ranks over which tensors are sharded, with counts of the collectives.
 
     Args:
         mesh: One-dimensional mesh of the tensor ranks.
@@ -58,28 +58,28 @@ class TensorGroup:
         self.process_group = mesh.get_group()
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
-        #: Collectives issued since :meth:`reset`, by kind, and the bytes of the tensors they were called with.
+        #: Number of collectives since :meth:`reset`, by kind, and the bytes of the tensors they were called with.
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        #: Whether gradients of whole parameters are wanted now, and not collected for the data axis to average.
+        #: Whether gradients of replicated parameters are summed in backward instead of being averaged by the data axis.
         self.sums_at_once = False
-        #: Operators that have drawn random numbers for parts of tensors, each rank its own.
+        #: Operators that have drawn rank-specific random numbers for sharded tensors.
         self.drawn: set[str] = set()
         self._entered: dict[tuple[int, int], tuple[int, weakref.ref[Tensor], Tensor]] = {}
         self._entries = 0
 
     def reset(self) -> None:
-        """Forget the counts."""
+        """Reset the counts."""
         self.calls.clear()
         self.bytes.clear()
 
     def forget(self) -> None:
-        """Drop tensors remembered for sharing an all-reduce. Called at both ends of a step."""
+        """Clear the cache of entered tensors. Called at both ends of a step."""
         self._entered.clear()
 
     @contextmanager
     def summing(self, *, at_once: bool) -> Iterator[None]:
-        """Around a run of the autograd engine: whether :meth:`parameter` sums gradients at once."""
+        """Context manager around a run of the autograd engine: whether :meth:`parameter` sums gradients at once."""
         before, self.sums_at_once = self.sums_at_once, at_once
         try:
             yield
@@ -93,7 +93,7 @@ class TensorGroup:
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's ``tensor``, in the order of ranks. Collective; shapes are equal on all ranks."""
+        """Return every rank's ``tensor`` in rank order. Collective; shapes are equal on all ranks."""
         self._count("all_gather", tensor)
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -101,7 +101,7 @@ class TensorGroup:
         return parts
 
     def put_together(self, local: Tensor, layout: Layout) -> Tensor:
-        """The whole tensor of every rank's part, without autograd. Collective."""
+        """All-gather the shards into the full tensor, without autograd. Collective."""
         if layout.ends is None:
             return layout.join(self.all_gather(local))
         whole = layout.global_shape(local.shape, self.size)
@@ -112,7 +112,7 @@ class TensorGroup:
         return layout.join([part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
     def move_parts(self, local: Tensor, source: Layout, target: Layout) -> Tensor:
-        """This rank's part by ``target`` of a tensor that lies by ``source``, without autograd. Collective."""
+        """Redistribute a shard from layout ``source`` to layout ``target``, without autograd. Collective."""
         if source.dim == target.dim:
             return target.take(self.put_together(local, source), self.rank, self.size).contiguous()
         whole = source.global_shape(local.shape, self.size)
@@ -137,12 +137,12 @@ class TensorGroup:
         return source.join(parts)
 
     def fetch_rows(self, local: Tensor, layout: Layout, wanted: Sequence[tuple[int, int]]) -> Tensor:
-        """Rows of a split tensor that this rank wants, wherever they are, without autograd. Collective.
+        """Return the rows of a sharded tensor that this rank needs from any rank, without autograd. Collective.
 
         Args:
-            local: This rank's part.
-            layout: In one segment.
-            wanted: First row, and the one behind the last, that each rank wants, in the order of ranks.
+            local: This rank's shard.
+            layout: Its layout, in one segment.
+            wanted: First row and end (exclusive) of the rows that each rank needs, in rank order.
         """
         runs = self._runs(local, layout)
         outgoing = [_overlap(runs[self.rank], other) for other in wanted]
@@ -153,13 +153,13 @@ class TensorGroup:
         return torch.cat(self._exchange_pieces(pieces, shapes), layout.dim)
 
     def return_rows(self, rows: Tensor, layout: Layout, wanted: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
-        """The opposite of :meth:`fetch_rows`: what all ranks have of this rank's rows, added up. Collective.
+        """Sum every rank's copies of this rank's rows: the adjoint of :meth:`fetch_rows`. Collective.
 
         Args:
-            rows: That this rank wanted.
-            layout: Of the split tensor.
+            rows: The rows that this rank fetched (their gradients in backward).
+            layout: Layout of the sharded tensor.
             wanted: As for :meth:`fetch_rows`.
-            like: Of the shape of this rank's part.
+            like: A tensor with the shape of this rank's shard.
         """
         runs = self._runs(like, layout)
         outgoing = [_overlap(run, wanted[self.rank]) for run in runs]
@@ -178,7 +178,7 @@ class TensorGroup:
         return [layout.run(extent, rank, self.size) for rank in range(self.size)]
 
     def _exchange_pieces(self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Send each rank its piece, and receive one of each; the own one stays where it is."""
+        """Send one piece to each rank and receive one from each; the own piece is not sent."""
         sent = [pieces[0].new_empty(0) if rank == self.rank else p.reshape(-1) for rank, p in enumerate(pieces)]
         sizes = [0 if rank == self.rank else math.prod(shape) for rank, shape in enumerate(shapes)]
         message, received = torch.cat(sent), pieces[0].new_empty(sum(sizes))
@@ -195,7 +195,7 @@ class TensorGroup:
         return [pieces[r] if r == self.rank else found[r].view(tuple(shape)) for r, shape in enumerate(shapes)]
 
     def reduce_scatter(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """This rank's part of the sum over ranks. Collective."""
+        """Return this rank's shard of the sum over ranks. Collective."""
         self._count("reduce_scatter", tensor)
         parts = [layout.take(tensor, rank, self.size).contiguous() for rank in range(self.size)]
         if layout.ends is not None:
@@ -209,13 +209,13 @@ class TensorGroup:
             out = torch.empty_like(parts[0])
             dist.reduce_scatter(out, parts, group=self.process_group)
             return out
-        # gloo's own reduce-scatter sends as much as an all-reduce; an all-to-all and a sum send half.
+        # gloo's reduce-scatter sends as much as an all-reduce; an all-to-all and a local sum send half.
         received = torch.empty((self.size, *parts[0].shape), dtype=tensor.dtype, device=tensor.device)
         dist.all_to_all_single(received, torch.stack(parts), group=self.process_group)
         return received.sum(0)
 
     def exchange(self, *values: int) -> Tensor:
-        """Every rank's numbers, shape ``[size, len(values)]``, int64 on the host. Collective; not counted."""
+        """All-gather integers; shape ``[size, len(values)]``, int64 on the host. Collective; not counted."""
         device = table_device(self.process_group, torch.device(self.mesh.device_type))
         mine = torch.tensor(values, dtype=torch.int64, device=device)
         everyone = mine.new_empty(self.size * len(values))
@@ -223,7 +223,7 @@ class TensorGroup:
         return everyone.view(self.size, -1).cpu()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A whole tensor into a computation that is split: the gradient comes back in parts and is summed."""
+        """Enter a replicated tensor into a sharded computation; its partial gradients are all-reduced in backward."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
         key = (id(tensor), version_of(tensor))
@@ -233,67 +233,68 @@ class TensorGroup:
         entered: Tensor = _Copy.run(tensor, self)
         self._entered[key] = (self._entries, weakref.ref(tensor), entered)
         self._entries += 1
-        # Forgotten by age alone. Whether a key comes again after its tensor has gone differs from rank to rank, and all
-        # have to remember the same: a tensor that one of them enters again is one more all-reduce in its backward.
+        # Evict by age only. Whether a key recurs after its tensor was freed differs between ranks, but the cache must
+        # be the same on all of them: a tensor that one rank enters again causes one more all-reduce in its backward.
         for old in [old for old, (age, *_) in self._entered.items() if age < self._entries - _REMEMBERED]:
             del self._entered[old]
         return entered
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' parts, as a whole tensor. ``partial`` may be overwritten."""
+        """All-reduce the partial results into a replicated tensor. ``partial`` may be overwritten."""
         result: Tensor = _Reduce.run(partial, self)
         return result
 
     def scatter(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """This rank's part of a whole tensor."""
+        """Return this rank's shard of a replicated tensor."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return layout.take(tensor, self.rank, self.size)
         result: Tensor = _Scatter.run(tensor, layout, self)
         return result
 
     def gather(self, local: Tensor, layout: Layout) -> Tensor:
-        """The whole tensor of which every rank has a part."""
+        """All-gather the shards into the full tensor."""
         result: Tensor = _Gather.run(local, layout, self)
         return result
 
     def gather_into_split(self, local: Tensor, layout: Layout) -> Tensor:
-        """As ``copy(gather(local))`` with half the traffic backward: a reduce-scatter in place of an all-reduce."""
+        """Like ``copy(gather(local))`` with half the backward traffic: a reduce-scatter instead of an all-reduce."""
         result: Tensor = _GatherCopy.run(local, layout, self)
         return result
 
     def reduce_into_split(self, partial: Tensor, layout: Layout) -> Tensor:
-        """As ``take(reduce(partial))`` with half the traffic forward: a reduce-scatter."""
+        """Like ``take(reduce(partial))`` with half the forward traffic: a reduce-scatter."""
         result: Tensor = _ReduceScatter.run(partial, layout, self)
         return result
 
     def move(self, local: Tensor, source: Layout, target: Layout) -> Tensor:
-        """A part that lies by ``source``, laid out by ``target``. Ulysses' all-to-all (arXiv 2309.14509)."""
+        """Redistribute a shard from layout ``source`` to ``target``: Ulysses' all-to-all (arXiv 2309.14509)."""
         if source == target:
             return local
         result: Tensor = _Move.run(local, source, target, self)
         return result
 
     def rows(self, local: Tensor, layout: Layout, wanted: Sequence[tuple[int, int]]) -> Tensor:
-        """Rows of a split tensor that this rank wants, see :meth:`fetch_rows`."""
+        """Return the rows of a sharded tensor that this rank needs, with autograd; see :meth:`fetch_rows`."""
         result: Tensor = _Rows.run(local, layout, tuple(wanted), self)
         return result
 
     def by_row(self, run: Callable[..., Tensor], rows: Tensor, of_rows: Tensor) -> Tensor:
-        """What ``run`` computes of each row of a split tensor by itself.
+        """Apply ``run`` to a tensor whose rows it treats independently.
 
         Args:
-            run: Makes of local rows ``[..., columns]``, and of something for each of them ``[...]``, ``[...]``.
-            rows: Split along the last dim.
-            of_rows: Whole.
+            run: Maps local rows ``[..., columns]`` and one value for each of them ``[...]`` to ``[...]``.
+            rows: A tensor sharded along its last dim.
+            of_rows: A replicated tensor with one value for each row.
         """
         return run(rows, of_rows)
 
     def parameter(self, parameter: Tensor, *, hooked: bool | None = None) -> Tensor:
-        """A whole parameter into a computation that is split, its gradients to be averaged over ranks later.
+        """Enter a replicated parameter into a sharded computation; its gradients are averaged over ranks later.
 
-        As :meth:`copy` without traffic: each rank's part of the gradient is multiplied by the number of ranks, so that
-        the mean over them, which the data axis takes with that over samples, is the sum. Where gradients are asked for
-        and not collected (``torch.autograd.grad``), or a hook of the parameter is to see them, they are summed at once.
+        Like :meth:`copy` without communication: each rank's partial gradient is multiplied by the number of ranks, so
+        that the mean over ranks, which the data axis takes together with the mean over samples, is their sum. Gradients
+        are summed at once if they are returned and not accumulated (``torch.autograd.grad``), or if the parameter has a
+        hook that must receive the sum.
         """
         if not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
@@ -302,14 +303,14 @@ class TensorGroup:
         return result
 
     def taken_out(self, local: Tensor) -> Tensor:
-        """Rows of a split tensor into a computation that knows no split, up to :meth:`put_in`.
+        """Enter local rows of a sharded tensor into a computation on plain tensors, which ends with :meth:`put_in`.
 
-        All gradients inside are multiplied by the number of ranks, as :meth:`parameter` does one by one.
+        All gradients inside are multiplied by the number of ranks; :meth:`parameter` does so for each parameter.
         """
         return self._scaled(local, divided=True)
 
     def put_in(self, local: Tensor) -> Tensor:
-        """Rows that were computed from what was :meth:`taken_out`."""
+        """Return rows computed from a tensor that was :meth:`taken_out` to the sharded computation."""
         return self._scaled(local, divided=False)
 
     def _scaled(self, local: Tensor, *, divided: bool) -> Tensor:
@@ -319,9 +320,10 @@ class TensorGroup:
         return result
 
     def inside(self, parameter: Tensor) -> Tensor:
-        """A whole parameter into such a computation, whose rows on other ranks add to its gradient as well.
+        """Enter a replicated parameter into a computation on rows that were :meth:`taken_out`.
 
-        As :meth:`parameter`, of which it has the multiplication already.
+        Rows on other ranks contribute to its gradient. Like :meth:`parameter`, but gradients inside are already
+        multiplied by the number of ranks.
         """
         if not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
@@ -334,14 +336,14 @@ class TensorGroup:
 
 
 class PlainFunction(torch.autograd.Function):
-    """A function of the engine's own: without the detour that makes users' functions work on split tensors.
+    """Base of the engine's own autograd functions: bypasses the interception that lets users' functions run on shards.
 
-    Gradients of gradients: the backward of one of a pair is the other, which has a backward again.
+    Double backward works: the backward of each function is its conjugate, which has a backward as well.
     """
 
     @classmethod
     def run(cls, *args: Any) -> Any:
-        """As ``apply``, on plain tensors alone."""
+        """Like ``apply``, for plain tensors only."""
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
@@ -367,7 +369,7 @@ class _Reduce(PlainFunction):
         ctx.group = group
         if is_view(partial) or not partial.is_contiguous():
             return group.all_reduce_(partial.clone(memory_format=torch.contiguous_format))
-        # In place: the operators that end in a sum over ranks do not keep their output for backward.
+        # In place: operators that end in a sum over ranks do not save their output for backward.
         ctx.mark_dirty(partial)
         return group.all_reduce_(partial)
 
@@ -518,6 +520,6 @@ class _ReduceScatter(PlainFunction):
 
 
 def _overlap(run: tuple[int, int], wanted: tuple[int, int]) -> tuple[int, int]:
-    """Where what two runs of rows have in common begins, and how many rows that is."""
+    """Return the first row of the intersection of two runs of rows, and its number of rows."""
     first = max(run[0], wanted[0])
     return first, max(min(run[1], wanted[1]) - first, 0)

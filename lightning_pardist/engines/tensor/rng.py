@@ -1,9 +1,9 @@
-"""Random numbers that differ between tensor ranks on sharded tensors and agree on whole ones.
+"""Random numbers that differ between tensor ranks on sharded tensors and are equal on replicated ones.
 
-All tensor ranks run the same program with the same generator state, so dropout on whole tensors agrees by itself. On a
-split tensor every rank draws from a generator seeded by one number of the common stream and its rank; the common stream
-goes on as if that one number were all that was drawn. Activation checkpointing restores the common stream, and with it
-the seeds, so that the second forward drops the same elements.
+All tensor ranks run the same program with the same generator state, so dropout on replicated tensors is equal on all of
+them. On a split tensor each rank draws from a generator seeded by one number of the common stream plus its rank; the
+common stream advances by that one number only. Activation checkpointing restores the common stream, and with it the
+seeds, so that the recomputed forward drops the same elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_pardist.engines.tensor.regions import TensorGroup
 
 @contextmanager
 def apart(group: TensorGroup, like: Tensor, name: str) -> Iterator[None]:
-    """Draw rank-specific random numbers inside the block; the common stream advances alike on all ranks.
+    """Draw rank-specific random numbers inside the block; the common stream advances equally on all ranks.
 
     Args:
         group: Tensor ranks.
@@ -28,7 +28,7 @@ def apart(group: TensorGroup, like: Tensor, name: str) -> Iterator[None]:
         name: Plain name of the operator that draws.
     """
     group.drawn.add(name)
-    # From the CPU's generator on every device: no synchronization, and checkpointing restores it.
+    # Drawn from the CPU generator on every device: no synchronization, and checkpointing restores it.
     seed = int(torch.randint(0, 2**62, ()).item()) + group.rank
     with torch_seeded(seed, like.device):
         yield

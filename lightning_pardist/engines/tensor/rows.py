@@ -1,4 +1,4 @@
-"""Parts of a step that compute each row of their arguments by itself, and so can be given some of the rows."""
+"""Data model of calls that treat each row of their arguments independently and can run on a subset of the rows."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
-#: Of a call: by position, and by keyword.
+#: Positional and keyword arguments of a call.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a call are.
+    """Location of the rows in a call's arguments and results.
 
     Attributes:
-        arguments: Tensors that have the rows along their first dims, by their numbers among all leaves.
-        places: How many these dims are.
-        dims: Those along which rows may be divided.
-        flat: Of each tensor that is returned, whether its first dim is all of these dims together.
+        arguments: Indices, among all leaves, of the tensors whose leading dims are the rows.
+        places: Number of leading dims that index rows.
+        dims: Those of them along which rows may be sharded.
+        flat: For each returned tensor, whether its first dim is all row dims flattened.
     """
 
     arguments: tuple[int, ...]
@@ -31,12 +31,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class TakenRows:
-    """This rank's rows of a call, with all that it is given as ordinary tensors.
+    """This rank's rows of a call, with all arguments as plain tensors.
 
     Attributes:
         given: The call's arguments.
-        put_back: Makes split tensors of what it returns.
-        enter: Makes of a parameter what it computes with, where other ranks' rows add to the gradient as well.
+        put_back: Wraps the returned tensors into split tensors.
+        enter: Enters a parameter into the computation, so that gradients of other ranks' rows are added.
     """
 
     given: Arguments

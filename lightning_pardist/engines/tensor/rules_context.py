@@ -1,8 +1,9 @@
-"""Sharding rules of context parallelism: attention and losses on tensors that are split along the sequence.
+"""Sharding rules of context parallelism: attention and losses on tensors that are sharded along the sequence.
 
-A mask keeps its global meaning. By heads, every rank has all rows and columns of its heads, and the mask as user code
-made it (Ulysses, arXiv 2309.14509); by rows, a rank has the rows of its queries, the mask's rows with them, and keys
-and values of the whole sequence (as Llama 3 was trained, arXiv 2407.21783, section 3.3.2).
+Attention masks keep their global meaning. Sharded by heads, every rank computes all rows and columns of its heads, with
+the mask as user code made it (Ulysses, arXiv 2309.14509). Sharded by rows, a rank computes the rows of its queries,
+with the mask's rows and the keys and values of the whole sequence (as in Llama 3's training, arXiv 2407.21783, section
+3.3.2).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lightning_pardist.engines.tensor.rules_elementwise import drop_dims
 
 
 def context_attention(call: Call) -> Outcome:
-    """``scaled_dot_product_attention`` of queries that are split: by samples, by heads, or by rows."""
+    """Shard ``scaled_dot_product_attention`` whose queries are sharded: by samples, by heads, or by rows."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     query, key, value, mask, dropout, causal = (call.arg(position, name) for position, name in enumerate(names))
     rest = {name: item for name, item in call.kwargs.items() if name in ("scale", "enable_gqa")}
@@ -67,7 +68,7 @@ def _by_heads(
         divides = count % call.size == 0
         if not divides and count > 1 and not settings.get("enable_gqa"):
             raise NoRule("keys of another number of heads than queries")
-        # Fewer key heads than ranks: put together, and repeated for their queries.
+        # Fewer key heads than ranks: gather them, and repeat them for the query heads.
         few.append(not divides and bool(settings.get("enable_gqa")))
         needs.append(operand.moved(heads) if divides else operand.gathered())
     count = query.shape[heads.dim]
@@ -110,7 +111,7 @@ def _by_rows(call: Call, tensors: tuple[Operand, ...], mask: Operand | None, set
 
 
 def causal_rows(start: int, stop: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The mask of the rows ``start:stop`` of causal attention, and the keys and values that they look at."""
+    """Return the causal mask of query rows ``start:stop``, and the keys and values that these rows attend to."""
     last = min(stop, k.shape[-2])
     k, v = k[..., :last, :], v[..., :last, :]
     columns = torch.arange(last, device=k.device)
@@ -125,7 +126,7 @@ def _mask_need(mask: Operand | None, layout: Layout, ndim: int) -> Need | None:
 
 
 def context_multi_head(call: Call, given: dict[str, Any]) -> Outcome:
-    """Torch's ``nn.MultiheadAttention`` of queries that are split along the sequence: projections token by token."""
+    """Shard ``nn.MultiheadAttention`` whose queries are sharded along the sequence: projections are local to tokens."""
     query, key, value = (given[name] for name in ("query", "key", "value"))
     if given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None:
         raise NoRule("extra keys")
@@ -228,7 +229,7 @@ def _mix_rows(
 
 
 def context_loss(call: Call) -> Outcome:
-    """``cross_entropy`` and ``nll_loss`` of tokens: parts of a sum, divided by what one process divides by."""
+    """Shard ``cross_entropy`` and ``nll_loss`` over tokens: partial sums are reduced, then divided by the count."""
     given = _bound(call)
     scores, target, weight = given["input"], given["target"], given["weight"]
     classes = 1 if scores.ndim > 1 else 0
@@ -280,7 +281,7 @@ _ELEMENT_LOSSES = (
 
 @rule(*_ELEMENT_LOSSES)
 def element_loss(call: Call) -> Outcome:
-    """Losses of elements: parts of a sum, divided by the number of all elements."""
+    """Shard elementwise losses: partial sums are reduced, then divided by the global number of elements."""
     if not call.context:
         raise NoRule("no sharding rule")
     if call.name == "nll_loss":
@@ -324,7 +325,7 @@ def _bound(call: Call) -> dict[str, Any]:
 
 
 def _plainly(call: Call) -> Callable[..., Any]:
-    """The function itself, on parts."""
+    """Return a ``run`` that calls the function itself on local shards."""
     return lambda group, *args, **kwargs: call.func(*args, **kwargs)
 
 
@@ -333,7 +334,7 @@ def _plainly(call: Call) -> Callable[..., Any]:
 
 @rule("gather", "take_along_dim")
 def gather(call: Call) -> Outcome:
-    """Picked along a dim that is not split."""
+    """Shard a gather along a dim that is not the sharded one."""
     if not call.context:
         raise NoRule("no sharding rule")
     gathers = call.name == "gather"

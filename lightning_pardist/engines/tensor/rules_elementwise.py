@@ -14,7 +14,7 @@ from lightning_pardist.engines.tensor.calls import Call, NoRule, Operand, Outcom
 from lightning_pardist.engines.tensor.layout import Layout
 from lightning_pardist.engines.tensor.rules_windows import zeros_along_split_dim
 
-#: Elementwise functions of Python's surface that are not tagged so among ATen's operators.
+#: Elementwise functions of the Python API that lack the pointwise tag among ATen's operators.
 _ELEMENTWISE = frozenset([
     "float", "double", "half", "bfloat16", "int", "long", "short", "bool", "to", "type", "type_as", "contiguous",
     "clone", "detach", "requires_grad_", "cpu", "cuda", "hardswish", "logsigmoid", "where", "masked_fill", "relu",
@@ -29,7 +29,7 @@ _RANDOM = frozenset(["dropout", "alpha_dropout", "feature_alpha_dropout", "rand_
 
 @cache
 def is_elementwise(name: str) -> bool:
-    """Whether a function of this plain name acts on every element by itself, after broadcasting."""
+    """Return whether a function of this plain name acts on each element independently, after broadcasting."""
     if name in _ELEMENTWISE or name in _RANDOM:
         return True
     packet = getattr(torch.ops.aten, name, None)
@@ -39,12 +39,12 @@ def is_elementwise(name: str) -> bool:
 
 
 def lookup(name: str) -> Callable[[Call], Outcome] | None:
-    """The rule for a plain name, elementwise functions included."""
+    """Return the rule for a plain name, elementwise functions included."""
     return find_rule(name) or (elementwise if is_elementwise(name) else None)
 
 
 def elementwise(call: Call) -> Outcome:
-    """All operands aligned from the right; whole ones are sliced where they reach over the split dim."""
+    """Shard an elementwise operator: operands align from the right, replicated ones are sliced to match."""
     operands = call.operands()
     ndim = max(operand.ndim for operand in operands)
     target: Layout | None = None
@@ -56,11 +56,11 @@ def elementwise(call: Call) -> Outcome:
         if target is None:
             target, first = aligned, operand
         elif aligned != target and call.context:
-            # The largest stays as it lies; what is overwritten always does.
+            # The largest operand keeps its layout; an overwritten one always does.
             if operand.numel > first.numel and not (call.inplace and first is operands[0]):
                 target, first = aligned, operand
         elif aligned != target:
-            # The one that is split in an odd way is at fault: segments that user code never took apart.
+            # Blame the operand with more segments, which user code never split apart.
             odd = [operand] if aligned.segments >= target.segments else [first]
             raise NoRule(f"operands split along {target.describe()} and {aligned.describe()}", odd)
     if target is None:
@@ -86,20 +86,20 @@ def elementwise(call: Call) -> Outcome:
     if call.name in ("type_as", "to", "zeros_like", "ones_like", "empty_like", "full_like") and call.args:
         if not isinstance(call.args[0], Operand) or call.args[0].layout is None:
             raise NoRule("conversion to the type of a split tensor")
-        # The other operand gives its type alone.
+        # Only the type of the other operand is used.
         args = (args[0], *map_only(Operand, lambda op: op.keep(), call.args[1:]))
     return Outcome(args, kwargs, out=target, random=_draws(call))
 
 
 def _covers(split: Operand, others: Sequence[Sequence[int]]) -> None:
-    """Refuse to broadcast a split dim of one.
+    """Check that a sharded dim of size one is not broadcast.
 
     Args:
-        split: Along whose split dim the result is to lie.
+        split: The operand whose sharded dim determines the layout of the result.
         others: Sizes of all operands from that dim on.
 
     Raises:
-        NoRule: If another operand is longer there: no rank has all that its part needs.
+        NoRule: If another operand is longer along the dim: no rank holds all that its shard of the result needs.
     """
     layout = split.layout
     if layout is not None and any(sizes[0] > split.shape[layout.dim] for sizes in others):
@@ -113,7 +113,7 @@ def _draws(call: Call) -> bool:
 
 
 def normalize_dims(dim: Any, ndim: int) -> list[int] | None:
-    """Dims counted from the front; None for all."""
+    """Return dims counted from the front; None for all."""
     if dim is None:
         return None
     dims = [dim] if isinstance(dim, int) else list(dim)
@@ -125,7 +125,7 @@ def normalize_dims(dim: Any, ndim: int) -> list[int] | None:
 
 
 def keep_all(call: Call) -> tuple[Any, Any]:
-    """All operands as they lie, whole ones entering the split computation."""
+    """Return needs that keep sharded operands in their layouts and enter replicated ones into the computation."""
     args, kwargs = map_only(
         Operand, lambda op: op.keep() if op.layout is not None else op.whole(), (call.args, call.kwargs)
     )
@@ -134,7 +134,7 @@ def keep_all(call: Call) -> tuple[Any, Any]:
 
 @rule("sum", "mean", "nansum")
 def sums(call: Call) -> Outcome:
-    """Over the split dim: local, then added up."""
+    """Shard a sum or mean: over the sharded dim, local results are reduced over ranks."""
     x = call.only_split()
     if x is not call.args[0]:
         raise NoRule("unusual arguments")
@@ -143,7 +143,7 @@ def sums(call: Call) -> Outcome:
 
 @rule("amax", "amin", "prod", "var", "std", "logsumexp", "norm", "vector_norm", "all", "any", "var_mean", "median")
 def other_reductions(call: Call) -> Outcome:
-    """Along other dims only."""
+    """Shard a reduction over dims other than the sharded one."""
     x = call.only_split()
     position = 2 if call.name in ("norm", "vector_norm") else 1
     dim = call.arg(position, "dim")
@@ -158,7 +158,7 @@ def other_reductions(call: Call) -> Outcome:
 
 @rule("max", "min")
 def max_min(call: Call) -> Outcome:
-    """Elementwise of two tensors, or values and indices along a dim."""
+    """Shard ``max`` or ``min``: elementwise of two tensors, or values and indices along a dim."""
     other = call.arg(1, "other")
     if isinstance(other, Operand):
         return elementwise(call)
@@ -170,7 +170,7 @@ def max_min(call: Call) -> Outcome:
 
 @rule("argmax", "argmin")
 def arg_extreme(call: Call) -> Outcome:
-    """Along other dims only."""
+    """Shard ``argmax`` or ``argmin`` along a dim other than the sharded one."""
     x = call.only_split()
     return _reduction(call, x, call.arg(1, "dim"), call.arg(2, "keepdim", False), addable=False)
 
@@ -191,7 +191,7 @@ def _reduction(call: Call, x: Operand, dim: Any, keepdim: bool, *, addable: bool
 
 
 def _mean_of_parts(call: Call, x: Operand, dims: Sequence[int] | None) -> Outcome:
-    """Parts may have different lengths: their sums are added up, and divided by what one process divides by."""
+    """Return a mean over shards that may differ in length: sums are reduced, then divided by the global count."""
     count = x.numel if dims is None else math.prod(x.shape[dim] for dim in dims)
     if not x.dtype.is_floating_point and call.kwargs.get("dtype") is None:
         raise NoRule("a mean of integers")
@@ -199,14 +199,14 @@ def _mean_of_parts(call: Call, x: Operand, dims: Sequence[int] | None) -> Outcom
     dtype = call.kwargs.get("dtype") or x.dtype
 
     def run(group: Any, *args: Any, **kwargs: Any) -> Tensor:
-        # A sum does not fit where a mean does.
+        # A sum may overflow a dtype that can hold the mean.
         return torch.sum(*args, **kwargs | {"dtype": torch.promote_types(dtype, torch.float32)})
 
     return Outcome(args, kwargs, reduce="sum", run=run, after=lambda result: (result / count).to(dtype))
 
 
 def drop_dims(layout: Layout, dims: Sequence[int]) -> Layout:
-    """The layout after other dims have gone."""
+    """Return the layout after other dims have been removed."""
     return layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
 
 
@@ -215,7 +215,7 @@ def drop_dims(layout: Layout, dims: Sequence[int]) -> Layout:
     "cummax", "cummin", "gumbel_softmax_", "normalize", "kthvalue", "roll", "renorm_",
 )  # fmt: skip
 def along_dim(call: Call) -> Outcome:
-    """Shape kept, or changed along a dim that is not the split one."""
+    """Shard an operator along one dim that keeps the shape, or changes it along a dim other than the sharded one."""
     x = call.only_split()
     if x is not call.args[0] or x.layout is None:
         raise NoRule("unusual arguments")
@@ -237,7 +237,7 @@ def along_dim(call: Call) -> Outcome:
 
 @rule("glu")
 def glu(call: Call) -> Outcome:
-    """Halves of a dim, multiplied: along the split dim it takes two segments."""
+    """Shard ``glu``, which multiplies the halves of a dim: along the sharded dim it needs two segments."""
     x = call.only_split()
     layout = x.layout
     if layout is None:
@@ -252,15 +252,15 @@ def glu(call: Call) -> Outcome:
 
 @rule("tril", "triu", "diagonal_")
 def triangle(call: Call) -> Outcome:
-    """Look at the last two dims."""
+    """Shard operators on the last two dims."""
     return beyond(call, 2)
 
 
 def beyond(call: Call, last: int) -> Outcome:
-    """Operators that treat the ``last`` dims together and any before them one by one.
+    """Shard an operator that treats the ``last`` dims jointly and all dims before them independently.
 
     Raises:
-        NoRule: If one of the last dims is split.
+        NoRule: If one of the last dims is sharded.
     """
     x = call.only_split()
     if x.layout is None or x.layout.dim >= x.ndim - last:
@@ -277,20 +277,20 @@ _WINDOWS = {"1d": 1, "2d": 2, "3d": 3}
     "pixel_shuffle_", "upsample_nearest2d", "upsample_bilinear2d",
 )  # fmt: skip
 def pool(call: Call) -> Outcome:
-    """Windows over the last dims."""
+    """Shard pooling windows over the last dims."""
     return beyond(call, _WINDOWS.get(call.name[-2:], 2))
 
 
 @rule("interpolate", "upsample")
 def interpolate(call: Call) -> Outcome:
-    """All dims after the channels."""
+    """Shard an interpolation, which covers all dims after the channels."""
     x = call.only_split()
     return beyond(call, x.ndim - 2)
 
 
 @rule("pad")
 def pad(call: Call) -> Outcome:
-    """Pads the last dims, two numbers each."""
+    """Shard padding of the last dims, given by two numbers for each."""
     widths = call.arg(1, "pad")
     if not isinstance(widths, (tuple, list)):
         raise NoRule("unusual arguments")
@@ -302,7 +302,7 @@ def pad(call: Call) -> Outcome:
 
 @rule("dropout1d", "dropout2d", "dropout3d", "feature_dropout")
 def channel_dropout(call: Call) -> Outcome:
-    """Whole channels dropped: split along the batch or the channels."""
+    """Shard dropout of whole channels: the input is sharded along the batch or the channels."""
     x = call.only_split()
     if x.layout is None or x.layout.dim > 1:
         raise NoRule("channels dropped along the split dim")

@@ -1,8 +1,7 @@
-"""Sharding rules: everything that is a sum of products, in index notation.
+"""Sharding rules of sums of products (linear layers, matrix products, convolutions), in index notation.
 
-A linear layer is ``bi,oi->bo``. Split along ``o`` (column-wise) every rank has a part of the output; split along ``i``
-(row-wise) every rank has a part of the sum; split along ``b`` (heads, experts) ranks have nothing to do with each
-other.
+A linear layer is ``bi,oi->bo``. Sharded along ``o`` (column-wise), each rank computes a part of the output; along ``i``
+(row-wise), each rank computes a partial sum; along ``b`` (heads, experts), the ranks are independent of each other.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from lightning_pardist.engines.tensor.calls import Call, Need, NoRule, Operand, 
 from lightning_pardist.engines.tensor.layout import Layout
 from lightning_pardist.engines.tensor.rules_windows import windows_along_split_dim
 
-#: An operand and the index of each of its dims.
+#: An operand and the index letter of each of its dims.
 Indexed = tuple[Operand, Sequence[str]]
 
 
 def contract(
     operands: Sequence[Indexed], out: Sequence[str], *, sequence: bool = False, context: bool = False
 ) -> tuple[list[Need], Layout | None, Literal["", "sum"]]:
-    """How each operand is needed, how the result lies, and whether it is a part of a sum.
+    """Return how each operand is needed, the layout of the result, and whether the result is a partial sum.
 
     Args:
         operands: Operands and the names of their dims.
         out: Names of the result's dims.
-        sequence: An operand split along a leading dim gives way to a weight split by features, and is gathered.
-        context: All but what is split along one index of the result give way, as few bytes as can be.
+        sequence: Whether an operand sharded along a leading dim is gathered if a weight is sharded by features.
+        context: Whether operands are redistributed to one index of the result, so that the fewest elements move.
 
     Raises:
-        NoRule: If operands are split along different indices.
+        NoRule: If operands are sharded along different indices.
     """
     found = [
         (operand, index[operand.layout.dim], operand.layout.at(0)) for operand, index in operands if operand.layout
@@ -71,14 +70,14 @@ def _choose(
     for _, letter, form in found:
         if letter in out and all(letter in index for _, index in operands):
             return letter, form
-    # Two dims that only look alike (head_dim against heads): the one with fewer segments is the plainer split.
+    # Dims of equal size may differ in meaning (head_dim and heads): prefer the split with fewer segments.
     return min(((letter, form) for _, letter, form in found), key=lambda item: item[1].segments)
 
 
 def _contract_parts(
     operands: Sequence[Indexed], out: Sequence[str], found: list[tuple[Operand, str, Layout]]
 ) -> tuple[list[Need], Layout | None, Literal["", "sum"]]:
-    """Scores of attention stay split by rows, and keys are put together for them; rows of scores meet whole values."""
+    """Contract under context parallelism: attention scores stay sharded by rows; keys and values are gathered."""
     ways = list(dict.fromkeys((letter, form) for _, letter, form in found))
     kept = [way for way in ways if way[0] in out]
     if len(ways) > 1 and not kept:
@@ -107,18 +106,18 @@ def _contract_parts(
 
 
 def _lies(operand: Operand, index: Sequence[str], letter: str) -> bool:
-    """Whether an operand is split along a letter."""
+    """Return whether an operand is sharded along a letter."""
     return operand.layout is not None and index[operand.layout.dim] == letter
 
 
 def batch_letters(count: int) -> list[str]:
-    """Names of leading dims, aligned from the right."""
+    """Return names of leading dims, aligned from the right."""
     return [f"b{position}" for position in range(count, 0, -1)]
 
 
 @rule("linear")
 def linear(call: Call) -> Outcome:
-    """``F.linear``: the bias of a row-wise layer is added once, after the sum."""
+    """Shard ``F.linear``; the bias of a row-wise layer is added once, after the reduction."""
     x, weight, bias = call.arg(0, "input"), call.arg(1, "weight"), call.arg(2, "bias")
     if weight.ndim != 2:
         raise NoRule("a weight of one dim")
@@ -140,7 +139,7 @@ def _with_bias(call: Call, operands: list[Indexed], bias: Operand | None, out: l
         raise NoRule("features split in several ways")
     if split and bias.layout is None:
         needs, layout, reduce = contract(operands, out, sequence=call.sequence, context=call.context)
-        # A view of a parameter would be no parameter to context ranks, which average its gradient later.
+        # Reshape only if needed: the context runtime averages gradients of parameters later, not those of views.
         shape = [-1, *[1] * trailing] if (trailing := len(out) - position - 1) else []
         return Outcome(
             (*needs, None), out=layout, reduce=reduce, run=run,
@@ -155,12 +154,12 @@ def _with_bias(call: Call, operands: list[Indexed], bias: Operand | None, out: l
 
 @rule("matmul", "mm", "bmm")
 def matmul(call: Call) -> Outcome:
-    """Batched matrix product, batch dims broadcast."""
+    """Shard a batched matrix product; batch dims are broadcast."""
     a, b = call.args[0], call.arg(1, "other", call.kwargs.get("mat2"))
     if min(a.ndim, b.ndim) < 2:
         raise NoRule("a product with a vector")
     out = [*batch_letters(max(a.ndim, b.ndim) - 2), "m", "n"]
-    # Rows are one more leading dim where the other side is a plain weight.
+    # With a plain two-dimensional weight on the right, the rows are one more leading dim.
     rows = "b0" if b.ndim == 2 else "m"
     out[-2] = rows
     needs, layout, reduce = contract(
@@ -174,7 +173,7 @@ def matmul(call: Call) -> Outcome:
 
 @rule("addmm", "baddbmm")
 def addmm(call: Call) -> Outcome:
-    """``bias + x @ weight``, the form of GPT-2's transposed linear."""
+    """Shard ``bias + x @ weight``, the form of GPT-2's transposed linear layer."""
     bias, x, weight = call.args[:3]
     batch = batch_letters(x.ndim - 2)
     operands: list[Indexed] = [(x, [*batch, "m", "i"]), (weight, [*batch, "i", "o"])]
@@ -201,7 +200,7 @@ def _matmul(group: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 @rule("_grouped_mm", "grouped_mm")
 def grouped_product(call: Call) -> Outcome:
-    """Rows of one matrix by groups, each with its own weight, as mixtures of experts compute."""
+    """Shard a grouped matrix product, as used by mixtures of experts: each group of rows has its own weight."""
     x, weight, bias = call.args[0], call.arg(1, "mat2", call.kwargs.get("mat_b")), call.arg(3, "bias")
     if (x.ndim, weight.ndim) != (2, 3) or bias is not None:
         raise NoRule("another form than rows by groups")
@@ -220,21 +219,21 @@ def grouped_product(call: Call) -> Outcome:
 
 def _with_offsets(call: Call) -> Any:
     def run(group: Any, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Any:
-        # The kernel wants rows of 16 bytes in one of two orders, which slicing may have broken.
+        # The kernel requires 16-byte aligned rows in one of two memory orders, which slicing may have broken.
         return call.func(x.contiguous(), weight.transpose(-2, -1).contiguous().transpose(-2, -1), offs=offsets)
 
     return run
 
 
 def scattered(name: str, shape: Sequence[int], size: int) -> Layout | None:
-    """Where the result of a row-wise layer is left split under sequence parallelism (arXiv 2205.05198)."""
+    """Return the layout in which sequence parallelism leaves a row-wise layer's result (arXiv 2205.05198), or None."""
     fits = len(shape) == 3 and shape[1] >= size and shape[1] % size == 0
     return Layout(1) if fits and name in ("linear", "matmul", "addmm", "embedding") else None
 
 
 @rule("einsum")
 def einsum(call: Call) -> Outcome:
-    """Any equation without an ellipsis."""
+    """Shard an einsum; any equation without an ellipsis or a diagonal."""
     equation = call.args[0]
     operands = call.args[1] if len(call.args) == 2 and isinstance(call.args[1], (list, tuple)) else call.args[1:]
     if not isinstance(equation, str) or "..." in equation:
@@ -253,7 +252,7 @@ def einsum(call: Call) -> Outcome:
 
 @rule("conv1d", "conv2d", "conv3d")
 def convolution(call: Call) -> Outcome:
-    """By output channels, by input channels, or group by group."""
+    """Shard a convolution by output channels, by input channels, or by groups."""
     x, weight, bias = call.arg(0, "input"), call.arg(1, "weight"), call.arg(2, "bias")
     settings = [
         call.arg(3, "stride", 1),
@@ -276,7 +275,7 @@ def convolution(call: Call) -> Outcome:
     if groups == 1:
         operands: list[Indexed] = [(x, [*batch, "i", *spatial]), (weight, ["o", "i", *kernel])]
         return _with_bias(call, operands, bias, [*batch, "o", *spatial], run)
-    # Group by group: the output channels are split as the input channels are.
+    # By groups: the output channels are sharded like the input channels.
     split = x.layout or (weight.layout and Layout(len(batch), weight.layout.segments))
     if split is None or split.dim != len(batch) or split.ends or groups % (call.size * split.segments):
         raise NoRule("groups cut through the parts")
@@ -286,7 +285,7 @@ def convolution(call: Call) -> Outcome:
 
 
 def _is_along_windows(x: Operand, weight: Operand, settings: Sequence[Any]) -> bool:
-    """Whether windows reach into the parts of other ranks."""
+    """Return whether windows reach into the shards of other ranks."""
     windows = weight.ndim - 2
     if x.layout is None or x.layout.dim < x.ndim - windows:
         return False
@@ -304,7 +303,7 @@ def _not_along_windows(x: Operand, weight: Operand, settings: Sequence[Any]) -> 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def transposed_convolution(call: Call) -> Outcome:
-    """By output channels or by input channels."""
+    """Shard a transposed convolution by output channels or by input channels."""
     x, weight, bias = call.arg(0, "input"), call.arg(1, "weight"), call.arg(2, "bias")
     names = ("stride", "padding", "output_padding", "groups", "dilation")
     settings = [call.arg(3 + position, name, 0 if "padding" in name else 1) for position, name in enumerate(names)]

@@ -25,7 +25,7 @@ from lightning_pardist.engines.tensor.rules_elementwise import keep_all
 
 @rule("layer_norm", "rms_norm")
 def layer_norm(call: Call) -> Outcome:
-    """Normalizes the last dims, which are whole."""
+    """Shard a norm over the last dims, which must not be sharded."""
     x, shape = call.arg(0, "input"), call.arg(1, "normalized_shape")
     if x.layout is None or x.layout.dim >= x.ndim - len(shape):
         raise NoRule("normalized over the split dim", [x] if x.layout else None)
@@ -35,7 +35,7 @@ def layer_norm(call: Call) -> Outcome:
 
 @rule("batch_norm", "instance_norm")
 def batch_norm(call: Call) -> Outcome:
-    """Channel by channel; running statistics are split with the channels."""
+    """Shard by channels; running statistics are sharded with the channels."""
     names = ("input", "running_mean", "running_var", "weight", "bias")
     tensors = [call.arg(position, name) for position, name in enumerate(names)]
     if call.name == "batch_norm":
@@ -61,7 +61,7 @@ def batch_norm(call: Call) -> Outcome:
 
 @rule("group_norm")
 def group_norm(call: Call) -> Outcome:
-    """Whole groups on every rank."""
+    """Shard by channels, with full groups on every rank."""
     x, groups = call.arg(0, "input"), call.arg(1, "num_groups")
     if x.layout is None or x.layout.dim != 1 or x.layout.ends or groups % (call.size * x.layout.segments):
         raise NoRule("groups cut through the parts")
@@ -81,7 +81,7 @@ def group_norm(call: Call) -> Outcome:
 
 @rule("prelu")
 def prelu(call: Call) -> Outcome:
-    """One slope for all, or one for each channel, which is split with the channels."""
+    """Shard ``prelu``: one slope for all channels, or one for each, sharded with the channels."""
     x, weight = call.arg(0, "input"), call.arg(1, "weight")
     if x.layout is None:
         raise NoRule("slopes are split, and the input is not", [weight])
@@ -94,7 +94,7 @@ def prelu(call: Call) -> Outcome:
 
 @rule("scaled_dot_product_attention")
 def attention(call: Call) -> Outcome:
-    """Head by head (or sample by sample); whole keys and values are sliced, a mask as well where it has heads."""
+    """Shard by heads or samples; replicated keys and values are sliced, and so is a mask that has a heads dim."""
     if call.context:
         return context_attention(call)
     query, key, value = (call.arg(position, name) for position, name in enumerate(("query", "key", "value")))
@@ -110,7 +110,7 @@ def attention(call: Call) -> Outcome:
     repeats = query.shape[layout.dim] // key.shape[layout.dim]
     needs = [query.keep()]
     for operand in (key, value):
-        # Fewer key heads than ranks: repeated for their queries first, then sliced.
+        # Fewer key heads than ranks: repeat them for the query heads, then slice.
         few = operand.layout is None and repeats > 1
         needs.append(operand.whole() if few else operand.part(layout))
     mask_need = None
@@ -136,7 +136,7 @@ def attention(call: Call) -> Outcome:
 
 @rule("embedding")
 def embedding(call: Call) -> Outcome:
-    """By vocabulary: every rank looks up what it holds, and the rest comes with the sum."""
+    """Shard by vocabulary: each rank looks up the rows that it holds, and a sum over ranks adds the others."""
     ids, weight = call.arg(0, "input"), call.arg(1, "weight")
     padding, max_norm = call.arg(2, "padding_idx"), call.arg(3, "max_norm")
     if ids.layout is not None and call.arg(5, "scale_grad_by_freq", False):
@@ -179,7 +179,7 @@ def _local_padding(padding: int | None, total: int, first: int, rows: int) -> in
 
 @rule("cross_entropy")
 def cross_entropy(call: Call) -> Outcome:
-    """On logits split by class, without gathering them (Megatron-LM, arXiv 1909.08053, section 3)."""
+    """Shard ``cross_entropy`` of class-sharded logits without a gather (Megatron-LM, arXiv 1909.08053, section 3)."""
     names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     defaults = (None, None, -100, None, "mean", 0.0)
     weight, size_average, ignored, reduce, reduction, smoothing = (
@@ -215,17 +215,17 @@ def cross_entropy(call: Call) -> Outcome:
 def split_cross_entropy(
     group: TensorGroup, logits: Tensor, target: Tensor, ignored: int, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each sample from logits split along the last dim. Collective over the tensor group.
+    """Return the loss of each sample from logits sharded along the last dim. Collective over the tensor group.
 
     Args:
         group: Tensor ranks.
-        logits: Local, shape ``[..., classes / size]``.
+        logits: Local shard, shape ``[..., classes / size]``.
         target: Class of each sample, shape ``[...]``.
-        ignored: Target that counts nothing.
+        ignored: Target value of samples that do not count.
         smoothing: Label smoothing, 0 to 1.
 
     Returns:
-        Losses in at least float32, 0 where ignored, and which samples count.
+        Losses in at least float32, 0 for ignored samples, and a mask of the samples that count.
     """
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
@@ -241,7 +241,7 @@ def split_cross_entropy(
 
 
 def check_range(index: Tensor, size: int, problem: str) -> None:
-    """As on one process: an index that no rank holds is an error, and not a row of zeros.
+    """Check indices as a single process does: one outside of all shards is an error, not a row of zeros.
 
     Raises:
         IndexError: If an index is not in ``range(size)``, on CPU; other devices fail on their own, later.
@@ -257,9 +257,10 @@ def check_range(index: Tensor, size: int, problem: str) -> None:
 
 
 class _SplitCrossEntropy(PlainFunction):
-    """Each rank's largest logit, sum of exponentials and logit of the target go round once; the rest is local.
+    """Cross entropy of sharded logits with one all-gather: each rank's maximum, sum of exponentials and target logit.
 
-    By autograd it would be twice as many passes over the logits, which are the largest activations of a language model.
+    Composed of differentiable operators, it would need twice as many passes over the logits, which are the largest
+    activations of a language model.
     """
 
     @staticmethod
@@ -268,7 +269,7 @@ class _SplitCrossEntropy(PlainFunction):
         index = target - group.rank * size
         here = (index >= 0) & (index < size)
         index = index.masked_fill_(~here, 0).unsqueeze(-1)
-        # Finite, so that ranks all of whose classes are masked out count nothing.
+        # Finite, so that a rank whose classes are all masked out contributes nothing.
         highest = logits.amax(-1).clamp_(min=torch.finfo(logits.dtype).min)
         exponentials = logits - highest.unsqueeze(-1)
         told = [highest, exponentials.gather(-1, index).squeeze(-1).masked_fill_(~here, 0.0)]
@@ -276,7 +277,7 @@ class _SplitCrossEntropy(PlainFunction):
             told.append(exponentials.sum(-1))
         told.append(exponentials.exp_().sum(-1))
         everyone = torch.stack(group.all_gather(torch.stack(told)))
-        # All below is relative to the largest logit of all ranks: what is large cancels before anything is rounded.
+        # All values below are relative to the largest logit of all ranks: large terms cancel before rounding.
         heights = everyone[:, 0] - everyone[:, 0].amax(0)
         log_sum = (everyone[:, -1] * heights.exp()).sum(0).log_()
         ctx.save_for_backward(exponentials, (heights[group.rank] - log_sum).exp_(), index, here)
@@ -302,7 +303,7 @@ class _SplitCrossEntropy(PlainFunction):
 
 @rule("multi_head_attention_forward")
 def multi_head_attention(call: Call) -> Outcome:
-    """Torch's ``nn.MultiheadAttention``: projections by heads, the output projection row-wise."""
+    """Shard ``nn.MultiheadAttention``: input projections by heads, the output projection row-wise."""
     bound = inspect.signature(F.multi_head_attention_forward).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     given = dict(bound.arguments)
@@ -338,7 +339,7 @@ def multi_head_attention(call: Call) -> Outcome:
 
 
 def mha_layouts(separate: bool) -> dict[str, Layout]:
-    """How the parameters of ``nn.MultiheadAttention`` lie when it is split by heads."""
+    """Return the parameter layouts of an ``nn.MultiheadAttention`` that is sharded by heads."""
     layouts = {"in_proj_bias": Layout(0, 3), "out_proj_weight": Layout(1)}
     if separate:
         layouts.update({name: Layout(0) for name in MHA_PROJECTIONS[1:4]})
@@ -380,7 +381,7 @@ def _attend(group: TensorGroup, **given: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _mha_mask(group: TensorGroup, given: dict[str, Any], q: Tensor) -> Tensor | None:
-    """As :func:`added_mask`, of this rank's heads."""
+    """Return :func:`added_mask` for this rank's heads."""
     total = added_mask(given, q)
     if total is None or total.shape[1] == 1:
         return total

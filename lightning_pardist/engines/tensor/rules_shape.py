@@ -29,11 +29,11 @@ def _first(call: Call) -> tuple[Operand, Layout]:
 
 
 def viewed(shape: Sequence[int], layout: Layout, new_shape: Sequence[int], size: int) -> Layout:
-    """Layout after a view of ``shape`` as ``new_shape``.
+    """Return the layout after a view of ``shape`` as ``new_shape``.
 
-    Seen as one run of numbers, the split dim says: every ``period`` elements, ``size`` blocks of ``block`` elements go
-    to one rank each. A dim of the new shape can carry that if it starts where periods start and its rows do not cut
-    blocks.
+    In the flattened tensor, each run of ``period`` elements consists of ``size`` blocks of ``block`` elements, one for
+    each rank. A dim of the new shape can be the sharded one if it starts at multiples of the period and its rows do not
+    cut blocks.
 
     Raises:
         NoRule: If no dim can; with the number of segments that would make it possible, if there is one.
@@ -77,7 +77,7 @@ def _carrier(shape: Sequence[int], layout: Layout, new_shape: Sequence[int], siz
     "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel", "atleast_2d_"
 )
 def view(call: Call) -> Outcome:
-    """Any change of shape that keeps the order of the elements."""
+    """Shard any change of shape that keeps the order of the elements."""
     x = call.args[0] if call.args else None
     if not isinstance(x, Operand) or x.layout is None:
         raise NoRule("unusual arguments")
@@ -95,7 +95,7 @@ def _reshape(group: Any, local: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @rule("transpose", "permute", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "get:T", "get:mT", "adjoint")
 def permute(call: Call) -> Outcome:
-    """Dims in another order: found out on a tensor without data whose strides tell its dims apart."""
+    """Shard a permutation of dims, determined on a meta tensor whose strides identify its dims."""
     x, layout = _first(call)
     probe = torch.empty_strided(x.shape, [10 ** (x.ndim - dim) for dim in range(x.ndim)], device="meta")
     moved = call.func(probe, *call.args[1:], **call.kwargs)
@@ -106,7 +106,7 @@ def permute(call: Call) -> Outcome:
 
 @rule("expand", "expand_as", "broadcast_to")
 def expand(call: Call) -> Outcome:
-    """Dims of size 1 repeated; the split dim is larger than 1."""
+    """Shard an expansion of dims of size 1; the sharded dim is not expanded."""
     x = call.args[0] if call.args else None
     if not isinstance(x, Operand) or x.layout is None:
         raise NoRule("unusual arguments")
@@ -123,7 +123,7 @@ def _expand(group: Any, local: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @rule("repeat", "tile")
 def repeat(call: Call) -> Outcome:
-    """Copies along dims that are not split."""
+    """Shard copies along dims other than the sharded one."""
     x, layout = _first(call)
     sizes = call.args[1:] if len(call.args) > 2 else call.arg(1, "repeats", call.kwargs.get("dims"))
     sizes = [sizes] if isinstance(sizes, int) else list(sizes)
@@ -136,7 +136,7 @@ def repeat(call: Call) -> Outcome:
 
 @rule("repeat_interleave")
 def repeat_interleave(call: Call) -> Outcome:
-    """Every element a number of times: blocks stay with their rank."""
+    """Shard ``repeat_interleave`` with one number of repeats: copies stay on the rank of their element."""
     x, layout = _first(call)
     dim = call.arg(2, "dim")
     if not isinstance(call.arg(1, "repeats"), int) or dim is None:
@@ -149,7 +149,7 @@ def repeat_interleave(call: Call) -> Outcome:
 
 @rule("split", "chunk", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split")
 def split(call: Call) -> Outcome:
-    """Into pieces: along the split dim where they follow its segments."""
+    """Shard a split into pieces; along the sharded dim, the pieces have to match its segments."""
     x, layout = _first(call)
     dim = call.arg(2, "dim", 0) % x.ndim
     sizes = [piece.shape[dim] for piece in call.meta()]
@@ -177,7 +177,7 @@ def _split(group: Any, local: Tensor, sizes: list[int], dim: int) -> tuple[Tenso
 
 @rule("unbind")
 def unbind(call: Call) -> Outcome:
-    """One result for each index of a dim that is not split."""
+    """Shard ``unbind`` along a dim other than the sharded one."""
     x, layout = _first(call)
     dim = call.arg(1, "dim", 0) % x.ndim
     _not_along(call, layout, dim)
@@ -187,7 +187,7 @@ def unbind(call: Call) -> Outcome:
 
 @rule("select")
 def select(call: Call) -> Outcome:
-    """One index of a dim that is not split."""
+    """Shard the selection of one index of a dim other than the sharded one."""
     x, layout = _first(call)
     dim = call.arg(1, "dim") % x.ndim
     if call.context and dim == layout.dim:
@@ -199,7 +199,7 @@ def select(call: Call) -> Outcome:
 
 @rule("index_select", "take_along_dim_", "index_add_")
 def index_select(call: Call) -> Outcome:
-    """Indices of a dim that is not split."""
+    """Shard the selection of indices of a dim other than the sharded one."""
     x, layout = _first(call)
     _not_along(call, layout, call.arg(1, "dim") % x.ndim)
     args, kwargs = keep_all(call)
@@ -208,7 +208,7 @@ def index_select(call: Call) -> Outcome:
 
 @rule("narrow")
 def narrow(call: Call) -> Outcome:
-    """A run of a dim; of the split one where it follows the segments."""
+    """Shard a slice of one dim; along the sharded dim, it has to match the segments."""
     x, layout = _first(call)
     dim, start, length = call.arg(1, "dim") % x.ndim, call.arg(2, "start"), call.arg(3, "length")
     if dim != layout.dim:
@@ -224,7 +224,7 @@ def _narrow(group: Any, local: Tensor, dim: int, start: int, length: int) -> Ten
 
 @rule("getitem")
 def getitem(call: Call) -> Outcome:
-    """Basic indexing, and one index tensor on dims that are not split."""
+    """Shard basic indexing, and indexing by one tensor along dims other than the sharded one."""
     x = call.args[0]
     if not isinstance(x, Operand) or x.layout is None:
         raise NoRule("a whole tensor indexed by a split one")
@@ -236,7 +236,7 @@ def getitem(call: Call) -> Outcome:
 
 @rule("setitem")
 def setitem(call: Call) -> Outcome:
-    """A value written along dims that are not split, or everywhere."""
+    """Shard a write along dims other than the sharded one, or to the full tensor."""
     x, index, value = call.args
     if not isinstance(x, Operand) or x.layout is None:
         raise NoRule("a split tensor written into a whole one", call.split_operands())
@@ -258,7 +258,7 @@ def _on_meta(index: Any) -> Any:
 
 
 def _expanded(x: Operand, index: Any) -> list[Any]:
-    """An index with an item for every dim."""
+    """Return the index with one item for every dim."""
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(_dims_used(item) for item in items)
     if Ellipsis not in [item if item is Ellipsis else 0 for item in items]:
@@ -269,10 +269,11 @@ def _expanded(x: Operand, index: Any) -> list[Any]:
 
 
 def sliced(call: Call, x: Operand, index: Any) -> tuple[Any, Layout]:
-    """Local form of an index, and how the result lies.
+    """Return the local form of an index and the layout of the result.
 
     Raises:
-        NoRule: If it reaches into the split dim other than by whole segments, or has several index tensors.
+        NoRule: If the sharded dim is indexed other than by a slice that stays local, or if there are several index
+            tensors.
     """
     layout = _layout(x)
     items = list(index) if isinstance(index, tuple) else [index]
@@ -324,19 +325,19 @@ def _dims_made(item: Any) -> int:
 
 
 def _segment_run(x: Operand, layout: Layout, start: int, stop: int, size: int) -> tuple[Layout, int]:
-    """Layout and local start of the run ``start:stop`` of the split dim."""
+    """Return layout and local start of the run ``start:stop`` of the sharded dim."""
     extent = x.shape[layout.dim]
     segment = extent // layout.segments
     if stop <= start or start % segment or stop % segment:
         unit = math.gcd(start, stop, extent)
-        # Equal shares of a fused projection; anything finer is a coincidence of sizes.
+        # Advise only equal shares of a fused projection; anything finer is a coincidence of sizes.
         good = layout.segments == 1 and unit and stop - start == unit and unit % size == 0
         raise NoRule("slice cuts through the parts", segments=extent // unit if good else None)
     return Layout(layout.dim, (stop - start) // segment), start // size
 
 
 def _cut(call: Call, x: Operand, layout: Layout, start: int, stop: int) -> tuple[Layout, int, int]:
-    """Layout, local start and local length of the run ``start:stop`` of the split dim."""
+    """Return layout, local start and local length of the run ``start:stop`` of the sharded dim."""
     if (start, stop) == (0, x.shape[layout.dim]):
         low, high = layout.run(stop, call.rank, call.size)
         return layout, 0, (high - low) * layout.segments
@@ -344,7 +345,7 @@ def _cut(call: Call, x: Operand, layout: Layout, start: int, stop: int) -> tuple
         runs = [layout.run(x.shape[layout.dim], rank, call.size) for rank in range(call.size)]
         kept = [(min(max(low, start), stop), min(max(high, start), stop)) for low, high in runs]
         low, high = kept[call.rank]
-        # Ranks before the run have nothing of it at their end, those behind it at their start.
+        # Shards before the run have an empty slice at their end, those after it at their start.
         local = max(min(low - runs[call.rank][0], runs[call.rank][1] - runs[call.rank][0]), 0)
         if stop - start == 1:
             raise NoRule("one of the split dim, which may be broadcast later")
@@ -356,7 +357,7 @@ def _cut(call: Call, x: Operand, layout: Layout, start: int, stop: int) -> tuple
 
 
 def _split_anywhere(call: Call, x: Operand, layout: Layout, sizes: list[int]) -> Outcome:
-    """Pieces of the split dim, each of which lies where its part of the dim lay."""
+    """Split the sharded dim into pieces; each stays on the ranks that hold it."""
     start, pieces = 0, []
     for size in sizes:
         pieces.append(_cut(call, x, layout, start, start + size))
@@ -373,9 +374,9 @@ def _narrow_all(group: Any, local: Tensor, pieces: list[tuple[int, int]], dim: i
 
 
 def _index_of_split(x: Operand, index: Any) -> tuple[int, Any] | None:
-    """The number that picks one of the split dim, and the rest of the index with all of a dim of one in its place.
+    """Return the integer that selects one entry of the sharded dim, and the index to apply to that length-1 slice.
 
-    A slice that keeps one picks it as well, and the dim stays.
+    A slice of length one counts as well, and keeps the dim. None for any other index.
     """
     items = _expanded(x, index)
     source = 0
@@ -398,7 +399,7 @@ def _index_of_split(x: Operand, index: Any) -> tuple[int, Any] | None:
 
 
 def _one_of(call: Call, x: Operand, layout: Layout, dim: int, index: int, rest: Any = None) -> Outcome:
-    """One index of the split dim: the rank that has it sends it to all, as a sum with zeros."""
+    """Select one index of the sharded dim: the rank that holds it contributes it to a sum with zeros."""
     if x.dtype is torch.bool or layout.segments != 1:
         raise NoRule(f"{call.name} along the split dim")
     extent = x.shape[dim]
@@ -412,7 +413,7 @@ def _one_of(call: Call, x: Operand, layout: Layout, dim: int, index: int, rest: 
         if here:
             one = local.narrow(dim, index - start, 1)
         else:
-            # Of no elements and with a history, so that backward runs alike on all ranks.
+            # Concatenate an empty slice to keep the autograd history, so that backward is the same on all ranks.
             one = torch.cat(
                 [local.narrow(dim, 0, 0), local.new_zeros(*local.shape[:dim], 1, *local.shape[dim + 1 :])], dim
             )
@@ -422,7 +423,10 @@ def _one_of(call: Call, x: Operand, layout: Layout, dim: int, index: int, rest: 
 
 
 def _uneven_carrier(shape: Sequence[int], layout: Layout, new_shape: Sequence[int]) -> Layout | None:
-    """A dim that is as long as a segment and what lies behind it as before, alone or behind the segments."""
+    """Return the layout of an unevenly sharded dim after a view, or None.
+
+    The new dim has the same dims after it, and the extent of one segment or of several.
+    """
     segment = shape[layout.dim] // layout.segments
     inner = math.prod(shape[layout.dim + 1 :])
     suffix = math.prod(new_shape)
@@ -448,9 +452,9 @@ def _without(layout: Layout, dim: int) -> Layout:
 
 @rule("cat", "concat", "concatenate", "stack", "hstack_")
 def concatenate(call: Call) -> Outcome:
-    """Along a dim that is not split; tensors that are whole are sliced to match."""
+    """Shard a concatenation along a dim other than the sharded one; replicated tensors are sliced to match."""
     given = call.arg(0, "tensors")
-    # Empty tensors of one dim join anything, as caches use them; they say nothing.
+    # Empty tensors of one dim, as in empty caches, can be concatenated with any tensor and are ignored.
     tensors = [operand for operand in given if operand.shape != (0,)]
     stacked = call.name == "stack"
     layouts = list(dict.fromkeys(operand.layout for operand in tensors if operand.layout is not None))
@@ -470,7 +474,7 @@ def concatenate(call: Call) -> Outcome:
 
 
 def _joined(call: Call, tensors: list[Operand], layout: Layout) -> Outcome:
-    """Whole tensors before and behind a split one: the first and the last rank take them to what they have."""
+    """Concatenate replicated tensors before and after a sharded one: the first and last rank add them."""
     dim = layout.dim
     place = next(position for position, operand in enumerate(tensors) if operand.layout is not None)
     before = sum(operand.shape[dim] for operand in tensors[:place])
@@ -481,7 +485,7 @@ def _joined(call: Call, tensors: list[Operand], layout: Layout) -> Outcome:
     first, last = call.rank == 0, call.rank == call.size - 1
 
     def run(group: Any, *parts: Tensor) -> Tensor:
-        # What another rank takes is here with no elements, so that its gradient is summed over all ranks.
+        # Tensors that another rank adds take part with no elements, so that their gradients are summed over all ranks.
         mine = [
             part if position == place or (first if position < place else last) else part.narrow(dim, 0, 0)
             for position, part in enumerate(parts)
@@ -494,7 +498,7 @@ def _joined(call: Call, tensors: list[Operand], layout: Layout) -> Outcome:
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 def unrelated(call: Call) -> Outcome:
-    """Takes type and device alone: the result is whole."""
+    """Keep new tensors replicated: they take only the dtype and device of the sharded tensor."""
     _first(call)
     args, kwargs = keep_all(call)
     return Outcome(args, kwargs, out=None)

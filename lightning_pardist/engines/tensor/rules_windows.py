@@ -1,7 +1,7 @@
-"""Sharding rules of windows along a split dim: convolutions and zero padding over a sequence that context ranks share.
+"""Sharding rules of windows along a sharded dim: convolutions and zero padding over a sequence under context parallel.
 
-A window at the end of a rank's part reaches into the next rank's. Each rank fetches the rows that its windows need from
-the ranks that have them (halos), and computes as many windows as it can have the middle of.
+A window at the end of a rank's shard reaches into the next rank's. Each rank fetches the rows that its windows need
+from the ranks that hold them (halo exchange), and computes the windows whose centre it holds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lightning_pardist.engines.tensor.regions import TensorGroup
 
 
 def windows_along_split_dim(call: Call, x: Operand, weight: Operand, bias: Operand | None) -> Outcome:
-    """``conv1d`` to ``conv3d`` of an input that is split along one of the dims that windows move along.
+    """Shard ``conv1d`` to ``conv3d`` of an input that is sharded along one of the window dims.
 
     Raises:
-        NoRule: If some rank would have no window, or weights are split as well.
+        NoRule: If some rank would have no window, or weights are sharded as well.
     """
     layout, count = x.layout, weight.ndim - 2
     split = [operand for operand in (weight, bias) if operand is not None and operand.layout is not None]
@@ -64,10 +64,10 @@ def windows_along_split_dim(call: Call, x: Operand, weight: Operand, bias: Opera
 
 
 def zeros_along_split_dim(call: Call, x: Operand, widths: Sequence[int]) -> Outcome:
-    """``F.pad`` with a constant: the first and the last rank have what is added.
+    """Shard ``F.pad`` with a constant along the sharded dim: the first and the last rank add the padding.
 
     Raises:
-        NoRule: If it cuts off, or repeats what other ranks have.
+        NoRule: If it crops, or pads with values of other ranks.
     """
     layout = x.layout
     if layout is None or layout.segments > 1 or call.arg(2, "mode", "constant") != "constant" or min(widths) < 0:
@@ -91,7 +91,7 @@ def _each(setting: Any, count: int) -> list[int]:
 
 
 def _paddings(setting: Any, reach: Sequence[int]) -> list[tuple[int, int]]:
-    """Zeros before and behind each dim, as torch takes them for its words."""
+    """Return the zeros before and after each dim, also for ``"valid"`` and ``"same"``, as torch defines them."""
     if setting == "valid":
         return [(0, 0)] * len(reach)
     if setting == "same":
@@ -100,7 +100,7 @@ def _paddings(setting: Any, reach: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _ends(layout: Layout, extent: int, size: int, windows: int, stride: int, before: int, reach: int) -> list[int]:
-    """Up to which window each rank computes: those whose middle it has. What keeps its extent then lies as before."""
+    """Return the end of each rank's windows: those whose centre it holds, so that equal extents have equal layouts."""
     ends = []
     for rank in range(size):
         stop = layout.run(extent, rank, size)[1]

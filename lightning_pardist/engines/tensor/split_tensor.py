@@ -14,7 +14,7 @@ from lightning_pardist.engines.tensor.regions import TensorGroup
 
 
 class Dispatcher(Protocol):
-    """Executes torch functions on split tensors."""
+    """Interface that executes torch functions on split tensors."""
 
     @property
     def group(self) -> TensorGroup:
@@ -22,29 +22,28 @@ class Dispatcher(Protocol):
         ...
 
     def gather(self, tensor: Any) -> Tensor:
-        """A split tensor as a whole one. Collective over the ranks."""
+        """Gather a split tensor into a full one. Collective over the ranks."""
         ...
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one function. Collective over the tensor group where its rule says so."""
+        """Run one function. Collective over the tensor group if its sharding rule requires it."""
         ...
 
 
 class PartedTensor(Tensor):
-    """An activation of global shape, of which each rank of one axis has a part.
+    """An activation of global shape, sharded over the ranks of one mesh axis.
 
-    [Note: why not DTensor] Parameters are DTensors; activations are not. A DTensor sits below autograd, so the
-    backward of every operator needs a sharding rule too, and one that is missing fails inside the autograd engine,
-    where nothing can step in. A parted tensor sits above: it is taken apart at the call of a torch function, the
-    autograd graph is made of plain local tensors and the collectives of
-    :mod:`~lightning_pardist.engines.tensor.regions`, and backward needs nothing but them. It also sends what
-    the rules say and nothing else.
+    [Note: why not DTensor] Parameters are DTensors; activations are not. A DTensor sits below autograd, so the backward
+    of every operator needs a sharding rule too, and a missing rule fails inside the autograd engine, where no fallback
+    is possible. A parted tensor sits above autograd: it is unwrapped at the call of a torch function, the autograd
+    graph consists of plain local tensors and the collectives of :mod:`~lightning_pardist.engines.tensor.regions`, and
+    backward needs nothing else. It also issues exactly the collectives of the rules.
 
     Attributes:
-        local: This rank's part, an ordinary tensor with its autograd history.
-        split_layout: How the parts make up the whole.
-        global_shape: Shape of the whole, at hand without asking torch.
-        runtime: What executes functions called on it.
+        local: This rank's shard, a tensor with its autograd history.
+        split_layout: Layout of the shards.
+        global_shape: Shape of the full tensor, available without a call into torch.
+        runtime: Runtime that executes functions called on it.
     """
 
     local: Tensor
@@ -54,7 +53,7 @@ class PartedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, runtime: Dispatcher) -> Self:
-        """Wrap this rank's part."""
+        """Wrap this rank's shard."""
         shape = layout.global_shape(local.shape, runtime.group.size)
         self: Self = make_wrapper(cls, shape, dtype=local.dtype, device=local.device)
         self.local = local
@@ -67,14 +66,14 @@ class PartedTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Hand the call to the runtime; reached where its mode is not active."""
+        """Pass the call to the runtime; reached only if the runtime's mode is not active."""
         return _runtime_of((args, kwargs)).call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse: below autograd the parts can no longer be put together rightly.
+        """Reject the call: below autograd the shards can no longer be combined correctly.
 
         Raises:
             RuntimeError: Always.
@@ -86,27 +85,27 @@ class PartedTensor(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The part, and how it is split; not collective, so that a debugger on one rank does not hang the others."""
+        """Show the local shard and its layout. Not collective: a debugger on one rank does not hang the others."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, {self.split_layout.describe()}, local={self.local!r})"
 
 
 class SplitTensor(PartedTensor):
-    """An activation that is sharded over tensor ranks. Its part may be split again, over context ranks."""
+    """An activation sharded over tensor ranks. Its local shard may be sharded again, over context ranks."""
 
 
 class SequenceTensor(PartedTensor):
-    """An activation that is sharded over context ranks, whose part is an ordinary tensor."""
+    """An activation sharded over context ranks, whose local shard is a plain tensor."""
 
 
 def innermost(tensor: Tensor) -> Tensor:
-    """The ordinary tensor in which a part, or a part of a part, has its values."""
+    """Return the plain tensor that stores a (possibly nested) split tensor's values."""
     while isinstance(tensor, PartedTensor):
         tensor = tensor.local
     return tensor
 
 
 def _runtime_of(tree: Any) -> Dispatcher:
-    """That of the axis which is taken apart first."""
+    """Return the runtime of the outermost sharded axis among the arguments."""
     found = list(_runtimes(tree))
     if not found:
         raise LookupError("no split tensor among the arguments")

@@ -1,4 +1,4 @@
-"""Optimizer steps under tensor parallelism: elementwise on shards, any other on whole tensors."""
+"""Optimizer steps under tensor parallelism: elementwise updates on shards, all others on full tensors."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ def attach(
     scope: ScopeSetting = "auto",
     group: Callable[[Scope], dist.ProcessGroup] | None = None,
 ) -> None:
-    """Have ``optimizer.step()`` give what it gives on one process. Collective over the tensor ranks; once.
+    """Make ``optimizer.step()`` match a single process. Collective over the tensor ranks; call once.
 
-    An optimizer that updates every element by itself (SGD, Adam, ...) steps on this rank's parts as ordinary tensors,
-    with every kernel it has. One that updates a tensor at a time (Muon, Adafactor, ...) has each whole tensor updated
-    by one of the tensor ranks, which keeps its state. One that updates all of them together (LBFGS, ...) steps on whole
+    An optimizer that updates each element independently (SGD, Adam, ...) steps on this rank's shards as plain tensors,
+    with all of its kernels. One that updates one tensor at a time (Muon, Adafactor, ...) has each full tensor updated
+    by one tensor rank, which keeps its state. One that updates all parameters jointly (LBFGS, ...) steps on full
     parameters on every rank. Steps of the last two are collective over the tensor ranks.
 
     Args:
-        optimizer: Made from a module's parameters after :func:`~lightning_pardist.engines.tensor.apply`.
-        scope: Which of the three it is; found by a trial if ``"auto"``.
-        group: Gives the ranks that update whole tensors together, given which of the three it is; the tensor ranks if
-            None.
+        optimizer: Made from a module's parameters after :func:`~lightning_pardist.engines.tensor.apply_layout`.
+        scope: Which of the three kinds it is; determined by a trial if ``"auto"``.
+        group: Returns the process group that updates full tensors together, given the kind; the tensor ranks if None.
 
     Raises:
-        ValueError: If it cannot be tried.
+        ValueError: If the trial is not possible.
     """
     split = [
         (param, axis)
@@ -55,6 +54,6 @@ def attach(
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Undo :func:`attach`: the module is whole again. Not collective."""
+    """Undo :func:`attach` for a module whose parameters are full again. Not collective."""
     step_as_made(optimizer)
     forget_updates(optimizer)

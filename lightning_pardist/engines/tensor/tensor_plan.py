@@ -11,14 +11,14 @@ from lightning_pardist.engines.tensor.layout import Layout
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One parameter or buffer.
+    """Plan of one parameter or buffer.
 
     Attributes:
         name: Its first name.
         aliases: Other names, if it is tied.
         shape: Global shape.
-        bytes: Size of the whole tensor.
-        layout: How it is split; None if every rank holds all of it.
+        bytes: Size of the full tensor.
+        layout: Its sharding; None if replicated.
         why: The reason, in words.
         buffer: Whether it is a buffer.
     """
@@ -39,7 +39,7 @@ class CollectivePlan:
     Attributes:
         kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
         phase: ``forward`` or ``backward``.
-        count: How many.
+        count: Number of collectives.
         bytes: Sum of the sizes of the tensors involved, before any algorithm's factor.
         why: What needs them.
     """
@@ -53,14 +53,14 @@ class CollectivePlan:
 
 @dataclass(frozen=True)
 class FallbackPlan:
-    """An operator that will run on whole tensors.
+    """An operator that will run on full tensors.
 
     Attributes:
         operator: Plain name of the torch function.
         module: Submodule that calls it.
-        calls: Calls a step.
-        bytes: Bytes put together for it, a step.
-        reason: What stood in the way.
+        calls: Calls per step.
+        bytes: Bytes gathered for it per step.
+        reason: Why it cannot run on local shards.
     """
 
     operator: str
@@ -72,15 +72,15 @@ class FallbackPlan:
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """How a module is split over ``tp_size`` tensor ranks: made by :func:`plan_layout`, for :func:`apply_layout`.
+    """Sharding of a module over ``tp_size`` tensor ranks: made by :func:`plan_layout`, for :func:`apply_layout`.
 
     Attributes:
         tp_size: Number of tensor ranks.
         parameters: Every parameter, tied ones once.
         buffers: Every buffer.
-        collectives: What one traced step sends.
-        fallbacks: Operators that run on whole tensors.
-        sequence_parallel: Results of row-wise layers stay split along the sequence.
+        collectives: Collectives of one traced step.
+        fallbacks: Operators that run on full tensors.
+        sequence_parallel: Whether results of row-wise layers stay sharded along the sequence.
     """
 
     tp_size: int
@@ -91,7 +91,7 @@ class TensorParallelPlan:
     sequence_parallel: bool = False
 
     def layouts(self) -> dict[str, Layout]:
-        """Layouts of all split parameters and buffers, by first name."""
+        """Return the layouts of all sharded parameters and buffers, by first name."""
         return {item.name: item.layout for item in (*self.parameters, *self.buffers) if item.layout is not None}
 
     @property
@@ -105,11 +105,11 @@ class TensorParallelPlan:
         return sum(item.bytes if item.layout is None else item.bytes // self.tp_size for item in self.parameters)
 
     def collective_count(self, phase: Literal["forward", "backward"]) -> int:
-        """Collectives in one phase of a step."""
+        """Return the number of collectives in one phase of a step."""
         return sum(item.count for item in self.collectives if item.phase == phase)
 
     def headline(self) -> str:
-        """What each rank holds, and how much a step sends, in a line."""
+        """Return one line with the parameter bytes per rank and the number of collectives in a step."""
         share = self.bytes_per_rank / self.total_bytes if self.total_bytes else 1.0
         names = ", ".join(sorted({fallback.operator for fallback in self.fallbacks}))
         whole = f"; on whole tensors: {names}" if names else ""
@@ -120,7 +120,7 @@ class TensorParallelPlan:
         )
 
     def __str__(self) -> str:
-        """The headline, and tables of parameters, collectives and fallbacks, repeated blocks in one line each."""
+        """Return the headline and tables of parameters, collectives and fallbacks; repeated blocks share one line."""
         shown = (*self.parameters, *(buffer for buffer in self.buffers if buffer.layout is not None))
         rows = [
             (
