@@ -37,7 +37,7 @@ class HeldExperts:
 
     Attributes:
         parameters: Parameters of experts on this rank.
-        replaced: For each parameter that was full, its replacement.
+        owner: For each parameter of an expert in a list, by any of its names, the rank that holds it.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class HeldExperts:
         self.parameters: set[nn.Parameter] = set()
         #: Placeholders for experts of other ranks, by any of their names.
         self._elsewhere: dict[str, RemoteParameter] = {}
-        #: For each parameter of an expert in a list, by any of its names, the rank that holds it.
         self.owner: dict[str, int] = {}
         for layer in layers:
             if layer.stacked:

@@ -4,15 +4,14 @@ Life cycle::
 
     found = plan_layout(module, lambda: module.loss(batch), tp_size=2)   # one traced run, no process group needed
     print(found)                                                  # what is sharded, why, and the collectives
-    runtime = apply_layout(module, found, mesh["tensor_parallel"])       # parameters become DTensors in place
+    runtime = apply_layout(module, found, mesh["tensor_parallel"])  # parameters become DTensors in place
     optimizer = torch.optim.AdamW(module.parameters())            # unchanged
     attach(optimizer)                                             # its step updates the local shards
     with runtime.step():                                          # around forward and backward of every step
         loss = module.loss(batch)
         loss.backward()
     optimizer.step()
-    state = full_state_dict(module)                               # plain full tensors under the module's own names
-    unsplit_module(module)                                              # plain full parameters again
+    unsplit_module(module)                                        # plain full parameters again
 """
 
 from lightning_pardist.engines.tensor.context import ContextRuntime

@@ -37,7 +37,7 @@ class CollectivePlan:
     """Collectives of one step that have the same reason.
 
     Attributes:
-        kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
         phase: ``forward`` or ``backward``.
         count: Number of collectives.
         bytes: Sum of the sizes of the tensors involved, before any algorithm's factor.
