@@ -84,6 +84,7 @@ def test_ranks_that_wait_in_the_same_place_are_ended_long_before_the_timeout():
     assert not finished.left
 
 
+@pytest.mark.slow
 def test_ranks_in_different_collectives_are_named_long_before_the_timeout():
     finished = run_script(TRAIN, "pardist_ddp", "2", "desync", "1")
     assert finished.code == 1
