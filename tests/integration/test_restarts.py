@@ -51,6 +51,7 @@ def _equal(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.push("3-1", "2-2")
 @pytest.mark.parametrize(("step", "accumulate"), [(3, 1), (7, 1), (8, 1), (2, 2)])
 def test_sigterm_stops_at_a_boundary_and_the_next_start_goes_on(tmp_path, monkeypatch, step, accumulate):
     given = {"accumulate_grad_batches": accumulate}
