@@ -284,7 +284,7 @@ def uneven_products(terms: Sequence[Term]) -> list[str]:
         counts = [float(term.count) if term.by_data else 0.0 for term in inside]
         if "sum" in kinds and (len(kinds) > 1 or any(term.offset for term in inside)):
             return ["something trained multiplies a sum over samples and what is none, added together"]
-        # Sums of the same weights in another order differ by rounding.
+        # Sums of the same weights in a different order differ by rounding.
         if not all(math.isclose(count, counts[0], rel_tol=1e-5) for count in counts):
             return ["something trained multiplies means with several counts, added together"]
     return []
