@@ -54,7 +54,7 @@ ELEMENTWISE |= {"Expand", "LeakyRelu", "MseLoss", "SmoothL1Loss", "HuberLoss", "
 PICKED = {"Index", "MaskedSelect"}
 #: Operations that look up rows of a parameter: their indices are not inputs in the graph.
 LOOK_UPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather", "Take"}
-#: Names of saved operands, used to tell tensors held by the module from data.
+#: Names of saved operands, used to distinguish tensors held by the module from data.
 _OPERANDS = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Mv": ("self", "vec"), "Addmm": ("", "mat1", "mat2")}
 _OPERANDS |= dict.fromkeys(("Convolution", "NativeLayerNorm", "NativeGroupNorm"), ("input", "weight", "bias"))
 #: Maximum depth at which a gather is searched below a result: samples are compared soon after they are gathered.
@@ -135,7 +135,7 @@ class BatchDims:
         if kind in ELEMENTWISE and inputs:
             return self._dim_of_elements(node, inputs, len(inputs) < len(sides))
         if kind in PICKED and inputs and self.of(inputs[0]) == 0:
-            # Selected items are in the first dim, whatever their number and that of their features.
+            # Selected items are in the first dim, regardless of their number and that of their features.
             return 0
         if kind in VIEWS and inputs:
             return self._dim_of_view(node, inputs[0])

@@ -25,7 +25,7 @@ class BlockLayout(Protocol):
         ...
 
     def arranged(self, rows: Tensor) -> Tensor:
-        """Return the rows in the shape that :meth:`spread` broadcasts to: row dim first, then codes in order."""
+        """Return the rows in a shape that broadcasts with :meth:`spread`: row dim first, then elements in order."""
         ...
 
     def largest(self, arranged: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class BlockLayout(Protocol):
         ...
 
     def spread(self, scales: Tensor) -> Tensor:
-        """Broadcast one number per block to the shape of :meth:`arranged`."""
+        """Return one number per block in a shape that broadcasts with the result of :meth:`arranged`."""
         ...
 
     def rows_of(self, arranged: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ def step_on_wholes(
 ) -> None:
     """Replace ``optimizer.step()`` by an update of unsharded tensors, however they are sharded.
 
-    The call is collective over ``group``, as each step is later. It does nothing if the optimizer was set up before.
+    The call is collective over ``group``, and so is every step. It does nothing if the optimizer was set up before.
 
     Args:
         optimizer: Holds the user's parameters.

@@ -189,8 +189,8 @@ class Scaling:
     """Handles of the hooks that scale gradients in a backward.
 
     Attributes:
-        coming_in: Prehooks that multiply the gradient arriving at a node, by node. Used for a loss of one term; for a
-            loss of several terms, the gradients that additions pass on are multiplied.
+        coming_in: Prehooks that multiply the gradient arriving at a node, by node. Used for a term that is the whole
+            loss; for a summand, the gradient that the addition passes on is multiplied.
         others: Handles of all other hooks.
     """
 

@@ -217,7 +217,7 @@ class OwnerUpdates(WholeUpdates):
         return float(self._window_bytes) if entry is None else self._hosted.num_bytes(entry)
 
     def _entries(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Return the existing state of parameters, by number, fetched from the host if it is offloaded."""
+        """Return the existing state of parameters, by number, fetched to the update's device if it is offloaded."""
         state, hosted = self.optimizer.state, self._hosted
         found = {number: state[self._current[number]] for number in numbers if self._current[number] in state}
         return found if hosted is None else {number: hosted.fetch(entry) for number, entry in found.items()}

@@ -81,7 +81,7 @@ class ShardTensor(DTensor):
         assign(self, value)
 
     def new_empty(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return an empty tensor as torch does, of this class so that it is drawn alike (orthogonal initialization)."""
+        """Return an empty tensor as torch does, but as a ``ShardTensor``, for its random methods (orthogonal init)."""
         made: Tensor = super().new_empty(*args, **kwargs)
         if type(made) is DTensor:
             made.__class__ = ShardTensor

@@ -1,4 +1,4 @@
-"""Synchronised batch normalisation over the samples of all ranks, on CPU and GPU (``nn.SyncBatchNorm`` is GPU-only).
+"""Batch normalisation over the samples of all ranks, on CPU and GPU (``nn.SyncBatchNorm`` refuses CPU tensors).
 
 A layer's class is replaced by a subclass of it, so that ``isinstance`` checks and its other methods still work. A layer
 with its own ``forward`` (with an activation after the normalisation, say) runs that ``forward``, in which calls of
