@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_pardist.collectives import all_gather_flat
 from lightning_pardist.compat.fake_group import backend_of
 
-#: Message tags, unlikely to collide with those of users' own messages (0 and up).
+#: Tags of messages on the group's connections, which users' own messages (0 and up) hardly have.
 _GATHER_TAG, _SCATTER_TAG = 1_634_235, 1_634_236
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
