@@ -136,7 +136,7 @@ def scatter_slices(whole: Tensor, *, group: dist.ProcessGroup) -> Reduction:
     works: list[Any] = []
     if whole.numel():
         peers = _peers(group)
-        # One row per peer, in rank order, the order of summation.
+        # In the order in which they are added.
         rows = dict(zip(sorted(peers), received.unbind(0), strict=True))
         works = [dist.irecv(rows[peer], group=group, group_src=peer, tag=_SCATTER_TAG) for peer in peers]
         works += [dist.isend(slices[peer], group=group, group_dst=peer, tag=_SCATTER_TAG) for peer in peers]
